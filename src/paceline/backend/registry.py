@@ -58,7 +58,7 @@ class BackendSpec:
         """Import the maker of its decoders. numerics: None for the usual."""
         loader = self._imported(self.loader)
         loader = _with_ranks(partial(loader, numerics=numerics) if numerics else loader, num_ranks)
-        return partial(_load_checked, self, loader)  # type: ignore[return-value]
+        return partial(_load_checked, self, loader)
 
     def load_head(self, num_ranks: int = 1) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""

@@ -65,12 +65,12 @@ def _yarn(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
     low, high = max(low, 0), min(high, size - 1)
     high = high + 0.001 if low == high else high
     kept = 1 - np.clip((np.arange(len(plain), dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
-    return plain / np.float32(rope.factor) * (1 - kept) + plain * kept
+    return np.asarray(plain / np.float32(rope.factor) * (1 - kept) + plain * kept, np.float32)
 
 
 def _longrope(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
     """Divide each pair's angle by its own number (arXiv 2402.13753)."""
-    return plain / np.array(rope.long_divisors if rope.is_long else rope.divisors, np.float32)
+    return np.divide(plain, rope.long_divisors if rope.is_long else rope.divisors, dtype=np.float32)
 
 
 _SCALERS: dict[str, Callable[[NDArray[float32], Rope], NDArray[float32]]] = {

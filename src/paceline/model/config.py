@@ -205,8 +205,8 @@ class Rope:
 
     def check(self, head_dim: int) -> None:
         """Raise `BadModelFile` for numbers that give no finite angles."""
-        numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.magnitude)
-        numbers += (self.beta_fast, self.beta_slow, *self.divisors, *self.long_divisors)
+        numbers = [self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.magnitude]
+        numbers += [self.beta_fast, self.beta_slow, *self.divisors, *self.long_divisors]
         sensible = all(0.0 < n < 1e12 for n in numbers) and 0 < self.original_context < 1 << 24
         if not sensible or not 0.0 <= self.share <= 1.0 or not 0.0 <= self.query_growth < 1e3:
             raise BadModelFile(f"the model's RoPE settings are not sensible numbers: {str(self)[:300]}")

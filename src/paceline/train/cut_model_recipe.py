@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from paceline.backend.reference.attention import cos_sin, rotate
+from paceline.backend.reference.attention import cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
-from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.config import BIAS_SWITCHES, layer_shapes
 from paceline.model.heads.config import EAGLE3
@@ -71,8 +70,7 @@ class CutModelRecipe:
         self._vocabulary = vocabulary
         self.inherited: set[str] = set()
         device = target.embed.device
-        inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
-        self._angles = torch.from_numpy(inverse).to(device), torch.ones(len(inverse), device=device)
+        self._rotation = rotation_of(target.config.rope, target.config.head_dim, device)
         self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
@@ -88,7 +86,7 @@ class CutModelRecipe:
         """Return the last hidden states, computed once for all depths, see `Recipe`."""
         config = self._target.config
         positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
-        rotations = cos_sin(positions, *self._angles, self._head.dtype)
+        rotations = cos_sin(positions, self._rotation, self._head.dtype)
         hidden = self._target.embed[batch.token_ids]
         for number in range(len(self._layers)):
             prefix = f"layers.{number}."

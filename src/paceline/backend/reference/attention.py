@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import int64
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Packed
     from paceline.model.config import Rope
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
 
 
@@ -179,14 +181,21 @@ def query_growth(positions: torch.Tensor, rope: Rope, dtype: torch.dtype) -> tor
     return (1 + rope.query_growth * torch.log(1 + contexts)).to(dtype)[:, None, None]
 
 
-def cos_sin(
-    positions: torch.Tensor, inverse: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of rotary angles times their sizes, each [num_tokens, 1, head_dim / 2] of `dtype`.
+def rotation_of(
+    rope: Rope, head_dim: int, device: torch.device | str, factors: NDArray[floating] | None = None
+) -> Rotation:
+    """Return what RoPE does to each pair of numbers."""
+    angles, sizes = inverse_frequencies(rope, head_dim, factors), magnitudes(rope, head_dim)
+    return torch.from_numpy(angles).to(device), torch.from_numpy(sizes).to(device)
+
+
+def cos_sin(positions: torch.Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of rotary angles times their magnitudes, [num_tokens, 1, head_dim / 2] of `dtype`.
 
     Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on where
     in a vector register a token happens to lie.
     """
+    inverse, sizes = rotation
     angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
     if dtype == torch.float64:
         angles = angles.to(torch.float64)

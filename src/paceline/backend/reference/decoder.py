@@ -24,8 +24,8 @@ from paceline.backend.reference.attention import (
     plan_tiles,
     query_growth,
     rotate,
+    rotation_of,
 )
-from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.target import Deferred
@@ -139,16 +139,8 @@ class ReferenceDecoder:
             {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
         ]
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
-        # view of some layer -> angles and magnitudes, each [head_dim / 2] float32
         self.rotations = {
-            view: tuple(
-                torch.from_numpy(numbers).to(self.device)
-                for numbers in (
-                    inverse_frequencies(view.rope, config.head_dim, factors),
-                    magnitudes(view.rope, config.head_dim),
-                )
-            )
-            for view in config.views
+            view: rotation_of(view.rope, config.head_dim, self.device, factors) for view in set(config.views)
         }
 
     def describe(self) -> str:
@@ -222,7 +214,7 @@ class ReferenceDecoder:
 
     def _places(self, packed: Packed, view: LayerView) -> _Places:
         positions = torch.from_numpy(packed.positions).to(self.device)
-        cos, sin = cos_sin(positions, *self.rotations[view], self.dtype)
+        cos, sin = cos_sin(positions, self.rotations[view], self.dtype)
         group = self.config.num_heads // self.config.num_kv_heads
         slots = torch.from_numpy(packed.slots).to(self.device)
         growth = query_growth(positions, self.config.rope, self.dtype)
