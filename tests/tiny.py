@@ -8,11 +8,26 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.model.config import FAMILIES, ModelConfig, tensor_shapes
+from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding, tensor_shapes
 from paceline.model.tokenizer import Tokenizer
 
 END = "<|end|>"
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("Ġ", "the"), ("o", "n"), ("r", "e")]
+
+
+# What models of a family have beside the sizes below; those of others have it only if asked.
+FEATURES: dict[str, dict[str, Any]] = {
+    "gemma2": {"score_cap": 3.0, "logit_cap": 5.0, "query_scalar": 12.0},
+    "ministral": {"sliding": Sliding(40, frozenset({0}), Rope())},
+    "ministral3": {"rope": Rope(900.0, "yarn", 8.0, original_context=64, magnitude=1.2, query_growth=0.3)},
+    "smollm3": {"unrotated": frozenset({1})},
+    "phi3": {
+        "rope": Rope(scaling="longrope", share=0.75, divisors=(1.0, 1.1, 1.2), long_divisors=(2.0, 3.0, 4.0))
+    },
+    "granite": {"embed_factor": 7.0, "residual_factor": 0.3, "query_scalar": 30.0},
+    "exaone4": {"sliding": Sliding(40, frozenset({0}), Rope()), "unrotated": frozenset({1})},
+    "glm4": {"rope": Rope(share=0.5)},
+}
 
 
 def tiny_config(
@@ -28,8 +43,12 @@ def tiny_config(
         "max_context": 512,
         "tie_embeddings": True,
         "biases": FAMILIES[family].biases,
+        **FEATURES.get(family, {}),
     }
     return ModelConfig(family=family, vocab_size=vocab_size, num_layers=num_layers, **(fields | changes))
+
+
+PLAIN_FAMILIES = [family for family in FAMILIES if not tiny_config(family).needs]  # those that every backend runs
 
 
 def tiny_weights(

@@ -40,20 +40,21 @@ std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_
     return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
 }
 
-Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused) {
+// norms_all: the norms of q and k go over all heads together.
+Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused, bool norms_all) {
     const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
     const auto maybe = [&](const char* name, size_t size) { return maybe_vector(vectors, name, size); };
     Layer layer;
-    require(vectors.contains("attn_norm") || (first && fused), "a layer lacks the norm before attention");
-    require(vectors.contains("mlp_norm"), "a layer lacks the norm before its feed-forward network");
+    require(vectors.contains("attn_norm") || vectors.contains("attn_post_norm") || (first && fused), "a layer lacks the norm of attention");
+    require(vectors.contains("mlp_norm") || vectors.contains("mlp_post_norm"), "a layer lacks the norm of its feed-forward network");
     layer.attn_norm = maybe("attn_norm", shape.hidden);
     layer.mlp_norm = maybe("mlp_norm", shape.hidden);
     layer.attn_post_norm = maybe("attn_post_norm", shape.hidden);
     layer.mlp_post_norm = maybe("mlp_post_norm", shape.hidden);
     if (first && !fused) layer.feature_norm = maybe("hidden_norm", shape.hidden);
     const size_t inputs = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
-    layer.q_norm = maybe("attn_q_norm", shape.head_dim);
-    layer.k_norm = maybe("attn_k_norm", shape.head_dim);
+    (norms_all ? layer.all_q_norm : layer.q_norm) = maybe("attn_q_norm", norms_all ? q : shape.head_dim);
+    (norms_all ? layer.all_k_norm : layer.k_norm) = maybe("attn_k_norm", norms_all ? kv : shape.head_dim);
     layer.q_bias = maybe("attn_q_bias", q);
     layer.k_bias = maybe("attn_k_bias", kv);
     layer.v_bias = maybe("attn_v_bias", kv);
@@ -111,12 +112,19 @@ std::vector<uint32_t> checked_ids(const Ids& ids, const Shape& shape) {
 void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t num_kv_heads, size_t head_dim,
                   float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
                   const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
+                  const Table<float>& magnitudes,
                   const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
-                  float embed_scale, const std::string& activation_name, bool norms_residual, bool feeds_normed,
+                  float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
+                  float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
                   const nb::dict& relay_vectors, const std::optional<Ids>& token_ids) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
+    shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
+    shape.query_growth = query_growth, shape.query_context = query_context;
+    for (float x : {residual_scale, score_cap, logit_cap, query_growth, query_context})
+        require(std::isfinite(x) && x >= 0.0f, "factors and caps are finite and not negative");
+    require(query_context >= 1.0f, "a context has at least one position");
     shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
     require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
     check_shape(shape);
@@ -124,11 +132,13 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     require(head->in() == shape.hidden, "the wrong shape of the head");
     shape.head_size = head->out();
     require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == head_dim / 2, "the wrong shape of inverse_frequencies");
+    require(magnitudes.shape(0) == inverse_frequencies.shape(0) && magnitudes.shape(1) == head_dim / 2, "the wrong shape of magnitudes");
     const bool fused = fusing_matrices.contains("fc");
     require(final_norm.size() > 0 || fused, "only a model that fuses features can do without the last norm");
     Weights weights;
     weights.embed = embed, weights.head = head;
     weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());
+    weights.magnitudes.assign(magnitudes.data(), magnitudes.data() + magnitudes.size());
     if (final_norm.size() > 0) weights.final_norm = vector_of(nb::cast(final_norm), shape.hidden, "final_norm");
     if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
@@ -139,7 +149,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
         weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
-                                          weights.layers.empty(), fused));
+                                          weights.layers.empty(), fused, norms_all));
     }
     set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
     shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
@@ -152,8 +162,9 @@ void bind_decoder(nb::module_& m) {
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder
         .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-             "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "layers"_a, "windows"_a, "ropes"_a,
-             "query_scale"_a, "embed_scale"_a, "activation"_a, "norms_residual"_a = false, "feeds_normed"_a = false,
+             "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
+             "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
+             "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })

@@ -118,6 +118,7 @@ void attend(const AttentionSpan& span) {
                               span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
+    cap_scores(span, pages.count);
     const size_t hidden = span.start - first_slot(span);
     for (size_t r = 0; r < span.num_queries; ++r)
         weigh_scores(span.scores + r * kSpan, num_hidden(span, r, pages.count), num_seen(span, r, pages.count),

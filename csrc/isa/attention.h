@@ -57,6 +57,12 @@ struct Pages {
 // First slot of the page of a span's first key.
 PACELINE_INLINE size_t first_slot(const AttentionSpan& span) { return span.start / kPageTokens * kPageTokens; }
 
+// Cap the scores of all queries, if they have a cap.
+PACELINE_INLINE void cap_scores(const AttentionSpan& span, size_t num_pages) {
+    if (!(span.cap > 0.0f)) return;
+    for (size_t r = 0; r < span.num_queries; ++r) cap_all(span.scores + r * kSpan, num_pages * kPageTokens, span.cap);
+}
+
 // Number of slots of a span's pages before the first key that a query attends to.
 PACELINE_INLINE size_t num_hidden(const AttentionSpan& span, size_t query, size_t num_pages) {
     const size_t first = static_cast<size_t>(span.starts[query]), slots = num_pages * kPageTokens;

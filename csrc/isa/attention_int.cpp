@@ -254,6 +254,7 @@ void attend(const AttentionSpan& span) {
                               span.query_units + first, span.scores + first * kSpan + first_page * kPageTokens);
         });
     }
+    cap_scores(span, pages.count);
     weigh_queries(span, pages);
     __builtin_memset(span.mixed, 0, span.num_queries * head_dim * sizeof(float));
     const int16_t* const weights = reinterpret_cast<const int16_t*>(span.scores);

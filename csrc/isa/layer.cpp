@@ -180,6 +180,8 @@ void gelu_mul(float* gate, const float* up, size_t n) {
     }
 }
 
+void cap(float* x, size_t n, float most) { cap_all(x, n, most); }
+
 // To float16, clamped to its largest finite number; NaN stays NaN.
 void to_halves(const float* x, size_t n, uint16_t* out) {
     constexpr float limit = 65504.0f;
@@ -203,6 +205,6 @@ void from_halves(const uint16_t* x, size_t n, float* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, scale, quantise, hadamard, rotate, silu_mul, gelu_mul, to_halves, from_halves};
+const LayerKernels layer_kernels = {rms_norm, add, scale, quantise, hadamard, rotate, silu_mul, gelu_mul, cap, to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA

@@ -91,7 +91,7 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
     for (size_t i = first; i < tile.count * group; ++i) {
         const size_t token = tile.first + i / group, head = tile.kv_head * group + i % group;
         float* to = &own.queries[i * query_stride(padded)];
-        apply_rope(&scratch_->q[token * stride + head * dim], layer.q_norm, layer.rope, token, shape_.query_scale, to);
+        apply_rope(&scratch_->q[token * stride + head * dim], layer.q_norm, layer.rope, token, query_scale(pass.positions[token]), to);
         std::fill(to + dim, to + padded, 0.0f);
         own.starts[i] = static_cast<int64_t>(first_key(pass, tile.row, token, layer.window));
         own.limits[i] = pass.positions[token] + 1;
@@ -112,7 +112,7 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t layer, con
                          std::max(span * kSpan, first_of_tile(pass, tile, weights_.layers[layer].window)),
                          std::min(last, (span + 1) * kSpan), &own.queries[first * query_stride(padded)], &own.query_units[first],
                          &own.starts[first], &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,
-                         mixed + first * padded});
+                         mixed + first * padded, shape_.score_cap});
 }
 
 void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mixed) {

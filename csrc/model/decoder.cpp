@@ -101,12 +101,19 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
     });
     const Product keys{layer.k.get(), &s.hidden_q, s.k.data(), kv_stride, &layer.k_bias};
     const Product values{layer.v.get(), &s.hidden_q, s.v.data(), kv_stride, &layer.v_bias};
+    const auto norm_all = [&](const std::vector<float>& weight, AlignedVector<float>& rows, size_t stride) {
+        if (weight.empty()) return;
+        pool_->each(n, [&](size_t t) { norm(&rows[t * stride], weight, weight.size(), shape_.norm_eps, &rows[t * stride]); });
+    };
     if (only_stores) {
         multiply_all(*pool_, {keys, values}, n);
+        norm_all(layer.all_k_norm, s.k, kv_stride);
         store_all(pass, kv, index);
         return false;
     }
     multiply_all(*pool_, {{layer.q.get(), &s.hidden_q, s.q.data(), q_stride, &layer.q_bias}, keys, values}, n);
+    norm_all(layer.all_q_norm, s.q, q_stride);
+    norm_all(layer.all_k_norm, s.k, kv_stride);
     if (!s.stores_itself) store_all(pass, kv, index);
     attend(pass, kv, index, thread);
     pool_->each(n, [&](size_t t) { s.attn_q.set(t, &s.mixed[t * round_up(q_size, kInt8Group)], layer.o->type(), q_size); });
@@ -144,8 +151,8 @@ void Decoder::start_token(const Pass& pass, size_t token) {
     for (size_t i = 0; i < shape_.hidden; ++i) hidden[i] *= shape_.embed_scale;
     for (size_t i = 0; i < num_angles(); ++i) {
         const float angle = static_cast<float>(pass.positions[token]) * weights_.inverse_frequencies[i];
-        s.cosines[token * num_angles() + i] = std::cos(angle);
-        s.sines[token * num_angles() + i] = std::sin(angle);
+        s.cosines[token * num_angles() + i] = std::cos(angle) * weights_.magnitudes[i];
+        s.sines[token * num_angles() + i] = std::sin(angle) * weights_.magnitudes[i];
     }
 }
 
@@ -162,6 +169,7 @@ void Decoder::add_delta(size_t token, const std::vector<float>& norm) {
     float* delta = &scratch_->delta[token * round_up(shape_.hidden, kPanel)];
     const auto& kernel = kernels().layer;
     if (!norm.empty()) kernel.rms_norm(delta, norm.data(), shape_.hidden, shape_.norm_eps, delta);
+    if (shape_.residual_scale != 1.0f) kernel.scale(delta, shape_.hidden, shape_.residual_scale, delta);
     kernel.add(&scratch_->hidden[token * shape_.hidden], delta, shape_.hidden);
 }
 
@@ -193,6 +201,13 @@ void Decoder::apply_rope(const float* head, const std::vector<float>& norm, size
     const auto& kernel = kernels().layer;
     if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, to);
     kernel.rotate(norm.empty() ? head : to, &scratch_->cosines[at], &scratch_->sines[at], dim, scale, to);
+}
+
+// What multiplies the queries of a token.
+float Decoder::query_scale(int64_t position) const {
+    if (shape_.query_growth == 0.0f) return shape_.query_scale;
+    const float contexts = std::floor(static_cast<float>(position) / shape_.query_context);
+    return shape_.query_scale * (1.0f + shape_.query_growth * std::log(1.0f + contexts));
 }
 
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {

@@ -56,6 +56,7 @@ class Decoder {
     void read_feature(const Pass& pass, size_t token, float* normed);
     void fuse_features(const Pass& pass, size_t thread);
     void apply_rope(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const;
+    float query_scale(int64_t position) const;
     void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
     void store_all(const Pass& pass, const KVStore& kv, size_t layer);
     size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token

@@ -141,6 +141,7 @@ void Decoder::choose_in_tile(const Pass& pass, size_t tile, size_t thread, const
             float* row = &own.logits[(i - first) * kHeadTile];
             const uint32_t* allowed = pass.masks.of(i);
             const bool chooses = any && allows_some(allowed, start, count);
+            if (chooses && shape_.logit_cap > 0.0f) kernels().layer.cap(row, kHeadTile, shape_.logit_cap);
             std::fill(chooses ? row + count : row, row + kHeadTile, -kInfinity);
             if (pass.specs[i].wants_logits())
                 std::copy_n(row, count, pass.logits + s.logit_row[i] * pass.vocab + start);

@@ -16,6 +16,9 @@ struct Shape {
     float query_scale;         // multiplies attention scores
     float embed_scale = 1.0f;  // multiplies embeddings
     Activation activation = Activation::silu;
+    float residual_scale = 1.0f;                 // multiplies what a block adds to the residual stream
+    float score_cap = 0.0f, logit_cap = 0.0f;    // scores and logits become cap * tanh(x / cap); 0: they stay
+    float query_growth = 0.0f, query_context = 1.0f;  // queries are multiplied by 1 + growth * log(1 + floor(position / context))
     size_t head_size = 0;         // rows of the LM head: `vocab`, or a draft vocabulary
     bool reads_features = false;  // a draft head, which reads a feature beside each token
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
@@ -29,6 +32,7 @@ struct Layer {
     std::vector<float> attn_post_norm, mlp_post_norm;  // norms of a block's output, or empty
     std::vector<float> feature_norm;                   // of an EAGLE layer, which reads [normed token, normed feature]; or empty
     std::vector<float> q_norm, k_norm;                 // [head_dim], or empty
+    std::vector<float> all_q_norm, all_k_norm;         // of all heads together, or empty
     std::vector<float> q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;  // or empty
     std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
 };
@@ -47,6 +51,7 @@ struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // the same object where tied
     std::vector<float> final_norm;              // [hidden], or empty
     std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
+    std::vector<float> magnitudes;              // likewise: factors of their cosines and sines
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
     std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty

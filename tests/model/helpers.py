@@ -16,6 +16,7 @@ from paceline.backend.seam import KV, Executor, Packed, PassRequest, PassResult
 from paceline.core.nouns import SamplingSpec
 from paceline.model.config import ModelConfig
 from paceline.model.files import gguf_model
+from paceline.model.files.rearranged import ROTATED, head_order
 from paceline.model.weights import canonical_names
 from tests.tiny import END, tiny_raw_tokenizer
 
@@ -66,11 +67,40 @@ def logits_of(
     return torch.cat(parts)
 
 
-def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of q or k as llama-architecture GGUF files have them."""
-    return np.ascontiguousarray(
-        tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-    )
+def as_stored(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
+    """A tensor as files have it: rows of heads in their order, the final norm not divided."""
+    facts = config.facts
+    order = head_order(config, interleaved=facts.gguf_permutes_qk or facts.interleaves_rope)
+    if name == "final_norm":
+        return tensor * np.float32(config.logit_divisor)
+    if not order or name.rpartition(".")[2] not in ROTATED:
+        return tensor
+    by_head = tensor.reshape(-1, len(order), *tensor.shape[1:])
+    return np.ascontiguousarray(by_head[:, np.argsort(order)].reshape(tensor.shape))
+
+
+def longrope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that hold a model's factors of longrope, if it has any."""
+    if config.rope.scaling != "longrope":
+        return {}
+    factors = (config.rope.divisors, config.rope.long_divisors)
+    return {n: np.array(f, np.float32) for n, f in zip(gguf_model.LONGROPE_NAMES, factors, strict=True)}
+
+
+def fuse(
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    names: dict[str, str],
+    fused: Mapping[str, Sequence[str]],
+) -> dict[str, np.ndarray]:
+    """Tensors with some of each layer's joined; their names are added to `names`."""
+    joined = dict(tensors)
+    for layer in range(config.num_layers):
+        for name, parts in fused.items():
+            own = [joined.pop(f"layers.{layer}.{part}") for part in parts]
+            joined[f"layers.{layer}.{name}"] = np.concatenate(own)
+            names[f"layers.{layer}.{name}"] = gguf_model.LAYER_PREFIX.format(layer=layer) + name
+    return joined
 
 
 def write_gguf(
@@ -80,8 +110,12 @@ def write_gguf(
     quant: gguf.GGMLQuantizationType | None = None,
     extra: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
+    fused: Mapping[str, Sequence[str]] | None = None,
 ) -> Path:
-    """Write a model as GGUF with the package's own writer, matrices as `quant` (F32 by default)."""
+    """Write a model as GGUF with the package's own writer, matrices as `quant` (F32 by default).
+
+    fused: name of a layer's tensor in the file -> short canonical names of those that it stands for.
+    """
     arch = config.facts.gguf_arch
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_layers)
@@ -96,20 +130,20 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.norm_eps)
     if config.sliding is not None:
         writer.add_sliding_window(config.sliding.window)
+    for name, factors in longrope_tensors(config).items():
+        writer.add_tensor(name, factors)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
         add[float] = writer.add_float32
         add[type(value)](key, value)
-    names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
-    for name, tensor in weights.items():
+    layer_names = gguf_model.layer_names(config)
+    names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
+    tensors = {name: as_stored(config, name, np.asarray(w, np.float32)) for name, w in weights.items()}
+    if fused:
+        tensors = fuse(config, tensors, names, fused)
+    for name, data in tensors.items():
         if name in skip:
             continue
-        data = np.asarray(tensor, np.float32)
-        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(
-            name.rsplit(".", 1)[-1].removesuffix("_bias"), 0
-        )
-        if heads and config.facts.gguf_permutes_qk:
-            data = interleave(data, heads)
         if quant is not None and data.ndim == 2:
             writer.add_tensor(names[name], gguf.quantize(data, quant), raw_dtype=quant)
         else:

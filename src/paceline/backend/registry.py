@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from paceline.backend.device import CPU, Device, DeviceDefaults
-from paceline.core.errors import ConfigError, suggest
+from paceline.core.errors import ConfigError, UnsupportedModel, suggest
 from paceline.core.system import available_bytes
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
+    from paceline.backend.seam import Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
+    from paceline.model.config import ModelConfig
 
 # Bytes of one stored number, scales included.
 NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625}
@@ -48,6 +49,7 @@ class BackendSpec:
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
     max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
+    features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
@@ -55,7 +57,8 @@ class BackendSpec:
     def load(self, numerics: str | None = None, num_ranks: int = 1) -> LoadDecoder:
         """Import the maker of its decoders. numerics: None for the usual."""
         loader = self._imported(self.loader)
-        return _with_ranks(partial(loader, numerics=numerics) if numerics else loader, num_ranks)  # type: ignore[no-any-return]
+        loader = _with_ranks(partial(loader, numerics=numerics) if numerics else loader, num_ranks)
+        return partial(_load_checked, self, loader)
 
     def load_head(self, num_ranks: int = 1) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""
@@ -141,6 +144,16 @@ class BackendSpec:
         """Return the memory that is free where KV lies."""
         return self._imported(self.free_memory)(device) if self.free_memory else available_bytes()
 
+    def check_model(self, config: ModelConfig) -> None:
+        """Raise `UnsupportedModel` if its decoders lack something that a model needs."""
+        lacking = [need for need in config.needs if self.features is not None and need not in self.features]
+        if lacking:
+            able = " or ".join(name for name, spec in BACKENDS.items() if spec.features is None)
+            raise UnsupportedModel(
+                f"the {self.name} backend does not run this {config.family} model, which needs"
+                f" {', '.join(lacking)}: choose --backend {able}"
+            )
+
     def _one_of(self, flag: str, known: tuple[str, ...], asked: str) -> str:
         if asked not in known:
             raise ConfigError(f"the {self.name} backend has no {flag} {asked}{suggest(asked, known)}")
@@ -156,6 +169,13 @@ class BackendSpec:
             raise ConfigError(
                 f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.extra or self.needs}]'"
             ) from None
+
+
+def _load_checked(
+    spec: BackendSpec, loader: LoadDecoder, config: ModelConfig, *arguments: Any, **named: Any
+) -> Decoder:
+    spec.check_model(config)
+    return loader(config, *arguments, **named)
 
 
 def _with_ranks(loader: Any, num_ranks: int) -> Any:
@@ -208,6 +228,7 @@ BACKENDS = {
             probe="paceline.backend.cuda.probe:findings",
             free_memory="paceline.backend.cuda.device_memory:free_bytes",
             max_ranks=8,
+            features=(),
             cores_backend="native",
         ),
     )

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy import float32, floating
     from numpy.typing import NDArray
 
@@ -18,18 +20,25 @@ def inverse_frequencies(rope: Rope, head_dim: int, factors: NDArray[floating] | 
     """Return the angle per position of each pair of dimensions, [head_dim / 2] float32.
 
     float32 whatever the model's type: that is how the models were trained, and what transformers does.
-    `factors` [head_dim / 2] divides them where `rope.scaling` is "factors".
+    `factors` [head_dim / 2] divides them where `rope.scaling` is "factors". Pairs that are not rotated come last.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    size = rope.rotated(head_dim)
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(max(size, 1))
     plain = np.float32(1) / np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
-    if rope.scaling == "linear":
-        return (plain / rope.factor).astype(np.float32)
-    if rope.scaling == "llama3":
-        return _llama3(plain, rope)
     if rope.scaling == "factors":
         assert factors is not None
-        return (plain / factors).astype(np.float32)
-    return plain
+        plain = plain / factors[: len(plain)]
+    elif rope.scaling in _SCALERS:
+        plain = _SCALERS[rope.scaling](plain, rope)
+    angles: NDArray[float32] = np.pad(plain.astype(np.float32), (0, head_dim // 2 - len(plain)))
+    return angles
+
+
+def magnitudes(rope: Rope, head_dim: int) -> NDArray[float32]:
+    """Return the factor of each pair's cosine and sine, [head_dim / 2] float32: 1 for pairs that do not turn."""
+    sizes = np.ones(head_dim // 2, np.float32)
+    sizes[: rope.rotated(head_dim) // 2] = rope.magnitude
+    return sizes
 
 
 def _llama3(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
@@ -41,3 +50,32 @@ def _llama3(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
     blended = (1 - smooth) * plain / factor + smooth * plain
     stretched = np.where(wavelength > context / low, plain / factor, blended)
     return np.asarray(np.where(wavelength < context / high, plain, stretched), np.float32)
+
+
+def _yarn(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
+    """Stretch pairs that turn seldom by `factor`, keep those that turn often, blend between (arXiv 2309.00071)."""
+    size = 2 * len(plain)
+
+    def pair_of(turns: float) -> float:
+        return size * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    high = high + 0.001 if low == high else high
+    kept = 1 - np.clip((np.arange(len(plain), dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    return np.asarray(plain / np.float32(rope.factor) * (1 - kept) + plain * kept, np.float32)
+
+
+def _longrope(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
+    """Divide each pair's angle by its own number (arXiv 2402.13753)."""
+    return np.divide(plain, rope.long_divisors if rope.is_long else rope.divisors, dtype=np.float32)
+
+
+_SCALERS: dict[str, Callable[[NDArray[float32], Rope], NDArray[float32]]] = {
+    "linear": lambda plain, rope: plain / rope.factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
+from paceline.core.errors import BadModelFile, UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-RopeScaling = Literal["none", "linear", "llama3", "factors"]
+RopeScaling = Literal["none", "linear", "llama3", "factors", "yarn", "longrope"]
+Norms = Literal["before", "around", "after"]  # where a layer's norms stand, seen from its two blocks
+QKNorm = Literal["", "head", "whole"]  # what a norm of q and k goes over: nothing, each head, all heads together
 
 # Bounds of what a file may claim: generous, and far below what could exhaust memory.
 _BOUNDS: dict[str, tuple[int, int]] = {
@@ -28,12 +30,24 @@ _BOUNDS: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class MixedLayers:
-    """Defaults for files that say too little about their layers with a sliding window."""
+    """Layers with a sliding window: which ones, and their RoPE, where files say too little."""
 
     period: int  # the last of every `period` layers sees all tokens
-    theta: float  # of its RoPE
-    local_theta: float  # of the others' RoPE
-    query_scalars: Mapping[int, float]  # number of layers -> `ModelConfig.query_scalar`, which GGUF does not keep
+    scales_rope: bool = True  # RoPE scaling is for these layers, too
+    rotates_others: bool = True  # layers that see all tokens have RoPE beside these
+    query_scalars: Mapping[int, float] = field(default_factory=dict)  # number of layers -> `query_scalar`, if GGUF
+
+    def slides(self, layer: int) -> bool:
+        """Return True if a layer has a window."""
+        return (layer + 1) % self.period != 0
+
+
+ALL_SLIDE = MixedLayers(period=1 << 30)
+GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD = "rope_theta", "rope_local_base_freq", "no_rope_layer_interval"
+QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+MLP = frozenset({"mlp_gate", "mlp_up", "mlp_down"})
+# Switches of config.json that add biases, and to which projections.
+BIAS_SWITCHES: Mapping[str, frozenset[str]] = {"attention_bias": QKV | {"attn_o"}, "mlp_bias": MLP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +55,122 @@ class Family:
     """Facts that all models of one family share and their files leave out."""
 
     name: str  # also `model_type` in a Hugging Face config.json
-    gguf_arch: str  # `general.architecture` in GGUF
+    gguf_arch: str | None  # `general.architecture` in GGUF; None: there is none
     activation: str = "silu"
     biases: frozenset[str] = frozenset()  # projections that always have a bias
-    qk_norm: bool = False  # RMS norm over each head of q and k
-    gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
-    default_window: int | None = None  # sliding window if config.json has no such key
-    mixed_layers: MixedLayers | None = None  # layers with and without a sliding window alternate
-    sandwich_norms: bool = False  # a second norm over what a block adds to the residual stream
+    bias_switches: Mapping[str, frozenset[str]] = field(default_factory=lambda: BIAS_SWITCHES)
+    norms: Norms = "before"
+    qk_norm: QKNorm = ""
     norms_from_one: bool = False  # safetensors files keep norm weights as their distance from 1
     scales_embedding: bool = False  # embeddings times the root of their size
-    ties_embeddings: bool = False  # if config.json has no such key
+    gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
+    interleaves_rope: bool = False  # so do all its files: RoPE rotates numbers beside each other
+    mixed_layers: MixedLayers | None = None  # layers with a sliding window, if `sliding_window` is given
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where it lacks the key
+    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors in safetensors, where unusual
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
 
 
-QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+_GLM_NAMES = {
+    "attn_post_norm": "post_self_attn_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_mlp_layernorm.weight",
+}
 
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
         Family("llama", "llama", gguf_permutes_qk=True),
-        Family("mistral", "llama", gguf_permutes_qk=True, default_window=4096),
+        Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
         Family("qwen2", "qwen2", biases=QKV),
-        Family("qwen3", "qwen3", qk_norm=True),
+        Family("qwen3", "qwen3", qk_norm="head"),
         Family(
             "gemma3_text",
             "gemma3",
             activation="gelu_tanh",
-            qk_norm=True,
-            mixed_layers=MixedLayers(period=6, theta=1e6, local_theta=1e4, query_scalars={62: 168.0}),
-            sandwich_norms=True,
+            norms="around",
+            qk_norm="head",
             norms_from_one=True,
             scales_embedding=True,
-            ties_embeddings=True,
+            mixed_layers=MixedLayers(period=6, scales_rope=False, query_scalars={62: 168.0}),
+            defaults=_GEMMA
+            | {GLOBAL_THETA: 1e6, LOCAL_THETA: 1e4, "vocab_size": 262208, "max_position_embeddings": 131072}
+            | {"num_attention_heads": 8, "num_key_value_heads": 4},
         ),
+        Family(
+            "gemma2",
+            "gemma2",
+            activation="gelu_tanh",
+            norms="around",
+            norms_from_one=True,
+            scales_embedding=True,
+            mixed_layers=MixedLayers(period=2, query_scalars={46: 144.0}),
+            defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+        Family("qwen2_5_vl_text", "qwen2vl", biases=QKV),
+        Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
+        Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),
+        Family("ministral3", "mistral3", gguf_permutes_qk=True),
+        Family(
+            "smollm3",
+            "smollm3",
+            gguf_permutes_qk=True,
+            defaults={
+                GLOBAL_THETA: 2e6,
+                PLAIN_PERIOD: 4,
+                "tie_word_embeddings": True,
+                "use_sliding_window": False,
+            },
+        ),
+        Family("phi3", "phi3", mixed_layers=ALL_SLIDE),
+        Family("granite", "granite", gguf_permutes_qk=True),
+        Family(
+            "olmo2",
+            "olmo2",
+            norms="after",
+            qk_norm="whole",
+            mixed_layers=MixedLayers(period=4, scales_rope=False),
+        ),
+        Family(
+            "olmo3",
+            "olmo2",
+            norms="after",
+            qk_norm="whole",
+            mixed_layers=MixedLayers(period=4, scales_rope=False),
+            defaults={GLOBAL_THETA: 5e5, "sliding_window": 4096},
+        ),
+        Family(
+            "exaone4",
+            "exaone4",
+            norms="after",
+            qk_norm="head",
+            mixed_layers=MixedLayers(period=4, rotates_others=False),
+        ),
+        Family(
+            "glm4",
+            "glm4",
+            bias_switches={"attention_bias": QKV},
+            norms="around",
+            interleaves_rope=True,
+            defaults={"partial_rotary_factor": 0.5},
+            names=_GLM_NAMES,
+        ),
+        Family(
+            "seed_oss",
+            "seed_oss",
+            bias_switches={"attention_bias": QKV, "attention_out_bias": frozenset({"attn_o"}), "mlp_bias": MLP},
+            defaults={"attention_bias": True},
+            gguf_names={"mlp_norm": "post_attention_norm.weight"},
+        ),
+        Family(
+            "ernie4_5",
+            "ernie4_5",
+            bias_switches={"use_bias": QKV | {"attn_o"} | MLP},
+            interleaves_rope=True,
+            defaults={"tie_word_embeddings": True},
+        ),
+        Family("helium", None, interleaves_rope=True),
     )
 }
 
@@ -85,17 +182,56 @@ class Rope:
     theta: float = 10000.0
     scaling: RopeScaling = "none"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as the next two
+    low_freq_factor: float = 1.0  # llama3 only, as the next
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    share: float = 1.0  # of each head that is rotated; 0: none, as in layers without RoPE
+    magnitude: float = 1.0  # of what is rotated, times its size before
+    beta_fast: float = 32.0  # yarn only, as the next two
+    beta_slow: float = 1.0
+    truncates: bool = True
+    divisors: tuple[float, ...] = ()  # longrope only, as the next two: of the angles
+    long_divisors: tuple[float, ...] = ()  # of a model that serves more than `original_context` tokens
+    is_long: bool = False
+    query_growth: float = 0.0  # queries grow with the logarithm of their position over `original_context`
 
-    def check(self) -> None:
+    def rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head are rotated."""
+        return int(head_dim * self.share)
+
+    def of_head(self) -> Rope:
+        """Return the RoPE of a draft head that has no settings of its own."""
+        return replace(self, share=1.0, query_growth=0.0) if self.scaling in _PLAIN else Rope(self.theta)
+
+    def check(self, head_dim: int) -> None:
         """Raise `BadModelFile` for numbers that give no finite angles."""
-        numbers = (self.theta, self.factor, self.low_freq_factor, self.high_freq_factor)
-        if not all(0.0 < n < 1e12 for n in numbers) or not 0 < self.original_context < 1 << 24:
-            raise BadModelFile(f"the model's RoPE settings are not sensible numbers: {self}")
+        numbers = [self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.magnitude]
+        numbers += [self.beta_fast, self.beta_slow, *self.divisors, *self.long_divisors]
+        sensible = all(0.0 < n < 1e12 for n in numbers) and 0 < self.original_context < 1 << 24
+        if not sensible or not 0.0 <= self.share <= 1.0 or not 0.0 <= self.query_growth < 1e3:
+            raise BadModelFile(f"the model's RoPE settings are not sensible numbers: {str(self)[:300]}")
         if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise BadModelFile("the model's RoPE scaling has high_freq_factor <= low_freq_factor")
+        if self.scaling == "yarn" and not 1.0 < self.theta:
+            raise BadModelFile(f"yarn needs a RoPE theta above 1, not {self.theta}")
+        if self.rotated(head_dim) % 2:
+            raise BadModelFile(
+                f"RoPE cannot rotate {self.rotated(head_dim)} of {head_dim} numbers: they go in pairs"
+            )
+        lengths = {len(self.divisors), len(self.long_divisors)} if self.scaling == "longrope" else set()
+        if lengths - {self.rotated(head_dim) // 2}:
+            raise BadModelFile(f"longrope needs {self.rotated(head_dim) // 2} factors, the model has {lengths}")
+
+
+_PLAIN = ("none", "linear", "llama3", "factors")
+NO_ROPE = Rope(share=0.0)
+
+
+class LayerView(NamedTuple):
+    """Tokens that a layer's tokens see, and how they tell positions apart."""
+
+    window: int  # tokens, its own included; 0: all
+    rope: Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +242,13 @@ class Sliding:
     layers: frozenset[int]
     rope: Rope
 
-    def check(self, num_layers: int) -> None:
+    def check(self, num_layers: int, head_dim: int) -> None:
         """Raise `BadModelFile` for an impossible window or layers."""
         if not 1 <= self.window < 1 << 24 or not self.layers <= set(range(num_layers)):
             raise BadModelFile(f"the model says that layers {sorted(self.layers)} see {self.window} tokens")
         if self.rope.scaling == "factors":
             raise BadModelFile("RoPE factors are for layers that see all tokens")
-        self.rope.check()
+        self.rope.check(head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +269,12 @@ class ModelConfig:
     biases: frozenset[str] = frozenset()  # projections with a bias, by canonical name without the layer
     sliding: Sliding | None = None  # None: every layer sees all tokens
     query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
+    unrotated: frozenset[int] = frozenset()  # layers without RoPE
+    embed_factor: float = 1.0  # of embeddings, beside what the family says
+    residual_factor: float = 1.0  # of what each block adds to the residual stream
+    logit_divisor: float = 1.0  # the final norm's weights are divided by it when they are read
+    score_cap: float | None = None  # attention scores become cap * tanh(score / cap)
+    logit_cap: float | None = None  # likewise logits
     max_context: int = 2048  # tokens; at most the window if all layers slide, so that attention is full
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -150,7 +292,7 @@ class ModelConfig:
     @property
     def embed_scale(self) -> float:
         """Factor of embeddings before the first layer."""
-        return float(self.hidden_size**0.5) if self.facts.scales_embedding else 1.0
+        return self.embed_factor * (float(self.hidden_size**0.5) if self.facts.scales_embedding else 1.0)
 
     @property
     def rope_of_window(self) -> dict[int, Rope]:
@@ -162,6 +304,35 @@ class ModelConfig:
         """Number of tokens each layer sees, 0 for all. [num_layers]"""
         s = self.sliding
         return tuple(s.window if s is not None and i in s.layers else 0 for i in range(self.num_layers))
+
+    @property
+    def views(self) -> tuple[LayerView, ...]:
+        """Window and RoPE of each layer. [num_layers]"""
+        ropes = self.rope_of_window
+        return tuple(
+            LayerView(w, NO_ROPE if i in self.unrotated else ropes[w]) for i, w in enumerate(self.windows)
+        )
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Features beyond those that every backend has, in words."""
+        ropes = {view.rope for view in self.views}
+        asked = {
+            "layers without RoPE": bool(self.unrotated),
+            "RoPE with a magnitude": any(rope.magnitude != 1.0 for rope in ropes),
+            "queries that grow with their position": self.rope.query_growth != 0.0,
+            "capped attention scores": self.score_cap is not None,
+            "capped logits": self.logit_cap is not None,
+            "a factor of what blocks add": self.residual_factor != 1.0,
+            "norms behind its blocks only": self.facts.norms == "after",
+            "norms over all heads together": self.facts.qk_norm == "whole",
+        }
+        return tuple(words for words, wanted in asked.items() if wanted)
+
+    def for_texts_of(self, max_len: int) -> ModelConfig:
+        """Return the config for texts of at most `max_len` tokens: longrope has angles for short and long ones."""
+        is_long = self.rope.scaling == "longrope" and min(self.max_context, max_len) > self.rope.original_context
+        return replace(self, rope=replace(self.rope, is_long=is_long))
 
     def check(self) -> None:
         """Raise `BadModelFile` or `UnsupportedModel` unless the numbers fit each other."""
@@ -180,9 +351,14 @@ class ModelConfig:
             raise BadModelFile(
                 f"the model says query_scalar = {self.query_scalar!r}; it must be a positive number"
             )
-        self.rope.check()
+        factors = (self.embed_factor, self.residual_factor, self.logit_divisor, self.score_cap, self.logit_cap)
+        if not all(f is None or 0.0 < f < 1e6 for f in factors):
+            raise BadModelFile(f"the model has factors or caps that are no positive numbers: {factors}")
+        self.rope.check(self.head_dim)
         if self.sliding is not None:
-            self.sliding.check(self.num_layers)
+            self.sliding.check(self.num_layers, self.head_dim)
+        if not self.unrotated <= set(range(self.num_layers)):
+            raise BadModelFile(f"the model says that layers {sorted(self.unrotated)} have no RoPE")
         special = self.eos_ids if self.bos_id is None else (self.bos_id, *self.eos_ids)
         if not all(0 <= i < self.vocab_size for i in special):
             raise BadModelFile(f"special token ids {special} lie outside a vocabulary of {self.vocab_size}")
@@ -191,8 +367,16 @@ class ModelConfig:
 def family(name: str) -> Family:
     """Return a family by name. Raises `UnsupportedModel`."""
     if name not in FAMILIES:
-        raise UnsupportedModel(f"Paceline does not know the model family {name!r}{suggest(name, FAMILIES)}")
+        known = ", ".join(sorted(FAMILIES))  # a name that looks alike is another family: nothing to suggest
+        raise UnsupportedModel(f"Paceline does not know the model family {name[:80]!r}; known: {known}")
     return FAMILIES[name]
+
+
+def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period: int) -> frozenset[int]:
+    """Return the layers without RoPE: the last of each period, or all that have no window beside others."""
+    if facts.mixed_layers is not None and not facts.mixed_layers.rotates_others and sliding is not None:
+        return frozenset(range(num_layers)) - sliding.layers
+    return frozenset(i for i in range(num_layers) if period > 0 and (i + 1) % period == 0)
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -212,9 +396,15 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     shapes |= {f"{name}_bias": shapes[name][:1] for name in sorted(c.biases)}
     if c.facts.qk_norm:
-        shapes |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
-    if c.facts.sandwich_norms:
+        whole = c.facts.qk_norm == "whole"
+        shapes |= {
+            "attn_q_norm": (q_size if whole else c.head_dim,),
+            "attn_k_norm": (kv_size if whole else c.head_dim,),
+        }
+    if c.facts.norms != "before":
         shapes |= {"attn_post_norm": (c.hidden_size,), "mlp_post_norm": (c.hidden_size,)}
+    if c.facts.norms == "after":
+        del shapes["attn_norm"], shapes["mlp_norm"]
     return shapes
 
 
@@ -225,7 +415,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_embeddings:
         shapes["head"] = (c.vocab_size, c.hidden_size)
     if c.rope.scaling == "factors":
-        shapes["rope_factors"] = (c.head_dim // 2,)
+        shapes["rope_factors"] = (c.rope.rotated(c.head_dim) // 2,)
     one_layer = layer_shapes(c)
     for i in range(c.num_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in one_layer.items()}

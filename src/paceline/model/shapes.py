@@ -16,7 +16,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.core.errors import ModelNotFound, suggest
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding, tensor_shapes
+from paceline.model.config import (
+    FAMILIES,
+    PLAIN_PERIOD,
+    MixedLayers,
+    ModelConfig,
+    Rope,
+    Sliding,
+    plain_layers,
+    tensor_shapes,
+)
 from paceline.model.detokenizer import byte_alphabet
 from paceline.model.template import TemplateSource
 
@@ -120,9 +129,12 @@ def read_shape(name: str | Path) -> ShapedModel:
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
     if config.sliding is not None:  # last, as the number of layers is known now
-        layers = frozenset(i for i in range(config.num_layers) if (i + 1) % _period(config))
+        mixed = config.facts.mixed_layers or MixedLayers(period=2)
+        layers = frozenset(i for i in range(config.num_layers) if mixed.slides(i))
         config = replace(config, sliding=replace(config.sliding, layers=layers))
-    config = replace(config, eos_ids=(config.vocab_size - 1,))
+    period = config.facts.defaults.get(PLAIN_PERIOD, 0)
+    plain = plain_layers(config.facts, config.num_layers, config.sliding, period)
+    config = replace(config, eos_ids=(config.vocab_size - 1,), unrotated=plain)
     config.check()
     return ShapedModel(config, seed)
 
@@ -131,7 +143,9 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
     """Return a config with one key of a shape's name changed."""
     if key == "family" and value in FAMILIES:
         facts = FAMILIES[value]
-        return replace(config, family=value, biases=facts.biases)
+        caps = (facts.defaults.get("attn_logit_softcapping"), facts.defaults.get("final_logit_softcapping"))
+        rope = replace(config.rope, share=facts.defaults.get("partial_rotary_factor", 1.0))
+        return replace(config, family=value, biases=facts.biases, rope=rope, score_cap=caps[0], logit_cap=caps[1])
     if key == "family":
         raise ModelNotFound(f"{name}: there is no family {value!r}{suggest(value, FAMILIES)}")
     if key == "tied":
@@ -141,12 +155,6 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
     if key not in _SIZES:
         raise ModelNotFound(f"{name}: a shape has no {key!r}{suggest(key, [*_SIZES, *_OTHER_KEYS])}")
     return replace(config, **{key: _integer(name, key, value)})  # type: ignore[arg-type]
-
-
-def _period(config: ModelConfig) -> int:
-    """Return the period of the layers: the last of each period sees all tokens."""
-    mixed = config.facts.mixed_layers
-    return 2 if mixed is None else mixed.period
 
 
 def _integer(name: str | Path, key: str, value: str) -> int:

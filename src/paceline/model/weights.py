@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.pull import resolve
+from paceline.model.files.rearranged import divide_logits
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
@@ -77,6 +78,7 @@ class LoadedModel:
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
+    reads_images: bool = False  # the part of it that does is not loaded
 
     @property
     def fingerprint(self) -> str:
@@ -165,17 +167,20 @@ def _load_shape(name: str) -> LoadedModel:
 
 def _load_folder(folder: Path) -> LoadedModel:
     generation = folder / "generation_config.json"
-    config = hf.config_from_json(
-        hf.read_json(folder / "config.json"), hf.read_json(generation) if generation.is_file() else None
-    )
+    values = hf.read_json(folder / "config.json")
+    config = hf.config_from_json(values, hf.read_json(generation) if generation.is_file() else None)
+    if hf.reads_images(values):  # the two parts of its config.json may not agree on this
+        config = replace(config, tie_embeddings=not hf.has_head(folder))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
-    return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
+    stored = choose_tensors(config, names, hf.folder_tensors(config, folder, names), folder)
+    weights, text = LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder)
+    return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
 
 def _load_gguf(path: Path) -> LoadedModel:
     file = open_gguf(path)
     config = gguf_model.config_from_gguf(file)
-    names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
-    stored = choose_tensors(config, names, gguf_model.tensors_for(file, config), path)
-    return LoadedModel(path, config, LazyWeights(stored), gguf_model.GgufText(file))
+    layer_names = gguf_model.layer_names(config)
+    names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
+    stored = choose_tensors(config, names, gguf_model.tensors_for(file, config, names), path)
+    return LoadedModel(path, config, LazyWeights(divide_logits(config, stored)), gguf_model.GgufText(file))

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from paceline.backend.reference.attention import cos_sin, rotate
+from paceline.backend.reference.attention import cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
-from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.model.config import layer_shapes
-from paceline.model.files import hf
+from paceline.model.config import BIAS_SWITCHES, layer_shapes
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.cut_model import SHARED, load_cut_model
 from paceline.train.head_recipe import file_name, rope_json, vocabulary_tensors
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
+    from paceline.model.config import ModelConfig
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth, TextBounds
     from paceline.train.target_model import TrainTarget
@@ -62,15 +61,16 @@ class CutModelRecipe:
 
     def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
         """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""
-        if target.config.sliding is not None or target.config.facts.sandwich_norms:
-            raise UnsupportedModel("draft models are cut from targets whose layers see all tokens; train a head")
+        if not can_be_cut(target.config):
+            raise UnsupportedModel(
+                "draft models are cut from targets like Llama and Qwen, whose layers see all tokens; train a head"
+            )
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary
         self.inherited: set[str] = set()
         device = target.embed.device
-        inverse = inverse_frequencies(target.config.rope, target.config.head_dim)
-        self._inverse = torch.from_numpy(inverse).to(device)
+        self._rotation = rotation_of(target.config.rope, target.config.head_dim, device)
         self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
@@ -86,7 +86,7 @@ class CutModelRecipe:
         """Return the last hidden states, computed once for all depths, see `Recipe`."""
         config = self._target.config
         positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
-        rotations = cos_sin(positions, self._inverse, self._head.dtype)
+        rotations = cos_sin(positions, self._rotation, self._head.dtype)
         hidden = self._target.embed[batch.token_ids]
         for number in range(len(self._layers)):
             prefix = f"layers.{number}."
@@ -121,7 +121,7 @@ class CutModelRecipe:
             "vocab_size": c.vocab_size,
             "max_position_embeddings": c.max_context,
             **rope_json(c.rope),
-            **{key: True for key, names in hf.BIAS_SWITCHES.items() if names <= c.biases},
+            **{key: True for key, names in BIAS_SWITCHES.items() if names <= c.biases},
             "shares": list(SHARED),
             "target": self._target.name,
             "target_layers": list(self._layers),
@@ -151,6 +151,12 @@ class CutModelRecipe:
             for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (queries, keys, values)), strict=True)
         ]
         return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
+
+
+def can_be_cut(config: ModelConfig) -> bool:
+    """Return True if this recipe computes all that the model's layers do."""
+    whole = config.rope.share == 1.0 and not config.facts.interleaves_rope and config.logit_divisor == 1.0
+    return whole and config.sliding is None and config.facts.norms == "before" and not config.needs
 
 
 def choose_layers(text: str, num_layers: int) -> list[int]:

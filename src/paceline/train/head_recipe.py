@@ -158,7 +158,7 @@ def _layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "max_position_embeddings": target.max_context,
         "hidden_act": "silu",
-        **rope_json(target.rope),
+        **rope_json(target.rope.of_head()),
     }
 
 

@@ -15,11 +15,11 @@ from paceline.backend.cuda.device_pass import upload
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding
+from paceline.model.config import ModelConfig, Rope, Sliding
 from tests.backend.backends import load_on_host
 from tests.backend.cuda.interpreter import run_interpreted
 from tests.model.helpers import pack, run_pass
-from tests.tiny import tiny_config, tiny_weights
+from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
 IDS = [(7 * i * i + 3 * i) % 320 for i in range(300)]
 RAGGED = [(IDS[:70], 0, [0, 1, 2, 3, 4]), (IDS[50:51], 0, [5]), (IDS[60:77], 0, [6, 7])]
@@ -28,7 +28,7 @@ LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
 GREEDY = SamplingSpec("argmax", SamplingParams(temperature=0.0), margin=True)
 LOCAL = Rope(theta=1e4)
 MODELS: dict[str, ModelConfig] = {
-    **{family: tiny_config(family, tie_embeddings=family == "llama") for family in FAMILIES},
+    **{family: tiny_config(family, tie_embeddings=family == "llama") for family in PLAIN_FAMILIES},
     "all biases": tiny_config(biases=frozenset({"attn_q", "attn_v", "attn_o", "mlp_up", "mlp_down"})),
     "windows": tiny_config(
         "gemma3_text", num_layers=3, rope=Rope(1e6, "linear", 8.0), sliding=Sliding(9, frozenset({0, 2}), LOCAL)

@@ -15,13 +15,13 @@ from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.seam import LateDraft
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.model.config import FAMILIES, Rope, Sliding
+from paceline.model.config import Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
 from tests.draft.heads import RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
 from tests.engine.same_text import PLAIN, make_engine, target
-from tests.tiny import tiny_config, tiny_weights
+from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_look_at_a_number_would_be_found() -> None:
         torch.zeros(3).sum().item()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN_FAMILIES)
 def test_a_targets_pass_never_waits(family: str) -> None:
     config = tiny_config(family, num_layers=3, sliding=SLIDING if family.startswith("gemma") else None)
     decoder = load_on_host(config, tiny_weights(config), "f64", "f64", None)

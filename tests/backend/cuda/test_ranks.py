@@ -54,14 +54,14 @@ from paceline.backend.cuda.ranks import (
 from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.engine.assembly.config import EngineConfig
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding
+from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
 from tests.backend.cuda.interpreter import run_interpreted
 from tests.draft.heads import RELAY, draft_ids, head_values, random_weights
 from tests.model.helpers import pack
-from tests.tiny import tiny_config, tiny_weights
+from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,10 @@ NEXT = [([90, 91], 37, [2, 0, 4]), ([92], 11, [5]), ([93], 1, [1])]
 THREE_HEADS = {"num_heads": 6, "num_kv_heads": 3}
 LOCAL = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
 MODELS: dict[str, tuple[int, ModelConfig]] = {
-    **{family: (2, tiny_config(family, num_layers=3, tie_embeddings=family == "llama")) for family in FAMILIES},
+    **{
+        family: (2, tiny_config(family, num_layers=3, tie_embeddings=family == "llama"))
+        for family in PLAIN_FAMILIES
+    },
     "windows": (2, tiny_config("gemma3_text", num_layers=3, sliding=LOCAL)),
     "all biases": (2, tiny_config(biases=frozenset({"attn_q", "attn_v", "attn_o", "mlp_up", "mlp_down"}))),
     "three": (3, tiny_config("qwen3", **THREE_HEADS)),

@@ -13,7 +13,7 @@ from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_floa
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
 from paceline.backend.native.relay import Relay
-from paceline.backend.rope import inverse_frequencies
+from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
 from paceline.model.config import ModelConfig, layer_shapes
@@ -268,7 +268,7 @@ def compile_decoder(
 
     fusing: `fc` and what goes with it, which make one input of each token's embedding and feature.
     """
-    ropes = config.rope_of_window
+    ropes = list(dict.fromkeys(view.rope for view in config.views))
     fusing_matrices, fusing_vectors = fusing or ({}, {})
     relay_matrices, relay_vectors = output.relay or ({}, {})
     return kernels.Decoder(
@@ -283,15 +283,20 @@ def compile_decoder(
         embed=embed,
         head=output.head,
         final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,
-        inverse_frequencies=np.stack(
-            [inverse_frequencies(rope, config.head_dim, factors) for rope in ropes.values()]
-        ),
+        inverse_frequencies=np.stack([inverse_frequencies(rope, config.head_dim, factors) for rope in ropes]),
+        magnitudes=np.stack([magnitudes(rope, config.head_dim) for rope in ropes]),
         layers=layers,
         windows=list(config.windows),
-        ropes=[list(ropes).index(window) for window in config.windows],
+        ropes=[ropes.index(view.rope) for view in config.views],
         query_scale=config.query_scale,
         embed_scale=config.embed_scale,
         activation=config.facts.activation,
+        residual_scale=config.residual_factor,
+        score_cap=config.score_cap or 0.0,
+        logit_cap=config.logit_cap or 0.0,
+        query_growth=config.rope.query_growth,
+        query_context=float(config.rope.original_context),
+        norms_all=config.facts.qk_norm == "whole",
         norms_residual=norms_residual,
         feeds_normed=output.feeds_normed,
         fusing_matrices=fusing_matrices,

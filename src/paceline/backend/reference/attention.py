@@ -11,16 +11,19 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import int64
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Packed
+    from paceline.model.config import Rope
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
 
 
@@ -125,11 +128,15 @@ def _gather(store: torch.Tensor, tiles: Tiles) -> torch.Tensor:
 
 
 def attend(
-    query: torch.Tensor, layer_kv: torch.Tensor, planned: Sequence[Tiles], scale: float | None = None
+    query: torch.Tensor,
+    layer_kv: torch.Tensor,
+    planned: Sequence[Tiles],
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Attend from every packed token to its own row's keys up to its position.
 
-    scale: factor of the scores, 1 / sqrt(head_dim) by default.
+    scale: factor of the scores, 1 / sqrt(head_dim) by default. cap: of the scores, see `capped`.
 
     query: [num_tokens, num_heads, head_dim]; layer_kv: [2, num_slots, num_kv_heads, head_dim], this pass's own
     keys and values already written. Returns [num_tokens, num_heads * head_dim].
@@ -143,24 +150,56 @@ def attend(
         folded = query[tiles.tokens].view(num_tiles, num_queries, num_kv_heads, -1, head_dim)
         folded = folded.transpose(1, 2).reshape(num_tiles, num_kv_heads, -1, head_dim)
         key, value = _gather(layer_kv[0], tiles), _gather(layer_kv[1], tiles)
-        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask, scale=scale)
+        if cap is None:
+            mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask, scale=scale)
+        else:
+            mixed = _capped_attention(folded * (scale or head_dim**-0.5), key, value, tiles.mask, cap)
         mixed = mixed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
         result[tiles.tokens] = mixed.reshape(num_tiles, num_queries, num_heads, head_dim)
     return result.view(num_tokens, -1)
 
 
-def cos_sin(
-    positions: torch.Tensor, inverse: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of rotary angles, each [num_tokens, 1, head_dim / 2] of `dtype`.
+def _capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cap: float
+) -> torch.Tensor:
+    scores = capped(query @ key.transpose(-1, -2), cap)
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
+    return wide.to(value.dtype) @ value
+
+
+def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Return cap * tanh(x / cap); `x` itself without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def query_growth(positions: torch.Tensor, rope: Rope, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the factor of each token's queries, [num_tokens, 1, 1]; None where it is 1 everywhere."""
+    if not rope.query_growth:
+        return None
+    contexts = torch.floor(positions.to(torch.float32) / rope.original_context)
+    return (1 + rope.query_growth * torch.log(1 + contexts)).to(dtype)[:, None, None]
+
+
+def rotation_of(
+    rope: Rope, head_dim: int, device: torch.device | str, factors: NDArray[floating] | None = None
+) -> Rotation:
+    """Return what RoPE does to each pair of numbers."""
+    angles, sizes = inverse_frequencies(rope, head_dim, factors), magnitudes(rope, head_dim)
+    return torch.from_numpy(angles).to(device), torch.from_numpy(sizes).to(device)
+
+
+def cos_sin(positions: torch.Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine of rotary angles times their magnitudes, [num_tokens, 1, head_dim / 2] of `dtype`.
 
     Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on where
     in a vector register a token happens to lie.
     """
+    inverse, sizes = rotation
     angles = positions[:, None, None].to(torch.float32) * inverse  # [num_tokens, 1, head_dim / 2] float32
     if dtype == torch.float64:
         angles = angles.to(torch.float64)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * sizes).to(dtype), (angles.sin() * sizes).to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,15 +14,25 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.device import CPU
-from paceline.backend.reference.attention import KVStore, Tiles, attend, cos_sin, lazy_zeros, plan_tiles, rotate
-from paceline.backend.rope import inverse_frequencies
+from paceline.backend.reference.attention import (
+    KVStore,
+    Tiles,
+    attend,
+    capped,
+    cos_sin,
+    lazy_zeros,
+    plan_tiles,
+    query_growth,
+    rotate,
+    rotation_of,
+)
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.target import Deferred
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token
-from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.config import LayerView, ModelConfig, layer_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,12 +85,13 @@ def torch_device(device: Device | None) -> torch.device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Positions of a pass's tokens, as layers with one window see them."""
+    """Positions of a pass's tokens, as layers with one view see them."""
 
     slots: torch.Tensor  # [num_tokens] int64
     cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     tiles: list[Tiles]
+    growth: torch.Tensor | None  # [num_tokens, 1, 1] of queries, if they grow with their position
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -128,10 +139,8 @@ class ReferenceDecoder:
             {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
         ]
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
-        # window (0: none) -> [head_dim / 2] float32 of the layers that have it
-        self.inverse = {
-            window: torch.from_numpy(inverse_frequencies(rope, config.head_dim, factors)).to(self.device)
-            for window, rope in config.rope_of_window.items()
+        self.rotations = {
+            view: rotation_of(view.rope, config.head_dim, self.device, factors) for view in set(config.views)
         }
 
     def describe(self) -> str:
@@ -179,15 +188,15 @@ class ReferenceDecoder:
         0 the embeddings, `num_layers` what the final norm would see. Returns the hidden states of
         `packed.wanted` before the final norm, [num_wanted, hidden], and each tap, [num_tokens, hidden].
         """
-        places = {window: self._places(packed, window) for window in self.inverse}
-        windows = self.config.windows
+        places = {view: self._places(packed, view) for view in self.rotations}
+        views = self.config.views
         layers = self.layers[:num_layers]
         assert len(layers) <= len(kv.data), "the store has too few layers"
         assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
         hidden = self._embed(torch.from_numpy(packed.token_ids).to(self.device))
         tapped = {0: hidden} if 0 in taps else {}
         for i, layer in enumerate(layers):
-            hidden = self._layer(layer, hidden, kv.data[i], places[windows[i]])
+            hidden = self._layer(layer, hidden, kv.data[i], places[views[i]])
             if i + 1 in taps:
                 tapped[i + 1] = hidden
         return hidden[torch.from_numpy(packed.wanted).to(self.device)], tapped
@@ -195,19 +204,21 @@ class ReferenceDecoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return raw logits [n, vocab] of hidden states [n, hidden] as `forward` returns them."""
-        return functional.linear(rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
+        logits = functional.linear(rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
+        return capped(logits, self.config.logit_cap)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [num_tokens, hidden], scaled by a number of the model's own type."""
         scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.embed)
         return functional.embedding(token_ids, self.embed) * scale
 
-    def _places(self, packed: Packed, window: int) -> _Places:
+    def _places(self, packed: Packed, view: LayerView) -> _Places:
         positions = torch.from_numpy(packed.positions).to(self.device)
-        cos, sin = cos_sin(positions, self.inverse[window], self.dtype)
+        cos, sin = cos_sin(positions, self.rotations[view], self.dtype)
         group = self.config.num_heads // self.config.num_kv_heads
         slots = torch.from_numpy(packed.slots).to(self.device)
-        return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, window))
+        growth = query_growth(positions, self.config.rope, self.dtype)
+        return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, view.window), growth)
 
     def _layer(
         self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, places: _Places
@@ -215,11 +226,11 @@ class ReferenceDecoder:
         """One residual block: attention, then the gated feed-forward network. [num_tokens, hidden] in and out."""
         normed = self._norm(layer, "attn_norm", hidden)
         added = self._attention(layer, normed, layer_kv, places)
-        hidden = hidden + self._norm(layer, "attn_post_norm", added)
+        hidden = hidden + self._norm(layer, "attn_post_norm", added) * self.config.residual_factor
         normed = self._norm(layer, "mlp_norm", hidden)
         gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "mlp_gate", normed))
         added = linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
-        return hidden + self._norm(layer, "mlp_post_norm", added)
+        return hidden + self._norm(layer, "mlp_post_norm", added) * self.config.residual_factor
 
     def _norm(self, layer: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
         """Norm over the last axis where the layer has that norm."""
@@ -229,13 +240,20 @@ class ReferenceDecoder:
     def _attention(
         self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, places: _Places
     ) -> torch.Tensor:
-        heads = (len(normed), -1, self.config.head_dim)
-        query = self._norm(layer, "attn_q_norm", linear(layer, "attn_q", normed).view(heads))
-        key = self._norm(layer, "attn_k_norm", linear(layer, "attn_k", normed).view(heads))
+        c = self.config
+        query, key = (self._heads(layer, f"attn_{name}", normed) for name in "qk")
         query, key = rotate(query, places.cos, places.sin), rotate(key, places.cos, places.sin)
+        query = query if places.growth is None else query * places.growth
         layer_kv[0].index_copy_(0, places.slots, key)
-        layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(heads))
-        return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, self.config.query_scale))
+        layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(key.shape))
+        return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, c.query_scale, c.score_cap))
+
+    def _heads(self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor) -> torch.Tensor:
+        """Return queries or keys [num_tokens, heads, head_dim], normed one by one or all together."""
+        rows, heads = linear(layer, name, normed), (len(normed), -1, self.config.head_dim)
+        if self.config.facts.qk_norm == "whole":
+            return self._norm(layer, f"{name}_norm", rows).view(heads)
+        return self._norm(layer, f"{name}_norm", rows.view(heads))
 
 
 def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:

@@ -21,7 +21,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.reference.attention import KVStore, attend, cos_sin, lazy_zeros, plan_tiles, rotate
+from paceline.backend.reference.attention import (
+    KVStore,
+    attend,
+    cos_sin,
+    lazy_zeros,
+    plan_tiles,
+    rotate,
+    rotation_of,
+)
 from paceline.backend.reference.decoder import (
     ACTIVATIONS,
     ReferenceDecoder,
@@ -32,7 +40,6 @@ from paceline.backend.reference.decoder import (
     to_numpy,
     torch_device,
 )
-from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.backend.target import Deferred
@@ -208,8 +215,8 @@ def run_layers(
 
     embedded: [n, width] of the tokens. features: [n, width] of the tokens before them. positions: [n] int64.
     """
-    inverse = torch.from_numpy(inverse_frequencies(config.layers.rope, config.layers.head_dim)).to(embedded.device)
-    cos, sin = cos_sin(positions, inverse, embedded.dtype)
+    rotation = rotation_of(config.layers.rope, config.layers.head_dim, embedded.device)
+    cos, sin = cos_sin(positions, rotation, embedded.dtype)
     eps = config.layers.norm_eps
     hidden = features
     if config.algorithm.guesses_features:

@@ -86,6 +86,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
+    reads_images: bool = False  # the model does, and Paceline does not
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
 
@@ -132,6 +133,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         tokenizer=load_tokenizer(model),
         template=load_template(model),
         fingerprint=model.fingerprint,
+        reads_images=model.reads_images,
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -291,7 +293,8 @@ def _target_decoder(model: LoadedModel, config: EngineConfig, progress: Progress
         weights = _WeightsWithProgress(weights, 4 * num_weights(model.config), progress)
     load_decoder = config.backend_spec.load(config.numerics_mode, config.tensor_parallel)
     types, device = (config.weight_type, config.kv_type), config.placement.target
-    return load_decoder(model.config, weights, *types, config.threads, device)
+    shape = model.config.for_texts_of(config.limits.max_len)
+    return load_decoder(shape, weights, *types, config.threads, device)
 
 
 class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
@@ -386,6 +389,8 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
         f"{loaded.name}, {c.family}, {millions:.0f} million weights, {c.num_layers} layers, {c.vocab_size} tokens"
     )
     yield Choice("model", text, "the default" if config.model == "default" else "as asked")
+    if loaded.reads_images:
+        yield Choice("input", "text", "the model was made to read images, too; they are not served")
     yield Choice("backend", loaded.decoder.describe(), f"{config.backend_spec.about}; {config.why_backend}")
     target = config.placement.target
     if target is None or target.is_host:

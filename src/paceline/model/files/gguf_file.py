@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
+from paceline.model.files.rearranged import in_order
 from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from numpy import float16, float32, floating, uint8
     from numpy.typing import NDArray
-
-Number = TypeVar("Number", bound=np.generic)
 
 MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
 MAX_KEY_BYTES = 1 << 16
@@ -79,7 +78,7 @@ class GgufTensor:
     quant_id: int  # key of QUANTS
     shape: tuple[int, ...]  # outermost first
     start: int  # byte in the file
-    permuted_heads: int = 0  # rows are in interleaved RoPE order for this many heads; 0: they are not
+    row_order: tuple[int, ...] = ()  # of each head's rows when they are read; empty: as they are
 
     @property
     def quant(self) -> Quant:
@@ -98,7 +97,12 @@ class GgufTensor:
             tensor = read_floats(data, self.quant.name).reshape(self.shape)
         else:
             tensor = self._dequantize(data)
-        return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
+        return in_order(tensor, self.row_order) if self.row_order else tensor
+
+    def rows(self, first: int, end: int) -> GgufTensor:
+        """Return some rows of a matrix as a tensor of their own."""
+        row_bytes = self.num_bytes // max(self.shape[0], 1)
+        return replace(self, shape=(end - first, *self.shape[1:]), start=self.start + first * row_bytes)
 
     def four_bit(self) -> FourBit | None:
         """Return the file's 4-bit blocks, None if it is stored otherwise. Raises `BadModelFile`.
@@ -113,8 +117,8 @@ class GgufTensor:
         minima = blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
         per_block = (*self.shape[:-1], -1)
         parts: list[NDArray[Any]] = [values, scales.reshape(per_block), minima.reshape(per_block)]
-        if self.permuted_heads:
-            parts = [_halves_apart(part, self.permuted_heads) for part in parts]
+        if self.row_order:
+            parts = [in_order(part, self.row_order) for part in parts]
         return FourBit(*(np.ascontiguousarray(part) for part in parts))
 
     def _data(self) -> bytearray:
@@ -133,12 +137,6 @@ class GgufTensor:
         with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
             numbers = dequantize(blocks, GGMLQuantizationType(self.quant_id))
         return np.ascontiguousarray(numbers, dtype=np.float32)
-
-
-def _halves_apart(tensor: NDArray[Number], heads: int) -> NDArray[Number]:
-    """Reorder each head's rows: pairs (0, 1), (2, 3) become half a head apart."""
-    per_head = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
-    return per_head.swapaxes(1, 2).reshape(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

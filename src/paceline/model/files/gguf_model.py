@@ -6,11 +6,28 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
-from paceline.model.config import FAMILIES, Family, ModelConfig, Rope, RopeScaling, Sliding
+from paceline.model.config import (
+    FAMILIES,
+    GLOBAL_THETA,
+    LOCAL_THETA,
+    PLAIN_PERIOD,
+    Family,
+    MixedLayers,
+    ModelConfig,
+    Rope,
+    RopeScaling,
+    Sliding,
+    plain_layers,
+    tensor_shapes,
+)
 from paceline.model.files.gguf_tokenizer import special_texts, tokenizer_from_gguf
+from paceline.model.files.rearranged import ROTATED, head_order, unfuse
+from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
 from paceline.model.template import TemplateSource
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import tokenizers
 
     from paceline.model.files.gguf_file import GgufFile, GgufTensor
@@ -45,10 +62,13 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_down_bias": "ffn_down.bias",
 }
 LAYER_PREFIX = "blk.{layer}."
+FUSED = {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), "ffn_up.weight": ("mlp_gate", "mlp_up")}
+# Divisors of angles for texts up to the trained context, and for longer ones.
+LONGROPE_NAMES = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 # Mistral's files say "llama", so the first family of an architecture stands for all of it.
-ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values())}
-_SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear"}
+ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values()) if f.gguf_arch}
+_SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 SAMPLING_KEYS = {
     "temperature": "temp",
@@ -82,6 +102,13 @@ class _GgufReader:
             raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be a number")
         return float(value)
 
+    def factor(self, key: str) -> float | None:
+        return None if self._get(key, None) is None else self.number(key)
+
+    def flags(self, key: str) -> list[bool] | None:
+        value = self._get(key, None)
+        return value if isinstance(value, list) and all(type(v) is bool for v in value) else None
+
     def word(self, key: str, default: str) -> str:
         return str(self._get(key, default))[:80]
 
@@ -102,12 +129,11 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise BadModelFile(f"{file.path} lacks the tensor {MODEL_NAMES['embed']!r}")
     heads, hidden = read.integer("attention.head_count"), read.integer("embedding_length")
     head_dim = read.integer("attention.key_length", hidden // max(heads, 1))
-    if head_dim != read.integer("attention.value_length", head_dim) or head_dim != read.integer(
-        "rope.dimension_count", head_dim
-    ):
-        raise UnsupportedModel(f"{file.path}: heads whose keys, values and RoPE differ in size are not supported")
+    if head_dim != read.integer("attention.value_length", head_dim):
+        raise UnsupportedModel(f"{file.path}: heads whose keys and values differ in size are not supported")
     bos = _ids(file, "tokenizer.ggml.bos_token_id")
     facts = ARCHITECTURES[arch]
+    sliding, num_layers = _sliding(read, facts, head_dim), min(read.integer("block_count"), MAX_LAYERS)
     config = ModelConfig(
         family=facts.name,
         vocab_size=embed.shape[0],
@@ -118,30 +144,38 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         num_kv_heads=read.integer("attention.head_count_kv", heads),
         head_dim=head_dim,
         norm_eps=read.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(read, facts),
+        rope=_rope(read, facts, head_dim),
         tie_embeddings=MODEL_NAMES["head"] not in file.tensors,
         biases=facts.biases | _biases(file),
-        sliding=_sliding(read, facts),
+        sliding=sliding,
         query_scalar=_query_scalar(read, facts),
+        unrotated=plain_layers(facts, num_layers, sliding, facts.defaults.get(PLAIN_PERIOD, 0)),
+        embed_factor=read.number("embedding_scale", 1.0),
+        residual_factor=read.number("residual_scale", 1.0),
+        logit_divisor=read.number("logit_scale", 1.0),
+        score_cap=read.factor("attn_logit_softcapping"),
+        logit_cap=read.factor("final_logit_softcapping"),
         max_context=_max_context(read, facts),
         bos_id=bos[0] if bos else None,
         eos_ids=_ids(file, *END_KEYS),
     )
     config.check()
     _check_vocabulary(file, config)
-    return config
+    return config.for_texts_of(config.max_context)
 
 
-def tensors_for(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """Return the file's tensors, those of q and k marked if permuted."""
-    if not config.facts.gguf_permutes_qk:
-        return file.tensors
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    parts = {name: name.split(".") for name in file.tensors}
-    return {
-        name: replace(tensor, permuted_heads=heads.get(parts[name][2], 0)) if len(parts[name]) == 4 else tensor
-        for name, tensor in file.tensors.items()
-    }
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """Return the names of a layer's tensors in the file, by canonical name."""
+    return {**LAYER_NAMES, **config.facts.gguf_names}
+
+
+def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -> dict[str, GgufTensor]:
+    """Return the file's tensors, fused ones apart, rows of q and k in our order. names: by canonical name."""
+    tensors = unfuse(config, file.tensors, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
+    interleaved = config.facts.gguf_permutes_qk or config.facts.interleaves_rope
+    order = head_order(config, interleaved=interleaved)
+    rotated = {there for name, there in names.items() if order and name.rpartition(".")[2] in ROTATED}
+    return tensors | {name: replace(tensors[name], row_order=order) for name in rotated & tensors.keys()}
 
 
 def _biases(file: GgufFile) -> frozenset[str]:
@@ -151,33 +185,83 @@ def _biases(file: GgufFile) -> frozenset[str]:
     return frozenset(n.removesuffix(_BIAS_SUFFIX) for n in biased if first + LAYER_NAMES[n] in file.tensors)
 
 
-def _rope(read: _GgufReader, facts: Family) -> Rope:
+def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
     kind = read.word("rope.scaling.type", "none")
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
-    stretched = MODEL_NAMES["rope_factors"] in read.file.tensors  # how llama3 scaling is stored
-    default = 10000.0 if facts.mixed_layers is None else facts.mixed_layers.theta
+    short, long = (read.file.tensors.get(name) for name in LONGROPE_NAMES)
+    scaling: RopeScaling = "longrope" if short and long else _SCALINGS[kind]
+    if MODEL_NAMES["rope_factors"] in read.file.tensors:  # how llama3 scaling is stored
+        scaling = "factors"
+    positions = read.integer("context_length")
+    usual = positions if scaling in _MAGNITUDES else Rope().original_context
+    original = read.integer("rope.scaling.original_context_length", usual)
+    is_longrope = scaling == "longrope"
+    factor = positions / max(original, 1) if is_longrope else read.number("rope.scaling.factor", 1.0)
     return Rope(
-        theta=read.number("rope.freq_base", default),
-        scaling="factors" if stretched else _SCALINGS[kind],
-        factor=read.number("rope.scaling.factor", 1.0),
+        theta=read.number("rope.freq_base", facts.defaults.get(GLOBAL_THETA, 10000.0)),
+        scaling=scaling,
+        factor=factor,
+        original_context=original,
+        share=read.integer("rope.dimension_count", head_dim) / max(head_dim, 1),
+        magnitude=_MAGNITUDES[scaling](read, factor, original) if scaling in _MAGNITUDES else 1.0,
+        beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
+        divisors=_divisors(short, head_dim) if is_longrope else (),
+        long_divisors=_divisors(long, head_dim) if is_longrope else (),
+        query_growth=read.number("attention.temperature_scale", 0.0),
     )
 
 
-def _sliding(read: _GgufReader, facts: Family) -> Sliding | None:
-    """Return the layers with a window: all but the last of every `period` layers."""
+def _divisors(tensor: GgufTensor | None, head_dim: int) -> tuple[float, ...]:
+    if tensor is None or len(tensor.shape) != 1 or tensor.shape[0] > head_dim:
+        raise BadModelFile(f"longrope needs the tensors {' and '.join(LONGROPE_NAMES)}, one number for each pair")
+    return tuple(tensor.read().tolist())
+
+
+def _yarn(read: _GgufReader, factor: float, _: int) -> float:
+    """Return YaRN's magnitude, which files tell as a factor or as a logarithm's weight that divides it."""
+    weight = read.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if weight:
+        return yarn_magnitude(factor) / yarn_magnitude(factor, weight)
+    return yarn_magnitude(factor) * read.number("rope.scaling.attn_factor", 1.0)
+
+
+def _longrope(read: _GgufReader, factor: float, original: int) -> float:
+    return read.number("rope.scaling.attn_factor", longrope_magnitude(factor, original))
+
+
+_MAGNITUDES = {"yarn": _yarn, "longrope": _longrope}
+
+
+def _sliding(read: _GgufReader, facts: Family, head_dim: int) -> Sliding | None:
+    """Return the layers with a window: as listed, or all but the last of every `period` layers."""
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
     if mixed is None or not window:
         return None
-    period = read.integer("attention.sliding_window_pattern", mixed.period)
-    layers = frozenset(i for i in range(min(read.integer("block_count"), MAX_LAYERS)) if (i + 1) % max(period, 1))
-    return Sliding(window, layers, Rope(theta=read.number("rope.freq_base_swa", mixed.local_theta)))
+    pattern, num_layers = "attention.sliding_window_pattern", min(read.integer("block_count"), MAX_LAYERS)
+    listed = read.flags(pattern)
+    if listed is None:
+        own = replace(mixed, period=max(read.integer(pattern, mixed.period), 1))
+        listed = [own.slides(i) for i in range(num_layers)]
+    layers = frozenset(i for i, slides in enumerate(listed[:num_layers]) if slides)
+    return Sliding(window, layers, _local_rope(read, facts, mixed, head_dim)) if layers else None
+
+
+def _local_rope(read: _GgufReader, facts: Family, mixed: MixedLayers, head_dim: int) -> Rope:
+    rope = _rope(read, facts, head_dim)
+    if mixed.scales_rope:
+        return rope
+    theta = read.number("rope.freq_base_swa", facts.defaults.get(LOCAL_THETA, rope.theta))
+    return Rope(theta=theta, share=rope.share)
 
 
 def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
-    if facts.mixed_layers is None:
-        return None
-    return facts.mixed_layers.query_scalars.get(read.integer("block_count"))
+    """Return the file's own, which is kept as a factor of scores, or what the family's largest model has."""
+    scale = read.factor("attention.scale")
+    if scale:
+        return scale**-2
+    return facts.mixed_layers.query_scalars.get(read.integer("block_count")) if facts.mixed_layers else None
 
 
 def _max_context(read: _GgufReader, facts: Family) -> int:

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel, suggest
-from paceline.model.config import QKV, Family, ModelConfig, Rope, RopeScaling, Sliding, family
+from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
+from paceline.model.config import (
+    GLOBAL_THETA,
+    LOCAL_THETA,
+    PLAIN_PERIOD,
+    Family,
+    MixedLayers,
+    ModelConfig,
+    Rope,
+    Sliding,
+    family,
+    plain_layers,
+    tensor_shapes,
+)
+from paceline.model.files.json_reader import JsonReader
+from paceline.model.files.rearranged import (
+    ROTATED,
+    FromOne,
+    Reordered,
+    divide_logits,
+    head_order,
+    unfuse,
+)
+from paceline.model.files.rope_settings import rope_of
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
 from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
@@ -20,8 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import tokenizers
-    from numpy import floating
-    from numpy.typing import NDArray
 
     from paceline.model.files.stored import Stored
 
@@ -55,24 +72,24 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_up_bias": "mlp.up_proj.bias",
     "mlp_down_bias": "mlp.down_proj.bias",
 }
-SANDWICH_NAMES: dict[str, str] = {
+POST_NORM_NAMES: dict[str, str] = {
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
+FUSED = {
+    "self_attn.qkv_proj.weight": ("attn_q", "attn_k", "attn_v"),
+    "mlp.gate_up_proj.weight": ("mlp_gate", "mlp_up"),
+}
+# Where a folder may keep its text model beside an encoder of images, which is not read.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "language_model.")
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER_PREFIX = "model.layers.{layer}."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Features that are not supported: read only to refuse them.
-_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
-
-_SCALINGS: dict[str, RopeScaling] = {"default": "none", "linear": "linear", "llama3": "llama3"}
-# Switches of config.json that add biases, and to which projections.
-BIAS_SWITCHES = {
-    "attention_bias": QKV | {"attn_o"},
-    "mlp_bias": frozenset({"mlp_gate", "mlp_up", "mlp_down"}),
-}
+_TEXT = "text_config"  # a model of text and images keeps the text's config here
+_SHARED_KEYS = ("bos_token_id", "eos_token_id")  # these stand beside it, complete
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,43 +107,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class _FolderReader:
-    """Typed reads of config.json; null counts as absent."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if type(value) is not int:
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        # JSON integers may exceed every float, and float() would raise.
-        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise BadModelFile(f"{self.where}: {key} = {str(value)[:80]} must be a finite number")
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self._get(key, default)
-        if type(value) is not bool:
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be true or false")
-        return value
-
-    def table(self, key: str) -> dict[str, Any]:
-        value = self._get(key, {})
-        if not isinstance(value, dict):
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an object")
-        return value
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-
 def token_ids(value: object) -> tuple[int, ...]:
     """Return the ids of a field that is absent, one id or a list."""
     values = value if isinstance(value, list) else [value]
@@ -134,15 +114,17 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 
 def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, also of transformers 5.
+    """Read config.json, also of transformers 5, and of a model of text and images the text's.
 
     generation: generation_config.json, which may hold further end-of-text ids. Raises `UnsupportedModel`,
     `BadModelFile`.
     """
-    read = _FolderReader(values, "config.json")
+    values = text_values(values)
     facts = family(str(values.get("model_type")))
+    read = JsonReader({**facts.defaults, **values}, "config.json")
     _refuse_unsupported(values, facts)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+    sliding = _sliding(read, facts)
     config = ModelConfig(
         family=facts.name,
         vocab_size=read.integer("vocab_size"),
@@ -153,11 +135,17 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         num_kv_heads=read.integer("num_key_value_heads", heads),
         head_dim=read.integer("head_dim", hidden // max(heads, 1)),
         norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope=_rope(read, facts),
-        tie_embeddings=read.flag("tie_word_embeddings", default=facts.ties_embeddings),
-        biases=facts.biases.union(*(names for key, names in BIAS_SWITCHES.items() if read.flag(key))),
-        sliding=_sliding(read, facts),
+        rope=_rope(read),
+        tie_embeddings=read.flag("tie_word_embeddings"),
+        biases=facts.biases.union(*(names for key, names in facts.bias_switches.items() if read.flag(key))),
+        sliding=sliding,
         query_scalar=_query_scalar(read),
+        unrotated=_unrotated(read, facts, sliding),
+        embed_factor=read.number("embedding_multiplier", 1.0),
+        residual_factor=read.number("residual_multiplier", 1.0),
+        logit_divisor=read.number("logits_scaling", 1.0),
+        score_cap=read.factor("attn_logit_softcapping"),
+        logit_cap=read.factor("final_logit_softcapping"),
         max_context=_max_context(read, facts),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(
@@ -165,7 +153,20 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         ),
     )
     config.check()
-    return config
+    return config.for_texts_of(config.max_context)
+
+
+def text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of config.json that is about text: all of it, but for models of text and images."""
+    inner = values.get(_TEXT)
+    if not isinstance(inner, dict):
+        return values
+    return {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
+
+
+def reads_images(values: dict[str, Any]) -> bool:
+    """Return True if config.json is of a model of text and images, of which only the text's part is served."""
+    return isinstance(values.get(_TEXT), dict)
 
 
 def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
@@ -176,105 +177,110 @@ def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
             f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
             f" {facts.activation}"
         )
-    for key in _UNSUPPORTED:
-        if values.get(key):
-            raise UnsupportedModel(f"config.json has {key} = {str(values[key])[:80]}, which is not supported")
+    if values.get("use_bidirectional_attention"):
+        raise UnsupportedModel("config.json has use_bidirectional_attention, which is not supported")
 
 
-def _rope(read: _FolderReader, facts: Family) -> Rope:
+def _rope(read: JsonReader) -> Rope:
     """Return the RoPE of layers that see all tokens.
 
     It is in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`.
     """
     table = read.table("rope_parameters") or read.table("rope_scaling")
-    default = 10000.0 if facts.mixed_layers is None else facts.mixed_layers.theta
-    return _rope_of(read, _FolderReader(table, "").table(_FULL) or table, read.number("rope_theta", default))
+    return rope_of(read, JsonReader(table, "").table(_FULL) or table, read.number(GLOBAL_THETA, 10000.0))
 
 
-def _rope_of(read: _FolderReader, table: dict[str, Any], theta: float) -> Rope:
-    inner = _FolderReader(table, "config.json's RoPE settings")
-    kind = str(table.get("rope_type", table.get("type", "default")))[:80]
-    if kind not in _SCALINGS:
-        raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
-    share = inner.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        raise UnsupportedModel(f"RoPE over a part of each head ({share}) is not supported")
-    return Rope(
-        theta=inner.number("rope_theta", theta),
-        scaling=_SCALINGS[kind],
-        factor=inner.number("factor", 1.0),
-        low_freq_factor=inner.number("low_freq_factor", 1.0),
-        high_freq_factor=inner.number("high_freq_factor", 4.0),
-        original_context=inner.integer(
-            "original_max_position_embeddings", read.integer("max_position_embeddings", 2048)
-        ),
-    )
-
-
-def _sliding(read: _FolderReader, facts: Family) -> Sliding | None:
-    """Return the windowed layers: by `layer_types`, or all but the last of every `sliding_window_pattern`."""
+def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
+    """Return the windowed layers: by `layer_types`, else by the family's pattern."""
     mixed = facts.mixed_layers
     if mixed is None or read.values.get("sliding_window") is None:
         return None
     num_layers = read.integer("num_hidden_layers")
-    period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
-    kinds = read.values.get("layer_types") or [
-        _SLIDING if (i + 1) % max(period, 1) else _FULL for i in range(min(num_layers, MAX_LAYERS))
-    ]
+    kinds = read.values.get("layer_types") or _usual_kinds(read, mixed, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(k in (_SLIDING, _FULL) for k in kinds):
         raise UnsupportedModel(f"layer_types in config.json must name {_SLIDING} or {_FULL} for every layer")
-    table = _FolderReader(read.table("rope_parameters"), "").table(_SLIDING)
-    rope = _rope_of(read, table, read.number("rope_local_base_freq", mixed.local_theta))
-    return Sliding(
-        read.integer("sliding_window"), frozenset(i for i, kind in enumerate(kinds) if kind == _SLIDING), rope
-    )
+    layers = frozenset(i for i, kind in enumerate(kinds) if kind == _SLIDING)
+    return Sliding(read.integer("sliding_window"), layers, _local_rope(read, mixed)) if layers else None
 
 
-def _query_scalar(read: _FolderReader) -> float | None:
-    key = "query_pre_attn_scalar"
-    return None if read.values.get(key) is None else read.number(key)
+def _usual_kinds(read: JsonReader, mixed: MixedLayers, num_layers: int) -> list[str]:
+    """Return the kind of each layer where config.json does not list them: it may tell a period."""
+    period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
+    own = replace(mixed, period=max(period, 1))
+    return [_SLIDING if own.slides(i) else _FULL for i in range(min(num_layers, MAX_LAYERS))]
 
 
-def _max_context(read: _FolderReader, facts: Family) -> int:
+def _local_rope(read: JsonReader, mixed: MixedLayers) -> Rope:
+    """Return the RoPE of layers with a window: their own, or that of the others."""
+    own = JsonReader(read.table("rope_parameters"), "").table(_SLIDING)
+    if mixed.scales_rope and not own:
+        return _rope(read)
+    return rope_of(read, own, read.number(LOCAL_THETA, read.number(GLOBAL_THETA, 10000.0)))
+
+
+def _unrotated(read: JsonReader, facts: Family, sliding: Sliding | None) -> frozenset[int]:
+    """Return the layers without RoPE: by `no_rope_layers`, where 1 is a layer with it, else by the family."""
+    num_layers = min(read.integer("num_hidden_layers"), MAX_LAYERS)
+    listed, period = read.values.get("no_rope_layers"), read.integer(PLAIN_PERIOD, 0)
+    if listed is not None:
+        if not isinstance(listed, list) or len(listed) < num_layers or not all(i in (0, 1) for i in listed):
+            raise BadModelFile("no_rope_layers in config.json must have 0 or 1 for every layer")
+        return frozenset(i for i in range(num_layers) if not listed[i])
+    return plain_layers(facts, num_layers, sliding, period)
+
+
+def _query_scalar(read: JsonReader) -> float | None:
+    multiplier = read.factor("attention_multiplier")
+    if multiplier is None:
+        return read.factor("query_pre_attn_scalar")
+    if not 0.0 < multiplier < 1e6:
+        raise BadModelFile(f"config.json: attention_multiplier = {multiplier} must be a positive number")
+    return multiplier**-2
+
+
+def _max_context(read: JsonReader, facts: Family) -> int:
     """Return the model's positions, at most the window if all layers slide."""
     positions = read.integer("max_position_embeddings", 2048)
     if facts.mixed_layers is not None:
         return positions
-    if "sliding_window" not in read.values:
-        window = facts.default_window
-    else:
-        used = read.flag("use_sliding_window", default=True) and read.values["sliding_window"] is not None
-        window = read.integer("sliding_window") if used else None
-    return positions if window is None else min(positions, window)
+    used = read.flag("use_sliding_window", default=True) and read.values.get("sliding_window") is not None
+    return min(positions, read.integer("sliding_window")) if used else positions
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """Return the names of a layer's tensors in the files, by canonical name."""
-    return LAYER_NAMES | (SANDWICH_NAMES if config.facts.sandwich_norms else {})
+    facts = config.facts
+    return {**LAYER_NAMES, **(POST_NORM_NAMES if facts.norms != "before" else {}), **facts.names}
 
 
-@dataclass(frozen=True, slots=True)
-class FromOne:
-    """Tensor that is stored as its distance from 1."""
+def text_tensors(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return a folder's tensors with the names that a model of text alone has."""
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in found), _PREFIXES[0])
+    head = next((found[name] for name in _HEADS if name in found), None)
+    named = {_PREFIXES[0] + n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+    return named if head is None else named | {_HEADS[0]: head}
 
-    stored: Stored
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after reading."""
-        return self.stored.shape
+def has_head(folder: Path) -> bool:
+    """Return True if a folder has output rows apart from the embedding."""
+    return MODEL_NAMES["head"] in text_tensors(stored_tensors(folder))
 
-    def read(self) -> NDArray[floating]:
-        """Return the tensor with 1 added."""
-        return self.stored.read() + np.float32(1)
+
+def folder_tensors(config: ModelConfig, folder: Path, names: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder by name, fused ones apart. names: by canonical name."""
+    return unfuse(config, text_tensors(stored_tensors(folder)), names, tensor_shapes(config), FUSED, LAYER_PREFIX)
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name, with norm weights as factors."""
-    shifted = config.facts.norms_from_one
-    return {
-        name: FromOne(tensor) if shifted and name.endswith("norm") else tensor for name, tensor in stored.items()
-    }
+    """Return tensors by canonical name, norm weights as factors and heads in the order of our RoPE."""
+    from_one = config.facts.norms_from_one
+    order = head_order(config, interleaved=config.facts.interleaves_rope)
+    used: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        used[name] = FromOne(tensor) if from_one and name.endswith("norm") else tensor
+        if order and name.rpartition(".")[2] in ROTATED:
+            used[name] = Reordered(used[name], order)
+    return divide_logits(config, used)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -288,7 +294,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             hint = pickles if any(folder.glob("*.bin")) else ""
             raise ModelNotFound(f"{folder} holds no model.safetensors, sharded or not{hint}")
         return open_safetensors(files[0])
-    wanted = _FolderReader(read_json(index), index.name).table("weight_map")
+    wanted = JsonReader(read_json(index), index.name).table("weight_map")
     names = {str(name) for name in wanted.values()}
     if len(names) > MAX_SHARDS:
         raise BadModelFile(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -49,6 +49,12 @@ class StoredTensor:
                 f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(FLOAT_BYTES)}"
             )
         return read_floats(self._data(), self.dtype).reshape(self.shape)
+
+    def rows(self, first: int, end: int) -> StoredTensor:
+        """Return some rows of a matrix as a tensor of their own."""
+        row_bytes = self.num_bytes // max(self.shape[0], 1)
+        shape, start = (end - first, *self.shape[1:]), self.start + first * row_bytes
+        return replace(self, shape=shape, start=start, num_bytes=(end - first) * row_bytes)
 
     def halves(self) -> tuple[str, NDArray[uint16]] | None:
         """Return the tensor's 16-bit type and its bits; None if it has another type.

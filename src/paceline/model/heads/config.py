@@ -97,7 +97,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     layer_values.setdefault("model_type", "llama")
     layers = config_from_json(_without_tokens(layer_values, target))
     if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
-        layers = replace(layers, rope=target.rope)
+        layers = replace(layers, rope=target.rope.of_head())
     nested = values.get("eagle_config")
     everywhere = {**(nested if isinstance(nested, dict) else {}), **values}
     if algorithm.guesses_features:
@@ -281,6 +281,8 @@ def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
             "the head's config.json has no RoPE settings, and the target keeps its own as a tensor; write the "
             "rope_theta and rope_scaling that the head was trained with into its config.json"
         )
+    if config.layers.rope.share != 1.0:
+        raise UnsupportedModel("draft heads whose RoPE rotates a part of each head are not supported")
     if config.relay_size and not config.norm_output:
         raise BadModelFile(f"a head with {RELAY_SIZE} needs norm_output: guesses tell of what the norm made")
     if config.norm_before_fc and config.fc_norm:

@@ -1,0 +1,137 @@
+"""Tensors as decoders use them: rows in our order, fused matrices apart, norms as factors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.files.stored import Stored
+
+Number = TypeVar("Number", bound=np.generic)
+
+# Tensors of a layer whose rows or numbers are those of heads that RoPE rotates.
+ROTATED = frozenset({"attn_q", "attn_k", "attn_q_bias", "attn_k_bias", "attn_q_norm", "attn_k_norm"})
+
+
+def head_order(config: ModelConfig, *, interleaved: bool) -> tuple[int, ...]:
+    """Return the order in which a head's rows are read; empty: as they are.
+
+    We rotate number i with i + head_dim / 2, and by no angle what lies outside the rotated part. interleaved: the
+    file has the numbers of a pair beside each other. Scores do not change where q and k are put in the same order.
+    """
+    size, rotated = config.head_dim, config.rope.rotated(config.head_dim)
+    if not interleaved and rotated == size:
+        return ()
+    pairs = range(0, rotated, 2) if interleaved else range(rotated // 2)
+    apart = 1 if interleaved else rotated // 2
+    half = rotated + (size - rotated) // 2
+    return (*pairs, *range(rotated, half), *(i + apart for i in pairs), *range(half, size))
+
+
+def in_order(tensor: NDArray[Number], order: tuple[int, ...]) -> NDArray[Number]:
+    """Return a tensor with the rows of each head in an order."""
+    by_head = tensor.reshape(-1, len(order), *tensor.shape[1:])
+    return by_head[:, list(order)].reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FromOne:
+    """Tensor that is stored as its distance from 1."""
+
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return self.stored.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the tensor with 1 added."""
+        return self.stored.read() + np.float32(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Tensor whose numbers are divided by one number when they are read."""
+
+    stored: Stored
+    divisor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return self.stored.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the quotients."""
+        return self.stored.read() / np.float32(self.divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered:
+    """Tensor whose rows are read in another order, the same for each head."""
+
+    stored: Stored
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return self.stored.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the tensor in that order."""
+        return in_order(self.stored.read(), self.order)
+
+
+def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return tensors by canonical name; those that divide logits do so in the norm before them."""
+    norm, divisor = stored.get("final_norm"), config.logit_divisor
+    return {**stored} if norm is None or divisor == 1.0 else {**stored, "final_norm": Divided(norm, divisor)}
+
+
+class _HasRows(Protocol):
+    """A matrix in a file that can give some of its rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def rows(self, first: int, end: int) -> Self: ...
+
+
+RowsT = TypeVar("RowsT", bound=_HasRows)
+
+
+def unfuse(
+    config: ModelConfig,
+    found: Mapping[str, RowsT],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    fused: Mapping[str, tuple[str, ...]],
+    prefix: str,
+) -> dict[str, RowsT]:
+    """Return a file's tensors, matrices that stand for several cut into those.
+
+    names: canonical name -> name in the file. fused: name in the file without the layer's `prefix` -> canonical
+    names without the layer, whose rows it holds one after another.
+    """
+    result = dict(found)
+    for layer in range(config.num_layers):
+        for name, parts in fused.items():
+            whole = found.get(prefix.format(layer=layer) + name)
+            own = [f"layers.{layer}.{part}" for part in parts]
+            sizes = [shapes[part][0] for part in own]
+            if whole is None or names[own[0]] in found or len(whole.shape) != 2 or whole.shape[0] != sum(sizes):
+                continue  # `choose_tensors` says what is wrong, if anything is
+            ends = np.cumsum(sizes).tolist()
+            result |= {names[n]: whole.rows(e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
+    return result

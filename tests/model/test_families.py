@@ -1,0 +1,126 @@
+"""Every family and feature against transformers, on both backends that run all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.backend.native.load import pack_decoder
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.core.nouns import SamplingSpec
+from paceline.core.params import SamplingParams
+from paceline.model.config import Rope
+from paceline.model.weights import LazyWeights, load_model
+from tests.model.families import CASES, family_model
+from tests.model.helpers import logits_of, pack, run_pass, write_gguf
+from tests.tiny import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.model.weights import LoadedModel
+
+IDS = [(11 * i * i + 5 * i) % 320 for i in range(200)]
+SHUFFLED = [(5 * i + 3) % 13 for i in range(13)]
+LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
+
+
+def native_logits(loaded: LoadedModel, chunk: int) -> np.ndarray:
+    decoder = pack_decoder(loaded.config, loaded.weights, kernels.ThreadPool(1), "f32", "f32")
+    kv, parts = decoder.new_kv(13), []
+    for start in range(0, len(IDS), chunk):
+        packed = pack([(IDS[start : start + chunk], start, SHUFFLED)])
+        parts.append(run_pass(decoder, packed, kv, [LOGITS] * len(packed.wanted)).logits)
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    model = family_model(case)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    loaded = load_model(tmp_path)
+    decoder = ReferenceDecoder(loaded.config, loaded.weights, torch.float32)
+    for chunk in (1 << 20, 33):
+        assert (logits_of(decoder, IDS, chunk, SHUFFLED) - expected).abs().max() < 1e-4
+        assert np.abs(native_logits(loaded, chunk) - expected.numpy()).max() < 1e-4
+
+
+# GGUF --------------------------------------------------------------------------------------------
+
+FUSED_UP = {"ffn_up.weight": ("mlp_gate", "mlp_up")}
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 64,
+    "rope.scaling.yarn_beta_fast": 16.0,
+}
+# Case -> keys under the architecture's name as llama.cpp writes them, tensors that it fuses.
+GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
+    "llama yarn": (YARN_KEYS, {}),
+    "gemma2": ({"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}, {}),
+    "ministral3": (
+        {**YARN_KEYS, "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
+        {},
+    ),
+    "phi3": ({}, {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), **FUSED_UP}),
+    "phi4 mini": (
+        {"rope.dimension_count": 12, "rope.scaling.attn_factor": 1.0},
+        {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), **FUSED_UP},
+    ),
+    "phi4 mini long": (
+        {
+            "rope.dimension_count": 12,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": (1 + np.log(8) / np.log(64)) ** 0.5,
+        },
+        {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), **FUSED_UP},
+    ),
+    "granite": ({"embedding_scale": 7.0, "residual_scale": 0.3, "logit_scale": 4.0, "attention.scale": 0.1}, {}),
+    "olmo2": ({}, {}),
+    "olmo3": ({**YARN_KEYS, "attention.sliding_window_pattern": [True, True, True, False]}, {}),
+    "exaone4": ({}, {}),
+    "exaone4 hybrid": ({}, {}),
+    "glm4": ({"rope.dimension_count": 8}, FUSED_UP),
+    "seed_oss": ({}, {}),
+    "ernie4_5": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
+    keys, fused = GGUF_CASES[case]
+    family_model(case).save_pretrained(tmp_path / "folder")
+    loaded = load_model(tmp_path / "folder")
+    arch = loaded.config.facts.gguf_arch
+    extra = {
+        f"{arch}.{key}": float(value) if isinstance(value, np.floating) else value for key, value in keys.items()
+    }
+    path = write_gguf(tmp_path / "model.gguf", loaded.config, loaded.weights, extra=extra, fused=fused)
+    again = load_model(path)
+    expected, got = (logits_of(ReferenceDecoder(m.config, m.weights, torch.float32), IDS) for m in (loaded, again))
+    assert (got - expected).abs().max() < 1e-4
+    assert again.config.family in (loaded.config.family, "olmo2", "llama")
+
+
+def test_blocks_of_four_bits_are_read_in_our_order(tmp_path: Path) -> None:
+    """What is kept packed is what is dequantised: rows of heads moved, fused matrices apart."""
+    config = tiny_config("phi3", hidden_size=64, intermediate_size=64, head_dim=16, rope=Rope(share=0.75))
+    keys = {"phi3.rope.dimension_count": 12}
+    fused = {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), **FUSED_UP}
+    weights = tiny_weights(config, dtype=torch.float32)
+    quant = gguf.GGMLQuantizationType.Q4_0
+    loaded = load_model(write_gguf(tmp_path / "m.gguf", config, weights, quant, keys, fused=fused))
+    assert isinstance(loaded.weights, LazyWeights)
+    for name in ("attn_q", "attn_k", "attn_v", "mlp_gate", "mlp_up"):
+        plain, blocks = loaded.weights[f"layers.0.{name}"], loaded.weights.four_bit(f"layers.0.{name}")
+        assert blocks is not None
+        scales, minima = (np.repeat(x.astype(np.float32), 32, axis=1) for x in (blocks.scales, blocks.minima))
+        np.testing.assert_allclose(blocks.values * scales + minima, plain, atol=1e-6)
+        assert np.abs(plain - weights[f"layers.0.{name}"].numpy()).max() < 0.1
