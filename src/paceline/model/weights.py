@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.pull import resolve
+from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.model.files.packed_cache import PackedCache, Progress, Source
+    from paceline.model.files.stored import RawBlocks
     from paceline.model.template import TemplateSource
 
 
@@ -34,20 +38,56 @@ StoredT = TypeVar("StoredT", bound=Stored)
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
     """Tensors by canonical name, read from the file at every access."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        sources: tuple[Source, ...] = (),
+        cache: PackedCache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """sources: files and texts that it all comes from, which a cache needs. progress: told of what is read."""
+        self.sources = sources
+        self.cache = cache if sources else None
+        self.progress = progress
         self._stored = stored
+        self._num_read = 0
+
+    @property
+    def label(self) -> str:
+        """Name of what it comes from, for people."""
+        first = self.sources[0]
+        if isinstance(first, str):
+            return first
+        return first.parent.name if first.name == "config.json" else first.stem
+
+    def kept_in(self, cache: PackedCache | None, progress: Progress | None = None) -> LazyWeights:
+        """Return the same tensors, whose packed matrices a cache keeps."""
+        return LazyWeights(self._stored, self.sources, cache, progress)
 
     def __getitem__(self, name: str) -> NDArray[floating]:
-        return self._stored[name].read()
+        return self._counted(name).read()
 
     def stored(self, name: str) -> Stored:
         """Return a tensor that is not read yet."""
-        return self._stored[name]
+        return self._counted(name)
 
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         stored = self._stored[name]
         return stored.four_bit() if isinstance(stored, GgufTensor) else None
+
+    def raw(self, name: str) -> RawBlocks | None:
+        """Return a matrix as its file's own bytes, None if they have to be changed before use."""
+        stored = self._counted(name)
+        return stored.raw() if isinstance(stored, GgufTensor | StoredTensor) else None
+
+    def _counted(self, name: str) -> Stored:
+        stored = self._stored[name]
+        if self.progress:
+            total = 4 * sum(prod(one.shape) for one in self._stored.values())
+            self._num_read = min(total, self._num_read + 4 * prod(stored.shape))
+            self.progress("loading the model", self._num_read, total)
+        return stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -159,7 +199,7 @@ def load_model(name_or_path: str | Path) -> LoadedModel:
 
 def _load_shape(name: str) -> LoadedModel:
     shaped = read_shape(name)
-    weights, text = LazyWeights(shaped.tensors()), ByteText(shaped.config.vocab_size)
+    weights, text = LazyWeights(shaped.tensors(), (name,)), ByteText(shaped.config.vocab_size)
     return LoadedModel(Path(name), shaped.config, weights, text)
 
 
@@ -170,7 +210,8 @@ def _load_folder(folder: Path) -> LoadedModel:
     )
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
-    return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
+    sources = (folder / "config.json", *sorted({tensor.path for tensor in stored.values()}))
+    return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder))
 
 
 def _load_gguf(path: Path) -> LoadedModel:
@@ -178,4 +219,4 @@ def _load_gguf(path: Path) -> LoadedModel:
     config = gguf_model.config_from_gguf(file)
     names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
     stored = choose_tensors(config, names, gguf_model.tensors_for(file, config), path)
-    return LoadedModel(path, config, LazyWeights(stored), gguf_model.GgufText(file))
+    return LoadedModel(path, config, LazyWeights(stored, (path,)), gguf_model.GgufText(file))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,6 +100,10 @@ class GgufTensor:
             tensor = self._dequantize(data)
         return _halves_apart(tensor, self.permuted_heads) if self.permuted_heads else tensor
 
+    def raw(self) -> RawBlocks:
+        """Return the file's own blocks. Raises `BadModelFile`."""
+        return RawBlocks(np.frombuffer(self._data(), np.uint8), self.quant.name, self.shape, self.permuted_heads)
+
     def four_bit(self) -> FourBit | None:
         """Return the file's 4-bit blocks, None if it is stored otherwise. Raises `BadModelFile`.
 
@@ -120,8 +124,9 @@ class GgufTensor:
     def _data(self) -> bytearray:
         with self.path.open("rb") as file:
             file.seek(self.start)
-            data = bytearray(file.read(self.num_bytes))
-        if len(data) != self.num_bytes:
+            data = bytearray(self.num_bytes)
+            num_read = file.readinto(data)
+        if num_read != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +49,10 @@ class StoredTensor:
                 f"{self.path.name} stores a weight as {self.dtype}; known: {', '.join(FLOAT_BYTES)}"
             )
         return read_floats(self._data(), self.dtype).reshape(self.shape)
+
+    def raw(self) -> RawBlocks:
+        """Return the file's own bytes. Raises `BadModelFile`."""
+        return RawBlocks(np.frombuffer(self._data(), np.uint8), self.dtype, self.shape)
 
     def halves(self) -> tuple[str, NDArray[uint16]] | None:
         """Return the tensor's 16-bit type and its bits; None if it has another type.
