@@ -226,6 +226,10 @@ class ByteText:
         raw.add_special_tokens([END])
         return raw
 
+    def tokenizer_digest(self) -> str:
+        """Return what the tokenizer depends on."""
+        return f"{PREFIX}{self.vocab_size}"
+
     def sampling(self) -> dict[str, object]:
         """Return nothing: random weights have no wishes."""
         return {}

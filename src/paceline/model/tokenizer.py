@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
@@ -43,6 +44,12 @@ class Tokenizer:
         self.pieces = TokenBytes(raw, known[0])
         self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
         self._text_bound = _text_bound(raw)
+
+    def ending(self, eos_ids: Sequence[int], bos_id: int | None) -> Tokenizer:
+        """Return the same tokenizer with other ends of texts."""
+        other = copy(self)
+        other.eos_ids, other.bos_id = tuple(eos_ids), bos_id
+        return other
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise `BadModelFile` if the model's embedding has no row for some token."""

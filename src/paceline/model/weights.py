@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.model.files.gguf_file import GgufFile
     from paceline.model.files.packed_cache import PackedCache, Progress, Source
     from paceline.model.files.stored import RawBlocks
     from paceline.model.template import TemplateSource
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
+
+_TOKENIZERS: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by `tokenizer_digest`
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
@@ -102,6 +107,9 @@ class TextSource(Protocol):
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
 
+    def tokenizer_digest(self) -> str:
+        """Return a digest of what the tokenizer is built from. Raises as `tokenizer`."""
+
     def template(self) -> TemplateSource | None:
         """Return the chat template, None if there is none."""
 
@@ -132,9 +140,16 @@ class LoadedModel:
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:
-    """Build the model's tokenizer and check that its embedding has a row for every token."""
-    config = model.config
-    tokenizer = Tokenizer(model.text.tokenizer(), eos_ids=config.eos_ids, bos_id=config.bos_id)
+    """Build the model's tokenizer and check that its embedding has a row for every token.
+
+    One that this process has for another model, such as a target and its draft model, is shared.
+    """
+    config, digest = model.config, model.text.tokenizer_digest()
+    if (known := _TOKENIZERS.get(digest)) is None:
+        tokenizer = Tokenizer(model.text.tokenizer(), eos_ids=config.eos_ids, bos_id=config.bos_id)
+        _TOKENIZERS[digest] = tokenizer
+    else:
+        tokenizer = known.ending(config.eos_ids, config.bos_id)
     tokenizer.check_fits(config.vocab_size)
     return tokenizer
 
@@ -215,8 +230,20 @@ def _load_folder(folder: Path) -> LoadedModel:
 
 
 def _load_gguf(path: Path) -> LoadedModel:
-    file = open_gguf(path)
+    found = path.stat() if path.is_file() else None
+    file = _opened(path, (found.st_ino, found.st_size, found.st_mtime_ns)) if found else open_gguf(path)
     config = gguf_model.config_from_gguf(file)
     names = canonical_names(config, gguf_model.MODEL_NAMES, gguf_model.LAYER_NAMES, gguf_model.LAYER_PREFIX)
     stored = choose_tensors(config, names, gguf_model.tensors_for(file, config), path)
     return LoadedModel(path, config, LazyWeights(stored, (path,)), gguf_model.GgufText(file))
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, _state: tuple[int, ...]) -> GgufFile:
+    """Open a file once for all who look into it during a start."""
+    return open_gguf(path)
+
+
+def forget_files() -> None:
+    """Drop the headers of opened files, which hold whole vocabularies."""
+    _opened.cache_clear()

@@ -32,7 +32,7 @@ from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.grammar import Grammars
-from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
+from paceline.model.weights import LazyWeights, forget_files, load_model, load_template, load_tokenizer
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
@@ -107,7 +107,10 @@ class Built:
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
-    return assemble(config, load(config, progress), progress=progress)
+    try:
+        return assemble(config, load(config, progress), progress=progress)
+    finally:
+        forget_files()
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:

@@ -35,6 +35,8 @@ _NUMBERS: dict[int, tuple[str, str]] = {
     6: ("f", "<f4"), 7: ("?", "?"), 10: ("Q", "<u8"), 11: ("q", "<i8"), 12: ("d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a text, before it
+_CHUNK = 1 << 20  # bytes read at once where many texts lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +203,36 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING and count <= self.left // 8:  # each takes at least the 8 bytes of its length
-            return [self.text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _NUMBERS or count > self.left:
             raise self.bad(f"a list of {count} values of type {kind}")
         dtype = np.dtype(_NUMBERS[kind][1])
         numbers: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype=dtype).tolist()
         return numbers
+
+
+    def _texts(self, count: int) -> list[str]:
+        """Read many texts, from large chunks: a vocabulary has some hundred thousand."""
+        texts, chunk, at = [], b"", 0
+        length_at = _LENGTH.unpack_from
+        try:
+            for _ in range(count):
+                if at + _LENGTH.size > len(chunk):
+                    chunk, at = self._more(chunk[at:], _LENGTH.size), 0
+                end = at + _LENGTH.size + length_at(chunk, at)[0]
+                if end > len(chunk):
+                    chunk, end, at = self._more(chunk[at:], end - at), end - at, 0
+                texts.append(chunk[at + _LENGTH.size : end].decode("utf-8"))
+                at = end
+        except UnicodeDecodeError:
+            raise self.bad("a text that is not UTF-8") from None
+        self.file.seek(at - len(chunk), 1)  # what was read beyond them
+        self.left, self.at = self.left + len(chunk) - at, self.at - len(chunk) + at
+        return texts
+
+    def _more(self, held: bytes, needed: int) -> bytes:
+        """Return bytes that were read already, and a chunk behind them."""
+        return held + self.take(max(needed - len(held), min(_CHUNK, self.left)))
 
 
 def open_gguf(path: Path) -> GgufFile:

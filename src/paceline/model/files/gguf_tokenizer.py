@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -66,6 +68,12 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     _add_special(raw, tokens, metadata)
     _add_bos(raw, tokens, metadata, default_bos)
     return raw
+
+
+def tokenizer_digest(metadata: dict[str, Any]) -> str:
+    """Return a digest of what `tokenizer_from_gguf` reads."""
+    read = {key: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
 
 def _tokens(metadata: dict[str, Any]) -> list[str]:

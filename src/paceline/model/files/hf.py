@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
@@ -317,6 +318,11 @@ class FolderText:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of tokenizer.json; its place if it is not there."""
+        path = self.folder / "tokenizer.json"
+        return hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode()).hexdigest()
 
     def sampling(self) -> Mapping[str, object]:
         """Return what generation_config.json says. Raises `BadModelFile`."""
