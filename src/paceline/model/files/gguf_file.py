@@ -210,7 +210,6 @@ class _Cursor:
         numbers: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype=dtype).tolist()
         return numbers
 
-
     def _texts(self, count: int) -> list[str]:
         """Read many texts, from large chunks: a vocabulary has some hundred thousand."""
         texts, chunk, at = [], b"", 0

@@ -1,7 +1,7 @@
 """Packed weights kept for later starts: one file for what was packed, shared by all engines of a machine.
 
-A file's key names the content of the model's files, the types and names of its matrices, the instruction set and
-the build. Content is a digest of every byte. It is remembered for a file that has the same inode, size, time of
+A file's name is a digest of the content of the model's files, the types and names of its matrices and the
+instruction set, and one of the build. Content is a digest of every byte. It is remembered for a file that has the same inode, size, time of
 change and time of modification as before: no program can write to a file without the first or third changing.
 """
 
@@ -92,8 +92,8 @@ class PackedCache:
     def _key(self, recipe: Recipe) -> str:
         wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
         content = [source if isinstance(source, str) else self._digest(source) for source in recipe.sources]
-        facts = (content, wanted, kernels.isa(), build_mark())
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        facts = json.dumps((content, wanted, kernels.isa())).encode()
+        return f"{hashlib.sha256(facts).hexdigest()[:32]}-{build_mark()[:16]}"
 
     def _mapped(self, key: str, pool: kernels.ThreadPool, *, logs: bool = False) -> PackedFile | None:
         path = self.folder / f"{key}{SUFFIX}"
@@ -131,8 +131,14 @@ class PackedCache:
             return self._mapped(key, pool, logs=True)
 
     def _make_room(self, num_bytes: int, path: Path) -> None:
-        """Remove the files used longest ago. Raises `OSError` if it would not fit even so."""
+        """Remove the files used longest ago. Raises `OSError` if it would not fit even so.
+
+        Of the same matrices packed by other builds one is left, as who tries a build may go back.
+        """
         path.unlink(missing_ok=True)
+        of_other_builds = _by_use(self.folder, f"{path.name.partition('-')[0]}-*{SUFFIX}")
+        for _, _, old in of_other_builds[:-1]:
+            old.unlink(missing_ok=True)
         for part in self.folder.glob(f"*{PART}"):
             with suppress(OSError):
                 if time.time() - part.stat().st_mtime > OLD_PART_S:
@@ -176,10 +182,10 @@ class PackedCache:
         return values if texts else {}
 
 
-def _by_use(folder: Path) -> list[tuple[float, int, Path]]:
+def _by_use(folder: Path, pattern: str = f"*{SUFFIX}") -> list[tuple[float, int, Path]]:
     """Return packed files as time of last use, size, path; the oldest used first."""
     found = []
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in folder.glob(pattern):
         with suppress(OSError):  # removed meanwhile
             stat = path.stat()
             found.append((stat.st_mtime, stat.st_size, path))

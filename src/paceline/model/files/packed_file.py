@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -99,7 +100,8 @@ def open_packed(path: Path, key: str, pool: kernels.ThreadPool) -> PackedFile:
         if table.key != key:
             raise BadModelFile("it was packed from something else")
         mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    mapped.madvise(mmap.MADV_WILLNEED)
+    with suppress(OSError, AttributeError):  # a system without huge pages for files
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(mapped, np.uint8)[: table.data_bytes]
     if kernels.checksums(pool, data, PIECE) != table.sums:
         raise BadModelFile("its bytes were changed or damaged")

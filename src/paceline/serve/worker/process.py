@@ -55,7 +55,7 @@ BEAT_S = 0.5  # between two of them without work; the server takes an engine wit
 PROGRESS_S = 0.1  # between two progress messages
 SEND_MS = 30_000  # a server that accepts no message for this long is gone
 WARM_UP_PROMPT_TOKENS = 16
-WARM_UP_TOKENS = 6
+WARM_UP_TOKENS = 3
 WARM_UP_K = 2
 INTERNAL = "internal error; the server's log has the details"
 
@@ -199,7 +199,7 @@ def _ready(built: Built) -> Ready:
 
 
 def warm_up(built: Built) -> None:
-    """Answer one short request with each drafter, then forget them and reset the counters.
+    """Answer one short request with each drafter that computes, then forget them and reset the counters.
 
     The first pass of a fresh engine takes 4 to 6 times as long as the next: it touches all weights, work space and
     KV for the first time. Texts do not depend on it, and the prefix cache is emptied again.
@@ -210,7 +210,8 @@ def warm_up(built: Built) -> None:
     vocab_size = engine.target.config.vocab_size
     prompt_ids = tuple(i % vocab_size for i in range(WARM_UP_PROMPT_TOKENS))
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    for drafter in (None, *engine.drafting.drafters):
+    computing = [name for name, drafter in engine.drafting.drafters.items() if not drafter.needs.instant]
+    for drafter in computing or [None]:
         engine.controller = FixedK(drafter, WARM_UP_K)  # the engine's own would trace these steps
         engine.add(Request("warm-up", prompt_ids, params, seed=0, salt=drafter or ""))  # no prefix hit
         while engine.has_work:
