@@ -311,7 +311,7 @@ def test_the_bound_holds_and_the_oldest_used_go_first() -> None:
     sizes = {path: path.stat().st_size for path in files(cache)}
     for age, path in enumerate(sizes):
         os.utime(path, (1e9 - age, 1e9 - age))
-    oldest, newest = list(sizes)[-1], list(sizes)[0]
+    oldest, newest = list(sizes)[-1], next(iter(sizes))
     tight = make_cache(max_bytes=sum(sizes.values()) + 1000)
     assert keep(tight, seed=3)
     assert not oldest.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -17,6 +17,7 @@ from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
+from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
 from paceline.model.files.pull import resolve
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.stored import Stored
@@ -107,6 +108,9 @@ class TextSource(Protocol):
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
 
+    def spelling(self) -> tokenizers.Tokenizer | None:
+        """Return a tokenizer that can only tell tokens; None where the whole is as fast. Raises as `tokenizer`."""
+
     def tokenizer_digest(self) -> str:
         """Return a digest of what the tokenizer is built from. Raises as `tokenizer`."""
 
@@ -145,12 +149,25 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     One that this process has for another model, such as a target and its draft model, is shared.
     """
     config, digest = model.config, model.text.tokenizer_digest()
-    if (known := _TOKENIZERS.get(digest)) is None:
-        tokenizer = Tokenizer(model.text.tokenizer(), eos_ids=config.eos_ids, bos_id=config.bos_id)
-        _TOKENIZERS[digest] = tokenizer
-    else:
-        tokenizer = known.ending(config.eos_ids, config.bos_id)
+    known = _TOKENIZERS.get(digest) or _kept_tokenizer(model.text, digest)
+    tokenizer = _TOKENIZERS[digest] = known.ending(config.eos_ids, config.bos_id)
     tokenizer.check_fits(config.vocab_size)
+    return tokenizer
+
+
+def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
+    """Return the JSON of a model's tokenizer, kept or made now."""
+    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str()
+
+
+def _kept_tokenizer(text: TextSource, digest: str) -> Tokenizer:
+    """Return a tokenizer that reads how tokens merge only when it needs it, if that is kept."""
+    spelling = text.spelling()
+    if spelling is not None and kept_tokenizer(digest) is not None:
+        return Tokenizer(spelling, whole=partial(read_kept, digest))
+    tokenizer = Tokenizer(text.tokenizer())
+    if spelling is not None:
+        keep_tokenizer(digest, tokenizer.raw.to_str())
     return tokenizer
 
 

@@ -32,7 +32,14 @@ from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.grammar import Grammars
-from paceline.model.weights import LazyWeights, forget_files, load_model, load_template, load_tokenizer
+from paceline.model.weights import (
+    LazyWeights,
+    forget_files,
+    load_model,
+    load_template,
+    load_tokenizer,
+    tokenizer_json,
+)
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
+    OnLanguage = Callable[[str, ChatTemplate | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -83,6 +91,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
+    tokenizer_json: str = ""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
@@ -103,17 +112,21 @@ class Built:
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
+    tokenizer_json: str = ""  # empty: nobody has asked for it
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
+def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
+    """Load the model and make the engine. Raises `ConfigError` or `ModelError`.
+
+    on_language: called with the tokenizer's JSON and the template before weights are loaded.
+    """
     try:
-        return assemble(config, load(config, progress), progress=progress)
+        return assemble(config, load(config, progress, on_language), progress=progress)
     finally:
         forget_files()
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+def load(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
     specs = parse_drafters(config.draft)  # a bad spec should not wait for the weights
     if config.for_auto and not specs.auto:
@@ -125,6 +138,9 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
+    tokenizer, template, json = load_tokenizer(model), load_template(model), ""
+    if on_language is not None:
+        on_language(json := tokenizer_json(model, tokenizer), template)
     cache = PackedCache(config.packed_cache_bytes)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
@@ -132,8 +148,9 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         name=_short_name(config.model),
         decoder=decoder,
         mapped_bytes=cache.mapped_bytes,
-        tokenizer=load_tokenizer(model),
-        template=load_template(model),
+        tokenizer=tokenizer,
+        template=template,
+        tokenizer_json=json,
         fingerprint=model.fingerprint,
         sampling=sampling,
         why_sampling=why_sampling,
@@ -184,7 +201,7 @@ def assemble(
     choices += (_describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
-    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling)
+    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:

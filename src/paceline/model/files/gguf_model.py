@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 from paceline.model.config import FAMILIES, Family, ModelConfig, Rope, RopeScaling, Sliding
-from paceline.model.files.gguf_tokenizer import special_texts, tokenizer_digest, tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
 from paceline.model.template import TemplateSource
 
 if TYPE_CHECKING:
@@ -210,6 +210,10 @@ class GgufText:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer from the metadata."""
         return tokenizer_from_gguf(self.file.metadata)
+
+    def spelling(self) -> tokenizers.Tokenizer | None:
+        """Build the tokenizer without its merges, whose making takes longest."""
+        return tokenizer_from_gguf(self.file.metadata | {MERGES_KEY: []})
 
     def tokenizer_digest(self) -> str:
         """Return a digest of the metadata that the tokenizer is built from."""

@@ -319,6 +319,9 @@ class FolderText:
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
 
+    def spelling(self) -> None:
+        """Return None: the whole tokenizer is built as fast."""
+
     def tokenizer_digest(self) -> str:
         """Return a digest of tokenizer.json; its place if it is not there."""
         path = self.folder / "tokenizer.json"

@@ -1,8 +1,8 @@
 """Packed weights kept for later starts: one file for what was packed, shared by all engines of a machine.
 
-A file's name is a digest of the content of the model's files, the types and names of its matrices and the
-instruction set, and one of the build. Content is a digest of every byte. It is remembered for a file that has the same inode, size, time of
-change and time of modification as before: no program can write to a file without the first or third changing.
+A file's name is a digest of the content of the model's files, of the types and names of its matrices and of the
+instruction set, and one of the build. The digest of a file's content is of every byte. It is remembered while the
+file's inode, size and times of modification and change stay: no program can write to it and keep the last one.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
+    Language,
     Load,
     OutcomeBatch,
     Progress,
@@ -46,6 +47,7 @@ from paceline.serve.worker.watchdog import SHOW_THREADS
 if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
+    from paceline.model.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -182,20 +184,24 @@ def _progress_sender(server: ServerConnection) -> Any:
 
 
 def _ready(built: Built) -> Ready:
-    tokenizer, template = built.engine.tokenizer, built.template
-    source = None if template is None else template.source
+    tokenizer = built.engine.tokenizer
     return Ready(
         model_name=built.model_name,
         max_len=built.max_len,
         vocab_size=built.engine.target.config.vocab_size,
-        tokenizer_json=tokenizer.raw.to_str(),
+        tokenizer_json=built.tokenizer_json or tokenizer.raw.to_str(),
         eos_ids=tuple(tokenizer.eos_ids),
         bos_id=tokenizer.bos_id,
-        template=None if source is None else Template(source.text, dict(source.special)),
+        template=_template(built.template),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
     )
+
+
+def _template(template: ChatTemplate | None) -> Template | None:
+    source = None if template is None else template.source
+    return None if source is None else Template(source.text, dict(source.special))
 
 
 def warm_up(built: Built) -> None:
@@ -227,7 +233,11 @@ def _load(server: ServerConnection) -> Built | None:
         log.error("the first message must say what to load")
         return None
     try:
-        built = build(message.config, _progress_sender(server))
+        built = build(
+            message.config,
+            _progress_sender(server),
+            lambda json, template: server.send(Language(json, _template(template))),
+        )
         warm_up(built)
         return built
     except PacelineError as error:
