@@ -1,6 +1,7 @@
-// float16 by integer arithmetic, for code that runs once per weight and need not be fast.
+// float16 by integer arithmetic, the same on every machine.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -8,13 +9,9 @@
 namespace paceline {
 
 inline float from_half(uint16_t h) {
-    const int exponent = h >> 10 & 31, mantissa = h & 1023;
-    float x;
-    if (exponent == 31)
-        x = mantissa ? NAN : INFINITY;
-    else
-        x = exponent ? std::ldexp(static_cast<float>(mantissa | 1024), exponent - 25) : std::ldexp(static_cast<float>(mantissa), -24);
-    return h & 0x8000 ? -x : x;
+    const uint32_t exponent = h >> 10 & 31, mantissa = h & 1023u, sign = (h & 0x8000u) << 16;
+    if (exponent == 0) return std::copysign(static_cast<float>(mantissa) * 0x1p-24f, std::bit_cast<float>(sign | 0x3F800000));
+    return std::bit_cast<float>(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
 // Rounded to nearest, ties to even; too large numbers become infinite.

@@ -3,8 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "base/checksum.h"
 #include "bind/arrays.h"
 #include "host/measure.h"
+#include "model/blocks.h"
 #include "model/fuse.h"
 #include "model/matrix.h"
 
@@ -46,6 +48,53 @@ std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint
                 "4-bit blocks need a scale and a minimum for every 32 values");
     nb::gil_scoped_release unlocked;
     return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
+}
+
+std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data, const std::string& stored, size_t out, size_t in,
+                                    const std::string& type) {
+    const BlockFormat* format = block_format(stored);
+    require(format, "there are no blocks of this name: " + stored);
+    const WeightType chosen = weight_type(type);
+    check_sides(out, in, chosen);
+    require(in % format->count == 0 && data.size() == out * format->row_bytes(in), "the blocks do not fit the matrix");
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack_rows(pool, out, in, chosen, [&](size_t o, float* to) {
+        format->unpack_row(data.data() + o * format->row_bytes(in), in, to);
+    }));
+}
+
+nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
+    nb::list found;
+    for (const Buffer& buffer : matrix->buffers())
+        found.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(buffer.data(), {buffer.size()}, nb::find(matrix)));
+    return found;
+}
+
+std::vector<size_t> buffer_bytes(const std::string& type, size_t out, size_t in) {
+    const WeightType chosen = weight_type(type);
+    check_sides(out, in, chosen);
+    return Matrix::buffer_bytes(chosen, out, in);
+}
+
+std::shared_ptr<Matrix> matrix_over(const Array<uint8_t>& data, const std::string& type, size_t out, size_t in,
+                                    const std::vector<size_t>& starts) {
+    const std::vector<size_t> sizes = buffer_bytes(type, out, in);
+    require(starts.size() == sizes.size(), "a matrix of this type has another number of buffers");
+    const auto owner = std::make_shared<const Array<uint8_t>>(data);
+    std::vector<Buffer> parts;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        const size_t size = data.size(), needed = sizes[i] + kBytesBehind;
+        require(needed <= size && starts[i] <= size - needed, "a buffer ends beyond its file");
+        require(reinterpret_cast<uintptr_t>(data.data() + starts[i]) % kAlignment == 0, "a buffer is not aligned");
+        parts.emplace_back(owner, data.data() + starts[i], sizes[i]);
+    }
+    return std::make_shared<Matrix>(Matrix::over(weight_type(type), out, in, parts));
+}
+
+std::vector<uint64_t> sums_of(ThreadPool& pool, const Array<uint8_t>& data, size_t piece) {
+    require(piece > 0 && piece % kSumBlock == 0, "a piece is a multiple of 64 bytes");
+    nb::gil_scoped_release unlocked;
+    return checksums(pool, data.data(), data.size(), piece);
 }
 
 void multiply(ThreadPool& pool, const Matrix& matrix, const Table<float>& x, const Out<float>& out) {
@@ -95,16 +144,28 @@ void bind_weights(nb::module_& m) {
         .def_prop_ro("num_threads", &ThreadPool::size);
     nb::class_<Matrix>(m, "Matrix")
         .def_prop_ro("num_bytes", &Matrix::bytes)
+        .def_prop_ro("writable", &Matrix::writable)
         .def("row", [](const Matrix& self, size_t index, const Out<float>& to) {
             require(index < self.out() && to.size() == self.in(), "no such row");
             self.row(index, to.data());
         }, "index"_a, "to"_a)
         .def("put_row", [](Matrix& self, size_t index, const Array<float>& weights) {
             require(index < self.out() && weights.size() == self.in(), "no such row");
+            require(self.writable(), "the matrix is mapped from a file, which is only read");
             self.put_row(index, weights.data());
         }, "index"_a, "weights"_a.noconvert());
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
+    m.def("pack_blocks", &pack_blocks, "pool"_a, "data"_a.noconvert(), "stored"_a, "out"_a, "in_"_a, "dtype"_a);
+    m.def("block_names", [] {
+        std::vector<std::string> names;
+        for (const BlockFormat& format : block_formats()) names.emplace_back(format.name);
+        return names;
+    });
+    m.def("buffers", &buffers, "matrix"_a);
+    m.def("buffer_bytes", &buffer_bytes, "dtype"_a, "out"_a, "in_"_a);
+    m.def("matrix_over", &matrix_over, "data"_a.noconvert(), "dtype"_a, "out"_a, "in_"_a, "starts"_a);
+    m.def("checksums", &sums_of, "pool"_a, "data"_a.noconvert(), "piece"_a);
     m.def("multiply", &multiply, "pool"_a, "matrix"_a, "x"_a.noconvert(), "out"_a.noconvert());
     m.def("fuse", &fuse_states, "pool"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a, "features"_a.noconvert());
     m.def("read_bandwidth", [](ThreadPool& pool, size_t bytes) {

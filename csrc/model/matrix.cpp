@@ -17,10 +17,8 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{1} << 21;
 constexpr size_t kChunkBytes = size_t{1} << 24;
-constexpr size_t kBytesBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
 constexpr size_t kChunkRows = 48;                 // token rows of one tile of a product: with a panel they should fit the L1 cache
 
 uint16_t to_bfloat(float x) {
@@ -67,7 +65,7 @@ float step_of_int4(const float* x, size_t n) {
 
 }  // namespace
 
-Buffer::Buffer(size_t bytes) : bytes_(bytes) {
+Buffer::Buffer(size_t bytes, uint8_t fill) : bytes_(bytes) {
     struct Chunk {
         std::shared_ptr<uint8_t> memory;
         size_t size = 0, used = 0;
@@ -87,8 +85,11 @@ Buffer::Buffer(size_t bytes) : bytes_(bytes) {
     }
     data_ = {open.memory, open.memory.get() + open.used};
     open.used += wanted;
-    std::memset(data_.get(), 0, bytes);
+    std::memset(data_.get(), fill, bytes);
 }
+
+Buffer::Buffer(std::shared_ptr<const void> owner, const uint8_t* at, size_t bytes)
+    : data_(std::const_pointer_cast<void>(std::move(owner)), const_cast<uint8_t*>(at)), bytes_(bytes), writable_(false) {}
 
 void Activations::reserve(size_t num_rows, size_t width) {
     width = round_up(width, kInt8Group);
@@ -114,26 +115,52 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
                              sums_.data() + row * num_groups);
 }
 
-Matrix::Matrix(WeightType type, size_t out, size_t in) : type_(type), out_(out), in_(in) {
-    packed_ = Buffer(num_panels() * panel_bytes());
-    if (is_spread(type)) scales_.resize(num_panels() * kPanel);  // those of the padding stay 0
-    if (type == WeightType::int8) std::memset(packed_.data(), 128, packed_.size());  // 128 stands for 0, in the padding too
+Matrix::Matrix(WeightType type, size_t out, size_t in, std::vector<Buffer> buffers)
+    : type_(type), out_(out), in_(in), packed_(std::move(buffers[0])), scales_(std::move(buffers[1])) {}
+
+std::vector<size_t> Matrix::buffer_bytes(WeightType type, size_t out, size_t in) {
+    const size_t num_panels = (out + kPanel - 1) / kPanel;
+    return {num_panels * panel_bytes(type, in), is_spread(type) ? num_panels * kPanel * sizeof(float) : 0};
 }
 
-size_t Matrix::panel_bytes() const {
-    switch (type_) {
-        case WeightType::int8: return round_up(in_, kInt8Group) * kPanel;
-        case WeightType::int4_row: return round_up(in_, kInt8Group) * kPanel / 2;
-        case WeightType::int4: return round_up(in_, kInt4Group) / kInt4Group * kInt4BlockBytes;
-        case WeightType::bf16: return in_ * kPanel * sizeof(uint16_t);
+Matrix Matrix::over(WeightType type, size_t out, size_t in, const std::vector<Buffer>& buffers) {
+    return Matrix(type, out, in, buffers);
+}
+
+Matrix Matrix::empty(WeightType type, size_t out, size_t in) {
+    const std::vector<size_t> sizes = buffer_bytes(type, out, in);
+    const uint8_t zero = type == WeightType::int8 ? 128 : 0;  // how a 0 is stored, in the padding too
+    return Matrix(type, out, in, {Buffer(sizes[0], zero), Buffer(sizes[1])});
+}
+
+size_t Matrix::panel_bytes(WeightType type, size_t in) {
+    switch (type) {
+        case WeightType::int8: return round_up(in, kInt8Group) * kPanel;
+        case WeightType::int4_row: return round_up(in, kInt8Group) * kPanel / 2;
+        case WeightType::int4: return round_up(in, kInt4Group) / kInt4Group * kInt4BlockBytes;
+        case WeightType::bf16: return in * kPanel * sizeof(uint16_t);
         case WeightType::f32: break;
     }
-    return in_ * kPanel * sizeof(float);
+    return in * kPanel * sizeof(float);
 }
 
 Matrix Matrix::pack(const float* weights, size_t out, size_t in, WeightType type) {
-    Matrix m(type, out, in);
+    Matrix m = empty(type, out, in);
     for (size_t o = 0; o < out; ++o, weights += in) m.put_row(o, weights);
+    return m;
+}
+
+Matrix Matrix::pack_rows(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<void(size_t, float*)>& read) {
+    Matrix m = empty(type, out, in);
+    pool.run([&](size_t) {
+        AlignedVector<float> row(in);
+        pool.each(m.num_panels(), [&](size_t panel) {
+            for (size_t o = panel * kPanel; o < std::min((panel + 1) * kPanel, out); ++o) {
+                read(o, row.data());
+                m.put_row(o, row.data());
+            }
+        });
+    });
     return m;
 }
 
@@ -170,7 +197,7 @@ void Matrix::put_int8(size_t index, const float* spread, size_t padded) {
     thread_local std::vector<int8_t> values;
     values.resize(padded);
     int32_t sum;
-    kernels().layer.quantise(spread, padded, padded, values.data(), &scales_[index], &sum);
+    kernels().layer.quantise(spread, padded, padded, values.data(), &scales()[index], &sum);
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 4, panel += kPanel * 4) {
         uint32_t four;
@@ -182,7 +209,7 @@ void Matrix::put_int8(size_t index, const float* spread, size_t padded) {
 
 void Matrix::put_int4(size_t index, const float* spread, size_t padded) {
     const float step = step_of_int4(spread, padded);
-    scales_[index] = step / 2.0f;
+    scales()[index] = step / 2.0f;
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 8, panel += kPanel * 4)
         for (size_t j = 0; j < 4; ++j)
@@ -203,7 +230,7 @@ void Matrix::pack_int4_row(const float* weights, size_t index) {
 }
 
 Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in) {
-    Matrix m(WeightType::int4, out, in);
+    Matrix m = empty(WeightType::int4, out, in);
     const size_t blocks = in / kInt4Group;
     for (size_t o = 0; o < out; ++o)
         for (size_t b = 0; b < blocks; ++b)
@@ -230,7 +257,7 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
         switch (type_) {
             case WeightType::int8:
             case WeightType::int4_row:
-                (type_ == WeightType::int8 ? gemm.int8 : gemm.int4_row)({at, scales_.data() + panel * kPanel}, num_panels,
+                (type_ == WeightType::int8 ? gemm.int8 : gemm.int4_row)({at, scales() + panel * kPanel}, num_panels,
                                                                         x.spread(in_), first, end, to, stride);
                 break;
             case WeightType::int4: gemm.int4(at, x.quantised(in_), first, end, to, stride); break;
@@ -285,7 +312,7 @@ void Matrix::unpack_spread_row(size_t index, float* to) const {
     for (size_t i = 0; i < padded; ++i) {
         const int whole = type_ == WeightType::int8 ? panel[i / 4 * kPanel * 4 + i % 4] - 128
                                                     : 2 * (panel[i / 8 * kPanel * 4 + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15) - 15;
-        found[i] = static_cast<float>(whole) * scales_[index];
+        found[i] = static_cast<float>(whole) * scales()[index];
     }
     std::copy_n(spread_of(found.data(), padded), in_, to);
 }

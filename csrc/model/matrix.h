@@ -1,6 +1,7 @@
 // A weight matrix [out, in], packed in panels of 32 outputs, in the order in which kernels read them.
 #pragma once
 
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <vector>
@@ -21,14 +22,20 @@ constexpr bool is_spread(WeightType type) { return type == WeightType::int8 || t
 class Buffer {
   public:
     Buffer() = default;
-    explicit Buffer(size_t bytes);
+    explicit Buffer(size_t bytes, uint8_t fill = 0);
+    // Bytes of a mapped file, which `owner` keeps. They are only read, and at least `kBytesBehind` must follow them.
+    Buffer(std::shared_ptr<const void> owner, const uint8_t* at, size_t bytes);
     uint8_t* data() const { return data_.get(); }
     size_t size() const { return bytes_; }
+    bool writable() const { return writable_; }
 
   private:
     std::shared_ptr<uint8_t> data_;
     size_t bytes_ = 0;
+    bool writable_ = true;
 };
+constexpr size_t kAlignment = 64;                 // of buffers
+constexpr size_t kBytesBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
 
 // Token rows in the form that matrices of one type and width read.
 class Activations {
@@ -53,8 +60,15 @@ class Matrix {
   public:
     // From float32 [out, in]. int8 and int4_row have one scale per output; int4 has a scale and a minimum for each 32 inputs.
     static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
+    // The same with rows from `read(index, to)`, [in], on all threads: their float32 is never there as a whole.
+    static Matrix pack_rows(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<void(size_t, float*)>& read);
     // From 4-bit blocks of GGUF: values 0..15 [out, in], one per byte, scales and minima float16 [out, in / 32].
     static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in);
+
+    // Bytes of the buffers that a matrix consists of, in their order.
+    static std::vector<size_t> buffer_bytes(WeightType type, size_t out, size_t in);
+    // A matrix over buffers of these sizes, as `buffers` of another told them.
+    static Matrix over(WeightType type, size_t out, size_t in, const std::vector<Buffer>& buffers);
 
     Matrix(Matrix&&) = default;
     Matrix(const Matrix&) = delete;
@@ -63,19 +77,24 @@ class Matrix {
     size_t in() const { return in_; }
     WeightType type() const { return type_; }
     size_t num_panels() const { return (out_ + kPanel - 1) / kPanel; }
-    size_t bytes() const { return packed_.size() + scales_.size() * sizeof(float); }
+    size_t bytes() const { return packed_.size() + scales_.size(); }
+    std::vector<Buffer> buffers() const { return {packed_, scales_}; }
+    bool writable() const { return packed_.writable(); }
 
     // Multiply rows first..end of the activations with adjacent panels: to[(row - first) * stride + o], o < 32 * num_panels.
     void multiply(size_t panel, size_t num_panels, const Activations& x, size_t first, size_t end, float* to, size_t stride) const;
 
     // Unpack one row to float32 [in], as for the embedding of a token.
     void row(size_t index, float* to) const;
-    // Replace one row [in]. No product may be running.
+    // Replace one row [in]. No product may be running, and the matrix must be writable.
     void put_row(size_t index, const float* weights);
 
   private:
-    Matrix(WeightType type, size_t out, size_t in);
-    size_t panel_bytes() const;
+    Matrix(WeightType type, size_t out, size_t in, std::vector<Buffer> buffers);
+    static Matrix empty(WeightType type, size_t out, size_t in);
+    float* scales() const { return reinterpret_cast<float*>(scales_.data()); }
+    size_t panel_bytes() const { return panel_bytes(type_, in_); }
+    static size_t panel_bytes(WeightType type, size_t in);
     void pack_spread_row(const float* weights, size_t index);
     void put_int8(size_t index, const float* spread, size_t padded);
     void put_int4(size_t index, const float* spread, size_t padded);
@@ -86,7 +105,7 @@ class Matrix {
     WeightType type_;
     size_t out_, in_;
     Buffer packed_;
-    AlignedVector<float> scales_;  // [num_panels * 32], only of spread weights
+    Buffer scales_;  // float32 [num_panels * 32], only of spread weights
 };
 
 // One product of a phase: x times a matrix, plus a bias.

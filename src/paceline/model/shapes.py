@@ -234,6 +234,13 @@ class ByteText:
         raw.add_special_tokens([END])
         return raw
 
+    def spelling(self) -> None:
+        """Return None: the whole tokenizer is built as fast."""
+
+    def tokenizer_digest(self) -> str:
+        """Return what the tokenizer depends on."""
+        return f"{PREFIX}{self.vocab_size}"
+
     def sampling(self) -> dict[str, object]:
         """Return nothing: random weights have no wishes."""
         return {}

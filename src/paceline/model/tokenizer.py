@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
@@ -25,10 +27,16 @@ class Tokenizer:
     """Vocabulary of one model. Ids beyond it (padding rows of the embedding) decode to nothing."""
 
     def __init__(
-        self, raw: tokenizers.Tokenizer, *, eos_ids: Sequence[int] = (), bos_id: int | None = None
+        self,
+        raw: tokenizers.Tokenizer,
+        *,
+        eos_ids: Sequence[int] = (),
+        bos_id: int | None = None,
+        whole: Callable[[], tokenizers.Tokenizer] | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library, whose truncation and padding are switched off.
 
+        whole: makes the tokenizer when the first text is turned into ids; `raw` then need only know the tokens.
         Raises `UnsupportedModel` if the decoders do not tell how a token is written as bytes.
         """
         _use_whole_texts(raw)
@@ -36,13 +44,31 @@ class Tokenizer:
         known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
         if not known:
             raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
-        self.raw = raw
+        self._raw, self._whole = raw, whole
         self.eos_ids = tuple(eos_ids)
         self.bos_id = bos_id
         self.strips_space = _strips_space(decoders)
         self.pieces = TokenBytes(raw, known[0])
         self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._text_bound = _text_bound(raw)
+
+    @property
+    def raw(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, whole."""
+        if self._whole is not None:
+            whole = self._whole()
+            _use_whole_texts(whole)
+            self.raw = whole
+        return self._raw
+
+    @raw.setter
+    def raw(self, raw: tokenizers.Tokenizer) -> None:
+        self._raw, self._whole = raw, None
+
+    def ending(self, eos_ids: Sequence[int], bos_id: int | None) -> Tokenizer:
+        """Return the same tokenizer with other ends of texts."""
+        other = copy(self)
+        other.eos_ids, other.bos_id = tuple(eos_ids), bos_id
+        return other
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise `BadModelFile` if the model's embedding has no row for some token."""
@@ -72,10 +98,15 @@ class Tokenizer:
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound on a text's tokens without tokenising it; 0 if unknown."""
-        if self._text_bound is None:
+        bound = self._text_bound
+        if bound is None:
             return 0
-        max_bytes, dropped = self._text_bound
+        max_bytes, dropped = bound
         return -(-len(text.encode("utf-8", "replace").translate(None, dropped)) // max_bytes)
+
+    @cached_property
+    def _text_bound(self) -> _TextBound | None:
+        return _text_bound(self._raw)
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a text that continues another.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -14,8 +17,10 @@ from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
+from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
 from paceline.model.files.pull import resolve
 from paceline.model.files.rearranged import divide_logits
+from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
@@ -26,29 +31,70 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.model.files.gguf_file import GgufFile
+    from paceline.model.files.packed_cache import PackedCache, Progress, Source
+    from paceline.model.files.stored import RawBlocks
     from paceline.model.template import TemplateSource
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
 
+_TOKENIZERS: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by `tokenizer_digest`
+
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
     """Tensors by canonical name, read from the file at every access."""
 
-    def __init__(self, stored: Mapping[str, Stored]) -> None:
+    def __init__(
+        self,
+        stored: Mapping[str, Stored],
+        sources: tuple[Source, ...] = (),
+        cache: PackedCache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """sources: files and texts that it all comes from, which a cache needs. progress: told of what is read."""
+        self.sources = sources
+        self.cache = cache if sources else None
+        self.progress = progress
         self._stored = stored
+        self._num_read = 0
+
+    @property
+    def label(self) -> str:
+        """Name of what it comes from, for people."""
+        first = self.sources[0]
+        if isinstance(first, str):
+            return first
+        return first.parent.name if first.name == "config.json" else first.stem
+
+    def kept_in(self, cache: PackedCache | None, progress: Progress | None = None) -> LazyWeights:
+        """Return the same tensors, whose packed matrices a cache keeps."""
+        return LazyWeights(self._stored, self.sources, cache, progress)
 
     def __getitem__(self, name: str) -> NDArray[floating]:
-        return self._stored[name].read()
+        return self._counted(name).read()
 
     def stored(self, name: str) -> Stored:
         """Return a tensor that is not read yet."""
-        return self._stored[name]
+        return self._counted(name)
 
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         stored = self._stored[name]
         return stored.four_bit() if isinstance(stored, GgufTensor) else None
+
+    def raw(self, name: str) -> RawBlocks | None:
+        """Return a matrix as its file's own bytes, None if they have to be changed before use."""
+        stored = self._counted(name)
+        return stored.raw() if isinstance(stored, GgufTensor | StoredTensor) else None
+
+    def _counted(self, name: str) -> Stored:
+        stored = self._stored[name]
+        if self.progress:
+            total = 4 * sum(prod(one.shape) for one in self._stored.values())
+            self._num_read = min(total, self._num_read + 4 * prod(stored.shape))
+            self.progress("loading the model", self._num_read, total)
+        return stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -62,6 +108,12 @@ class TextSource(Protocol):
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
+
+    def spelling(self) -> tokenizers.Tokenizer | None:
+        """Return a tokenizer that can only tell tokens; None where the whole is as fast. Raises as `tokenizer`."""
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of what the tokenizer is built from. Raises as `tokenizer`."""
 
     def template(self) -> TemplateSource | None:
         """Return the chat template, None if there is none."""
@@ -94,10 +146,30 @@ class LoadedModel:
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:
-    """Build the model's tokenizer and check that its embedding has a row for every token."""
-    config = model.config
-    tokenizer = Tokenizer(model.text.tokenizer(), eos_ids=config.eos_ids, bos_id=config.bos_id)
+    """Build the model's tokenizer and check that its embedding has a row for every token.
+
+    One that this process has for another model, such as a target and its draft model, is shared.
+    """
+    config, digest = model.config, model.text.tokenizer_digest()
+    known = _TOKENIZERS.get(digest) or _kept_tokenizer(model.text, digest)
+    tokenizer = _TOKENIZERS[digest] = known.ending(config.eos_ids, config.bos_id)
     tokenizer.check_fits(config.vocab_size)
+    return tokenizer
+
+
+def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
+    """Return the JSON of a model's tokenizer, kept or made now."""
+    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str()
+
+
+def _kept_tokenizer(text: TextSource, digest: str) -> Tokenizer:
+    """Return a tokenizer that reads how tokens merge only when it needs it, if that is kept."""
+    spelling = text.spelling()
+    if spelling is not None and kept_tokenizer(digest) is not None:
+        return Tokenizer(spelling, whole=partial(read_kept, digest))
+    tokenizer = Tokenizer(text.tokenizer())
+    if spelling is not None:
+        keep_tokenizer(digest, tokenizer.raw.to_str())
     return tokenizer
 
 
@@ -161,7 +233,7 @@ def load_model(name_or_path: str | Path) -> LoadedModel:
 
 def _load_shape(name: str) -> LoadedModel:
     shaped = read_shape(name)
-    weights, text = LazyWeights(shaped.tensors()), ByteText(shaped.config.vocab_size)
+    weights, text = LazyWeights(shaped.tensors(), (name,)), ByteText(shaped.config.vocab_size)
     return LoadedModel(Path(name), shaped.config, weights, text)
 
 
@@ -173,14 +245,29 @@ def _load_folder(folder: Path) -> LoadedModel:
         config = replace(config, tie_embeddings=not hf.has_head(folder))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.folder_tensors(config, folder, names), folder)
-    weights, text = LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder)
+    sources = (folder / "config.json", *sorted({tensor.path for tensor in stored.values()}))
+    weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
 
 def _load_gguf(path: Path) -> LoadedModel:
-    file = open_gguf(path)
+    found = path.stat() if path.is_file() else None
+    file = _opened(path, (found.st_ino, found.st_size, found.st_mtime_ns)) if found else open_gguf(path)
     config = gguf_model.config_from_gguf(file)
     layer_names = gguf_model.layer_names(config)
     names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
     stored = choose_tensors(config, names, gguf_model.tensors_for(file, config, names), path)
-    return LoadedModel(path, config, LazyWeights(divide_logits(config, stored)), gguf_model.GgufText(file))
+    return LoadedModel(
+        path, config, LazyWeights(divide_logits(config, stored), (path,)), gguf_model.GgufText(file)
+    )
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, _state: tuple[int, ...]) -> GgufFile:
+    """Open a file once for all who look into it during a start."""
+    return open_gguf(path)
+
+
+def forget_files() -> None:
+    """Drop the headers of opened files, which hold whole vocabularies."""
+    _opened.cache_clear()

@@ -74,6 +74,7 @@ class AsyncLLM(Asking):
                     show(message.what, message.done, message.total)
 
             self._client = EngineClient(self.config, report, self._tokenizers.of)
+            self._client.on_language = self._tokenizers.expect
             try:
                 self._prompts = await self._tokenizers.of(await self._client.first_ready)
             except BaseException:

@@ -173,6 +173,7 @@ class HttpServer:
         self.socket = listen(config.host, config.port)
         self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
         self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
+        self.client.on_language = tokenizer_cache.expect
         app, self.state = make_app(
             self.client,
             tokenizer_cache,

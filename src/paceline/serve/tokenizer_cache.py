@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import tokenizers
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import PacelineError, RequestError
 from paceline.model.template import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
@@ -18,7 +19,7 @@ from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
 if TYPE_CHECKING:
     from paceline.core.params import Grammar
     from paceline.serve.prompts import Prompts
-    from paceline.serve.worker.messages import Ready
+    from paceline.serve.worker.messages import Language, Ready, Template
 
 WARM_UP_TEXT = "Hello"
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
@@ -36,6 +37,7 @@ class TokenizerCache:
         self._ready: Ready | None = None
         self._prompts: Prompts | None = None
         self._lock = asyncio.Lock()
+        self._expected: tuple[str, asyncio.Future[tokenizers.Tokenizer]] | None = None
         self._templates = Sandbox("chat template", param="messages")
         self._grammars = Sandbox("grammar", param="grammar")
 
@@ -45,9 +47,33 @@ class TokenizerCache:
             return self._prompts
         async with self._lock:
             if self._prompts is None or ready != self._ready:
-                self._prompts = await asyncio.to_thread(self._made, ready)
+                raw = await self._raw(ready.tokenizer_json)
+                self._prompts = await asyncio.to_thread(self._made, ready, raw)
             self._ready = ready
             return self._prompts
+
+    def expect(self, language: Language) -> None:
+        """Begin to make what `of` will need, while the engine loads."""
+        text = language.tokenizer_json
+        made = asyncio.ensure_future(asyncio.to_thread(tokenizers.Tokenizer.from_str, text))
+        made.add_done_callback(lambda done: done.cancelled() or done.exception())  # `of` tells of it
+        self._expected = text, made
+        asyncio.get_running_loop().run_in_executor(None, self._start_template, language)
+
+    def _start_template(self, language: Language) -> None:
+        with suppress(PacelineError):  # `of` tells of it
+            self._template(language.template)
+
+    async def _raw(self, text: str) -> tokenizers.Tokenizer:
+        """Return the library's tokenizer, made ahead or now."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] == text:
+            return await expected[1]
+        return await asyncio.to_thread(tokenizers.Tokenizer.from_str, text)
+
+    def _template(self, own: Template | None) -> SandboxedTemplate | None:
+        source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
+        return None if source is None else SandboxedTemplate(source, self._templates)
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Raise `RequestError` for a grammar that the engine would refuse. Blocks."""
@@ -63,12 +89,9 @@ class TokenizerCache:
         self._templates.close()
         self._grammars.close()
 
-    def _made(self, ready: Ready) -> Prompts:
-        raw = tokenizers.Tokenizer.from_str(ready.tokenizer_json)
+    def _made(self, ready: Ready, raw: tokenizers.Tokenizer) -> Prompts:
         tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
-        own = ready.template
-        source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
-        template = None if source is None else SandboxedTemplate(source, self._templates)
+        template = self._template(ready.template)
         prompts = self._options.prompts(
             tokenizer, template, ready.max_len, ready.vocab_size, sampling=ready.sampling
         )

@@ -14,10 +14,10 @@ from paceline.backend.native.load import (
     compile_decoder,
     draft_weight_type,
     own_bytes,
-    pack_layer,
     pack_target_head,
     team_of,
 )
+from paceline.backend.native.packing import pack_layer
 from paceline.backend.seam import Capabilities
 from paceline.backend.target import Deferred
 from paceline.model.config import layer_shapes
@@ -58,12 +58,13 @@ class NativeCutModel:
         self._target = target
         self._vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
         self._head = pack_target_head(self._vocabulary, target, weight_type)
+        team = target.team if device is None else team_of(device)
         self._compiled = compile_decoder(
             c,
-            target.team if device is None else team_of(device),
+            team,
             embed=target.tables.embed,
             output=Output(self._head, as_float32(model.weights["final_norm"]), self._vocabulary.mapped_ids),
-            layers=[pack_layer(i, layer_shapes(c), model.weights, weight_type) for i in range(c.num_layers)],
+            layers=[pack_layer(i, layer_shapes(c), model.weights, weight_type, team) for i in range(c.num_layers)],
         )
 
     def describe(self) -> str:

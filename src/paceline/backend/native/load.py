@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
+from paceline.backend.native.packing import kept, pack, pack_layer
 from paceline.backend.native.relay import Relay
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
-from paceline.model.config import ModelConfig, layer_shapes
+from paceline.model.config import ModelConfig, layer_shapes, tensor_shapes
+from paceline.model.files.packed_file import Wanted
 from paceline.model.heads.config import head_shapes
 
 if TYPE_CHECKING:
@@ -26,12 +28,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
+    from paceline.backend.native.packing import PackedLayer
     from paceline.backend.seam import Decoder
-    from paceline.model.files.gguf_file import FourBit
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
-
-    PackedLayer = tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]  # matrices, vectors
 
 # Of drafters. Guesses are checked, so four bits, which are read in half the time, cost one now and then and no
 # text. Where the target keeps floats, so does the drafter.
@@ -41,11 +41,6 @@ _FOUR_BIT_DRAFTS = ("int8", "int4")  # target types whose drafters have four bit
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
 _MAX_INT_KV_HEAD_DIM = 256
-
-
-@runtime_checkable
-class _KeepsBlocks(Protocol):
-    def four_bit(self, name: str) -> FourBit | None: ...
 
 
 def load_decoder(
@@ -73,19 +68,32 @@ def pack_decoder(
     """
     config.check()
     check_types(config, weight_type, kv_type)
-    of_tables = table_type(weight_type)
-    embed = pack(weights, "embed", of_tables)
-    head = embed if config.tie_embeddings else pack(weights, "head", of_tables)
+    wanted = wanted_matrices(config, weight_type)
+    weights = kept(weights, wanted, team)
+    embed, *untied = (
+        pack(weights, name, wanted[name].dtype, team) for name in ("embed", "head") if name in wanted
+    )
+    head = untied[0] if untied else embed
     tables = SharedTables(embed, head, as_float32(weights["final_norm"]))
     compiled = compile_decoder(
         config,
         team,
         embed=embed,
         output=Output(head, tables.final_norm),
-        layers=[pack_layer(i, layer_shapes(config), weights, weight_type) for i in range(config.num_layers)],
+        layers=[pack_layer(i, layer_shapes(config), weights, weight_type, team) for i in range(config.num_layers)],
         factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
+
+
+def wanted_matrices(config: ModelConfig, weight_type: str) -> dict[str, Wanted]:
+    """Return type and shape of every matrix of a decoder by canonical name."""
+    of_tables = table_type(weight_type)
+    return {
+        name: Wanted(of_tables if name in ("embed", "head") else weight_type, *shape)
+        for name, shape in tensor_shapes(config).items()
+        if len(shape) == 2
+    }
 
 
 def team_of(device: Device | None, threads: int | None = None) -> kernels.ThreadPool:
@@ -115,21 +123,23 @@ def load_runner(
     check_types(config.layers, weight_type, target.kv_type)
     team = target.team if device is None else team_of(device)
     vectors = {name: as_float32(weights[name]) for name in _vector_names(config)}
-    fc = pack(weights, "fc", weight_type)
-    embed = pack(weights, "embed", table_type(weight_type)) if "embed" in weights else target.tables.embed
+    fc = pack(weights, "fc", weight_type, team)
+    own_table = "embed" in weights
+    embed = pack(weights, "embed", table_type(weight_type), team) if own_table else target.tables.embed
     vocabulary = DraftVocabulary(head.token_ids, target, extensible=config.request_tokens)
     if algorithm.guesses_features:
         written = pack_target_head(vocabulary, target, weight_type)
     else:
         written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
-    relay, packed_relay = _pack_relay(head, vocabulary, weight_type) if config.relay_size else (None, None)
+    relay, packed_relay = _pack_relay(head, vocabulary, weight_type, team) if config.relay_size else (None, None)
     compiled = compile_decoder(
         replace(config.layers, vocab_size=target.config.vocab_size),
         team,
         embed=embed,
         output=Output(written, vectors.get("norm"), vocabulary.mapped_ids, config.norm_output, packed_relay),
         layers=[
-            pack_layer(i, _layer_shapes(config, i), weights, weight_type) for i in range(config.layers.num_layers)
+            pack_layer(i, _layer_shapes(config, i), weights, weight_type, team)
+            for i in range(config.layers.num_layers)
         ],
         norms_residual=config.norm_before_residual,
         fusing=({"fc": fc}, vectors) if algorithm.guesses_features else None,
@@ -152,10 +162,12 @@ def load_runner(
     )
 
 
-def _pack_relay(head: Head, vocabulary: DraftVocabulary, weight_type: str) -> tuple[Relay, PackedLayer]:
+def _pack_relay(
+    head: Head, vocabulary: DraftVocabulary, weight_type: str, team: kernels.ThreadPool
+) -> tuple[Relay, PackedLayer]:
     out = as_float32(head.weights["relay.out"])
     written = _pack_own_head(vocabulary, as_float32(head.weights["head"]) @ out, weight_type)
-    matrices = {name: pack(head.weights, f"relay.{name}", weight_type) for name in ("place", "known", "tell")}
+    matrices = {n: pack(head.weights, f"relay.{n}", weight_type, team) for n in ("place", "known", "tell")}
     norm = as_float32(head.weights["relay.embed_norm"])
     return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
 
@@ -305,21 +317,3 @@ def compile_decoder(
         relay_vectors=relay_vectors,
         token_ids=output.token_ids,
     )
-
-
-def pack_layer(
-    index: int, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, NDArray[floating]], weight_type: str
-) -> PackedLayer:
-    """Return one layer's packed matrices and its vectors. shapes: of its tensors, by short name."""
-    return (
-        {n: pack(weights, f"layers.{index}.{n}", weight_type) for n, shape in shapes.items() if len(shape) == 2},
-        {n: as_float32(weights[f"layers.{index}.{n}"]) for n, shape in shapes.items() if len(shape) == 1},
-    )
-
-
-def pack(weights: Mapping[str, NDArray[floating]], name: str, weight_type: str) -> kernels.Matrix:
-    """Pack a matrix; keep its file's 4-bit blocks of 32 if 4 bits are wanted."""
-    blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
-    if blocks is None:
-        return kernels.pack(as_float32(weights[name]), weight_type)
-    return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))

@@ -36,6 +36,8 @@ def difference(target: Vocabulary, drafter: Vocabulary) -> str | None:
 
     Sizes of the embeddings may differ by padding, as 151936 and 152064 do among Qwen models.
     """
+    if target.tokenizer.pieces is drafter.tokenizer.pieces:  # one tokenizer
+        return None
     sizes = target.tokenizer.vocab_size, drafter.tokenizer.vocab_size
     if sizes[0] != sizes[1]:
         return f"their tokenizers know {sizes[1]} and {sizes[0]} tokens"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -31,13 +29,21 @@ from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
+from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.grammar import Grammars
-from paceline.model.weights import LazyWeights, load_model, load_template, load_tokenizer
+from paceline.model.weights import (
+    LazyWeights,
+    forget_files,
+    load_model,
+    load_template,
+    load_tokenizer,
+    tokenizer_json,
+)
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -52,8 +58,6 @@ if TYPE_CHECKING:
     from paceline.engine.scheduler import Limits
     from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
-    from paceline.model.files.gguf_file import FourBit
-    from paceline.model.files.stored import Stored
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.cut_model import CutModel
     from paceline.model.template import ChatTemplate
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
+    OnLanguage = Callable[[str, ChatTemplate | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -87,6 +92,8 @@ class Loaded:
     template: ChatTemplate | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
     reads_images: bool = False  # the model does, and Paceline does not
+    tokenizer_json: str = ""  # empty: nobody has asked for it
+    mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
 
@@ -106,14 +113,21 @@ class Built:
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
+    tokenizer_json: str = ""  # empty: nobody has asked for it
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
-    return assemble(config, load(config, progress), progress=progress)
+def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
+    """Load the model and make the engine. Raises `ConfigError` or `ModelError`.
+
+    on_language: called with the tokenizer's JSON and the template before weights are loaded.
+    """
+    try:
+        return assemble(config, load(config, progress, on_language), progress=progress)
+    finally:
+        forget_files()
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+def load(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
     specs = parse_drafters(config.draft)  # a bad spec should not wait for the weights
     if config.for_auto and not specs.auto:
@@ -125,13 +139,19 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
-    decoder = _target_decoder(model, config, progress)
+    tokenizer, template, json = load_tokenizer(model), load_template(model), ""
+    if on_language is not None:
+        on_language(json := tokenizer_json(model, tokenizer), template)
+    cache = PackedCache(config.packed_cache_bytes)
+    decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
     return Loaded(
         name=_short_name(config.model),
         decoder=decoder,
-        tokenizer=load_tokenizer(model),
-        template=load_template(model),
+        mapped_bytes=cache.mapped_bytes,
+        tokenizer=tokenizer,
+        template=template,
+        tokenizer_json=json,
         fingerprint=model.fingerprint,
         reads_images=model.reads_images,
         sampling=sampling,
@@ -150,7 +170,7 @@ def assemble(
     law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
-    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token)
+    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
     backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
@@ -183,7 +203,7 @@ def assemble(
     choices += (_describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
-    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling)
+    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
@@ -207,7 +227,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
     if not chosen.stands_alone and chosen.num_weights(
         model
     ):  # it shares the target's tables: they are loaded again
-        decoder = _target_decoder(model, config, None)
+        decoder = _target_decoder(model, config, PackedCache(config.packed_cache_bytes), None)
         run_head, run_cut_model = partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder)
         target = replace(target, local=Memory(decoder, decoder.new_kv(1), run_head, run_cut_model))
     return chosen.build(target, partial(_load_drafter, config)), rows
@@ -242,15 +262,21 @@ def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None
             )
 
 
-def choose_num_pages(config: EngineConfig, limits: Limits, bytes_per_token: int) -> tuple[int, str]:
-    """Return the number of KV pages, and why. Raises `ConfigError` if none fits."""
+def choose_num_pages(
+    config: EngineConfig, limits: Limits, bytes_per_token: int, mapped_bytes: int = 0
+) -> tuple[int, str]:
+    """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
+
+    mapped_bytes: of the memory that counts as free, those that weights need.
+    """
     if config.kv_tokens is not None:
         return max(pages_for(config.kv_tokens), 1), "as asked"
     wanted = limits.num_rows * pages_for(limits.max_len)
     share, most = _kv_share(config), wanted
     if config.device_defaults is None:
         most = pages_for(max(UNASKED_TOKENS, limits.max_len))
-    affordable = int(config.free_bytes() * share) // (bytes_per_token * PAGE_TOKENS)
+    free = max(config.free_bytes() - mapped_bytes, 0)
+    affordable = int(free * share) // (bytes_per_token * PAGE_TOKENS)
     if affordable < MIN_PAGES:
         raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
     num_pages = min(wanted, affordable, most)
@@ -287,48 +313,21 @@ def _short_name(model: str) -> str:
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
-def _target_decoder(model: LoadedModel, config: EngineConfig, progress: Progress | None) -> Decoder:
-    weights: Mapping[str, NDArray[floating]] = model.weights
-    if progress:
-        weights = _WeightsWithProgress(weights, 4 * num_weights(model.config), progress)
+def _target_decoder(
+    model: LoadedModel, config: EngineConfig, cache: PackedCache, progress: Progress | None
+) -> Decoder:
     load_decoder = config.backend_spec.load(config.numerics_mode, config.tensor_parallel)
     types, device = (config.weight_type, config.kv_type), config.placement.target
     shape = model.config.for_texts_of(config.limits.max_len)
+    weights = _kept(model.weights, cache, progress)
     return load_decoder(shape, weights, *types, config.threads, device)
 
 
-class _WeightsWithProgress(Mapping[str, "NDArray[floating]"]):
-    """Weights that report how many of their bytes have been read, counted as float32."""
-
-    def __init__(self, weights: Mapping[str, NDArray[floating]], total: int, progress: Progress) -> None:
-        self._weights, self._total, self._progress = weights, total, progress
-        self._done = 0
-
-    def __getitem__(self, name: str) -> NDArray[floating]:
-        tensor = self._weights[name]
-        self._count(tensor.size)
-        return tensor
-
-    def four_bit(self, name: str) -> FourBit | None:
-        """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
-        return self._weights.four_bit(name) if isinstance(self._weights, LazyWeights) else None
-
-    def stored(self, name: str) -> Stored | None:
-        """Return a tensor that is not read yet; None if only numbers are at hand."""
-        stored = self._weights.stored(name) if isinstance(self._weights, LazyWeights) else None
-        if stored is not None:
-            self._count(prod(stored.shape))
-        return stored
-
-    def _count(self, num_weights: int) -> None:
-        self._done = min(self._total, self._done + 4 * num_weights)
-        self._progress("loading the model", self._done, self._total)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+def _kept(
+    weights: Mapping[str, NDArray[floating]], cache: PackedCache, progress: Progress | None = None
+) -> Mapping[str, NDArray[floating]]:
+    """Return weights whose packed matrices are kept for later starts."""
+    return weights.kept_in(cache, progress) if isinstance(weights, LazyWeights) else weights
 
 
 def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
@@ -344,7 +343,8 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
         types, numerics = (weight_type, spec.kv_type(None, weight_type)), spec.numerics_of(None)
         device = Device(own.cores) if own is not None and own.cores else None
     load_decoder = spec.load(numerics, config.draft_tensor_parallel)
-    return DraftWeights(load_decoder(model.config, model.weights, *types, threads, device), vocabulary)
+    weights = _kept(model.weights, PackedCache(config.packed_cache_bytes))
+    return DraftWeights(load_decoder(model.config, weights, *types, threads, device), vocabulary)
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:

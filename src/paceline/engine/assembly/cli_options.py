@@ -109,6 +109,13 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         default=DEFAULTS.prefix_cache,
         help="reuse KV of equal prompts",
     )
+    limits.add_argument(
+        "--packed-cache-bytes",
+        type=int,
+        metavar="N",
+        default=DEFAULTS.packed_cache_bytes,
+        help="disk that packed weights may take, which later starts map; the oldest used go first; 0: keep none",
+    )
     for name, (flag, about) in _LIMITS.items():
         usual = {getattr(Limits(), name): ""} | {
             getattr(of, name): f" on {kind}"
@@ -150,6 +157,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
+        packed_cache_bytes=args.packed_cache_bytes,
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,

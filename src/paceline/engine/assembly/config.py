@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_DRAFT = "auto"
 AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
 MAX_ROWS = 1024
+PACKED_CACHE_BYTES = 64 << 30
 MAX_THREADS = 1024
 MAX_RANKS = 8
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
@@ -44,6 +45,7 @@ class EngineConfig:
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
+    packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
@@ -76,6 +78,7 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+        _bounded("--packed-cache-bytes", self.packed_cache_bytes, 0, 1 << 50)
 
     @property
     def for_auto(self) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.model.files.rearranged import in_order
-from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +34,8 @@ _NUMBERS: dict[int, tuple[str, str]] = {
     6: ("f", "<f4"), 7: ("?", "?"), 10: ("Q", "<u8"), 11: ("q", "<i8"), 12: ("d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")  # of a text, before it
+_CHUNK = 1 << 20  # bytes read at once where many texts lie
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,13 @@ class GgufTensor:
         row_bytes = self.num_bytes // max(self.shape[0], 1)
         return replace(self, shape=(end - first, *self.shape[1:]), start=self.start + first * row_bytes)
 
+    def raw(self) -> RawBlocks:
+        """Return the file's own blocks. Raises `BadModelFile`."""
+        data = np.frombuffer(self._data(), np.uint8)
+        if self.row_order:
+            data = in_order(data.reshape(self.shape[0], -1), self.row_order).reshape(-1)
+        return RawBlocks(data, self.quant.name, self.shape)
+
     def four_bit(self) -> FourBit | None:
         """Return the file's 4-bit blocks, None if it is stored otherwise. Raises `BadModelFile`.
 
@@ -124,8 +133,9 @@ class GgufTensor:
     def _data(self) -> bytearray:
         with self.path.open("rb") as file:
             file.seek(self.start)
-            data = bytearray(file.read(self.num_bytes))
-        if len(data) != self.num_bytes:
+            data = bytearray(self.num_bytes)
+            num_read = file.readinto(data)
+        if num_read != self.num_bytes:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
 
@@ -194,12 +204,35 @@ class _Cursor:
     def _array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING and count <= self.left // 8:  # each takes at least the 8 bytes of its length
-            return [self.text() for _ in range(count)]
+            return self._texts(count)
         if kind not in _NUMBERS or count > self.left:
             raise self.bad(f"a list of {count} values of type {kind}")
         dtype = np.dtype(_NUMBERS[kind][1])
         numbers: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype=dtype).tolist()
         return numbers
+
+    def _texts(self, count: int) -> list[str]:
+        """Read many texts, from large chunks: a vocabulary has some hundred thousand."""
+        texts, chunk, at = [], b"", 0
+        length_at = _LENGTH.unpack_from
+        try:
+            for _ in range(count):
+                if at + _LENGTH.size > len(chunk):
+                    chunk, at = self._more(chunk[at:], _LENGTH.size), 0
+                end = at + _LENGTH.size + length_at(chunk, at)[0]
+                if end > len(chunk):
+                    chunk, end, at = self._more(chunk[at:], end - at), end - at, 0
+                texts.append(chunk[at + _LENGTH.size : end].decode("utf-8"))
+                at = end
+        except UnicodeDecodeError:
+            raise self.bad("a text that is not UTF-8") from None
+        self.file.seek(at - len(chunk), 1)  # what was read beyond them
+        self.left, self.at = self.left + len(chunk) - at, self.at - len(chunk) + at
+        return texts
+
+    def _more(self, held: bytes, needed: int) -> bytes:
+        """Return bytes that were read already, and a chunk behind them."""
+        return held + self.take(max(needed - len(held), min(_CHUNK, self.left)))
 
 
 def open_gguf(path: Path) -> GgufFile:

@@ -20,7 +20,7 @@ from paceline.model.config import (
     plain_layers,
     tensor_shapes,
 )
-from paceline.model.files.gguf_tokenizer import special_texts, tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
 from paceline.model.template import TemplateSource
@@ -294,6 +294,14 @@ class GgufText:
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer from the metadata."""
         return tokenizer_from_gguf(self.file.metadata)
+
+    def spelling(self) -> tokenizers.Tokenizer | None:
+        """Build the tokenizer without its merges, whose making takes longest."""
+        return tokenizer_from_gguf(self.file.metadata | {MERGES_KEY: []})
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of the metadata that the tokenizer is built from."""
+        return tokenizer_digest(self.file.metadata)
 
     def sampling(self) -> dict[str, object]:
         """Return what the keys general.sampling.* say."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_TOKEN_CHARS = 1 << 10
+MERGES_KEY = "tokenizer.ggml.merges"
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 
 
@@ -68,6 +71,12 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     return raw
 
 
+def tokenizer_digest(metadata: dict[str, Any]) -> str:
+    """Return a digest of what `tokenizer_from_gguf` reads."""
+    read = {key: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
+    return hashlib.sha256(json.dumps(read, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
 def _tokens(metadata: dict[str, Any]) -> list[str]:
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     if not tokens or len(set(tokens)) != len(tokens):
@@ -106,7 +115,7 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
 def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs in order of rank, checked, since the library trusts them."""
     merges = []
-    for line in _list(metadata, "tokenizer.ggml.merges", str):
+    for line in _list(metadata, MERGES_KEY, str):
         left, _, right = line.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise BadModelFile(f"the GGUF file's merge {line[:80]!r} is not of tokens it has")

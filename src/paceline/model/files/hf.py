@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -323,6 +324,14 @@ class FolderText:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
+
+    def spelling(self) -> None:
+        """Return None: the whole tokenizer is built as fast."""
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of tokenizer.json; its place if it is not there."""
+        path = self.folder / "tokenizer.json"
+        return hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode()).hexdigest()
 
     def sampling(self) -> Mapping[str, object]:
         """Return what generation_config.json says. Raises `BadModelFile`."""

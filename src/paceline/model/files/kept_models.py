@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ModelNotFound
+from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.files.catalogue import PACKAGED
+from paceline.model.files.packed_cache import SUFFIX, packed_folder
+from paceline.model.files.packed_file import read_table
 from paceline.model.files.pull import cache_folder, kept_file
 from paceline.model.files.wheel_download import partial_file
 
@@ -58,7 +60,19 @@ def kept_models() -> list[KeptModel]:
     folder = cache_folder() / "models"
     others = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     found += [KeptModel(p.stem, p, p.stat().st_size, "not known by name") for p in others if p.name not in known]
-    return found + list(_of_hub())
+    return found + list(_packed()) + list(_of_hub())
+
+
+def _packed() -> Iterator[KeptModel]:
+    """Yield packed weights, each with the name of what it was packed from and its types."""
+    for path in sorted(packed_folder().glob(f"*{SUFFIX}")):
+        try:
+            about = read_table(path).about
+        except (BadModelFile, OSError):
+            about = {}
+        name = f"packed:{about.get('model', path.stem)}"
+        note = f"{about['types']}, {about['isa']}" if about else "broken; it is packed anew when needed"
+        yield KeptModel(name, path, path.stat().st_size, f"packed weights, {note}")
 
 
 def _of_hub() -> Iterator[KeptModel]:

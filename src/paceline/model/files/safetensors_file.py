@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +55,10 @@ class StoredTensor:
         row_bytes = self.num_bytes // max(self.shape[0], 1)
         shape, start = (end - first, *self.shape[1:]), self.start + first * row_bytes
         return replace(self, shape=shape, start=start, num_bytes=(end - first) * row_bytes)
+
+    def raw(self) -> RawBlocks:
+        """Return the file's own bytes. Raises `BadModelFile`."""
+        return RawBlocks(np.frombuffer(self._data(), np.uint8), self.dtype, self.shape)
 
     def halves(self) -> tuple[str, NDArray[uint16]] | None:
         """Return the tensor's 16-bit type and its bits; None if it has another type.

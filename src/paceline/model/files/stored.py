@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,11 +13,20 @@ from paceline.core.system import file_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import floating
+    from numpy import floating, uint8
     from numpy.typing import NDArray
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawBlocks:
+    """A matrix as its file stores it."""
+
+    data: NDArray[uint8]  # row after row
+    kind: str  # the name of its blocks, as GGUF has it
+    shape: tuple[int, ...]
 
 
 class Stored(Protocol):

@@ -21,6 +21,7 @@ from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.worker.messages import (
     MAX_TO_SERVER_BYTES,
     Cancel,
+    Language,
     Load,
     OutcomeBatch,
     Progress,
@@ -113,6 +114,7 @@ class EngineClient:
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
+        self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
         self._prepare = prepare
@@ -306,6 +308,10 @@ class EngineClient:
         if self._on_progress is not None:
             self._on_progress(message)
 
+    def _language(self, _: EngineProcess, message: Language) -> None:
+        if self.on_language is not None:
+            self.on_language(message)
+
     def _ready(self, engine: EngineProcess, message: Ready) -> None:
         engine.ready = message
         if not self.first_ready.done():
@@ -331,6 +337,7 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
     Rejected: EngineClient._rejected,
     Snapshot: EngineClient._snapshot,
     Progress: EngineClient._progress,
+    Language: EngineClient._language,
     Ready: EngineClient._ready,
     Failed: EngineClient._failed,
 }

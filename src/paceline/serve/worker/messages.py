@@ -58,6 +58,13 @@ class Template(Message, frozen=True):
     tokens: dict[str, str]
 
 
+class Language(Message, frozen=True):
+    """Tokenizer and template, told long before `Ready`, so that the server makes its own meanwhile."""
+
+    tokenizer_json: str
+    template: Template | None
+
+
 class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
     """One line of the banner. Equal to the engine's `Choice`, whose module imports torch."""
 
@@ -105,7 +112,7 @@ class Snapshot(Message, frozen=True):
 
 
 ToEngine = Load | Submit | Cancel | Watch | StopEngine
-ToServer = Progress | Ready | Failed | Rejected | OutcomeBatch | Snapshot
+ToServer = Progress | Language | Ready | Failed | Rejected | OutcomeBatch | Snapshot
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

@@ -27,6 +27,7 @@ from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
+    Language,
     Load,
     OutcomeBatch,
     Progress,
@@ -46,6 +47,7 @@ from paceline.serve.worker.watchdog import SHOW_THREADS
 if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
+    from paceline.model.template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ BEAT_S = 0.5  # between two of them without work; the server takes an engine wit
 PROGRESS_S = 0.1  # between two progress messages
 SEND_MS = 30_000  # a server that accepts no message for this long is gone
 WARM_UP_PROMPT_TOKENS = 16
-WARM_UP_TOKENS = 6
+WARM_UP_TOKENS = 3
 WARM_UP_K = 2
 INTERNAL = "internal error; the server's log has the details"
 
@@ -182,24 +184,28 @@ def _progress_sender(server: ServerConnection) -> Any:
 
 
 def _ready(built: Built) -> Ready:
-    tokenizer, template = built.engine.tokenizer, built.template
-    source = None if template is None else template.source
+    tokenizer = built.engine.tokenizer
     return Ready(
         model_name=built.model_name,
         max_len=built.max_len,
         vocab_size=built.engine.target.config.vocab_size,
-        tokenizer_json=tokenizer.raw.to_str(),
+        tokenizer_json=built.tokenizer_json or tokenizer.raw.to_str(),
         eos_ids=tuple(tokenizer.eos_ids),
         bos_id=tokenizer.bos_id,
-        template=None if source is None else Template(source.text, dict(source.special)),
+        template=_template(built.template),
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
     )
 
 
+def _template(template: ChatTemplate | None) -> Template | None:
+    source = None if template is None else template.source
+    return None if source is None else Template(source.text, dict(source.special))
+
+
 def warm_up(built: Built) -> None:
-    """Answer one short request with each drafter, then forget them and reset the counters.
+    """Answer one short request with each drafter that computes, then forget them and reset the counters.
 
     The first pass of a fresh engine takes 4 to 6 times as long as the next: it touches all weights, work space and
     KV for the first time. Texts do not depend on it, and the prefix cache is emptied again.
@@ -210,7 +216,8 @@ def warm_up(built: Built) -> None:
     vocab_size = engine.target.config.vocab_size
     prompt_ids = tuple(i % vocab_size for i in range(WARM_UP_PROMPT_TOKENS))
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    for drafter in (None, *engine.drafting.drafters):
+    computing = [name for name, drafter in engine.drafting.drafters.items() if not drafter.needs.instant]
+    for drafter in computing or [None]:
         engine.controller = FixedK(drafter, WARM_UP_K)  # the engine's own would trace these steps
         engine.add(Request("warm-up", prompt_ids, params, seed=0, salt=drafter or ""))  # no prefix hit
         while engine.has_work:
@@ -226,7 +233,11 @@ def _load(server: ServerConnection) -> Built | None:
         log.error("the first message must say what to load")
         return None
     try:
-        built = build(message.config, _progress_sender(server))
+        built = build(
+            message.config,
+            _progress_sender(server),
+            lambda json, template: server.send(Language(json, _template(template))),
+        )
         warm_up(built)
         return built
     except PacelineError as error:

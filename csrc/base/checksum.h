@@ -1,0 +1,17 @@
+// Checksums that notice a damaged file as fast as memory is read. They are no defence against someone who means harm.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/thread_pool.h"
+
+namespace paceline {
+
+constexpr size_t kSumBlock = 64;  // bytes
+
+// A sum for each `piece` bytes, a multiple of `kSumBlock`; the last piece may be shorter.
+std::vector<uint64_t> checksums(ThreadPool& pool, const uint8_t* data, size_t size, size_t piece);
+
+}  // namespace paceline

@@ -1,0 +1,226 @@
+"""Packed weights kept for later starts: one file for what was packed, shared by all engines of a machine.
+
+A file's name is a digest of the content of the model's files, of the types and names of its matrices and of the
+instruction set, and one of the build. The digest of a file's content is of every byte. It is remembered while the
+file's inode, size and times of modification and change stay: no program can write to it and keep the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import paceline
+from paceline import kernels
+from paceline.core.errors import BadModelFile
+from paceline.core.system import file_lock, file_size
+from paceline.model.files.packed_file import PackedFile, data_bytes, open_packed, write_packed
+from paceline.model.files.pull import cache_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from paceline.model.files.packed_file import Wanted
+
+    Progress = Callable[[str, int, int], None]  # (what, done, total)
+    Source = Path | str  # a file, or a text that stands for itself
+
+LEAST_BYTES = 32 << 20  # of a file: less is packed as fast as it is read
+DISK_SHARE = 0.5  # of the free disk that one file may take
+LOCK_WAIT_S = 1800.0  # for another engine that packs the same
+SUFFIX, PART, LOCK = ".packed", ".part", ".lock"
+OLD_PART_S = 3600.0  # after which nobody writes to a part any more
+SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's step
+MAX_REMEMBERED = 4096  # digests
+_CONTENTS = "contents.json"
+_CHUNK = 16 << 20  # bytes that one thread digests
+_CODE = ("model", "backend/native")  # folders whose code decides what the numbers are
+
+log = logging.getLogger(__name__)
+
+
+def packed_folder() -> Path:
+    """Return where packed weights are kept."""
+    return cache_folder() / "packed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """What a file holds and how it is made."""
+
+    sources: tuple[Source, ...]
+    wanted: Mapping[str, Wanted]
+    make: Callable[[str, str], kernels.Matrix]  # a matrix by name and type, packed now
+    about: Mapping[str, str]
+
+
+@dataclass(slots=True, eq=False)
+class PackedCache:
+    """The folder of packed files."""
+
+    max_bytes: int  # 0: nothing is kept
+    folder: Path = field(default_factory=packed_folder)
+    mapped_bytes: int = 0  # that this engine has mapped
+
+    def opened(self, recipe: Recipe, pool: kernels.ThreadPool, progress: Progress | None) -> PackedFile | None:
+        """Return a file of the recipe's matrices, packed now if need be; None if it cannot be kept."""
+        num_bytes = data_bytes(recipe.wanted.values())
+        if self.max_bytes == 0 or num_bytes < LEAST_BYTES:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            key = self._key(recipe)
+            found = self._mapped(key, pool, logs=True) or self._packed(key, recipe, num_bytes, pool, progress)
+        except OSError as error:
+            log.warning("packed weights are not kept for the next start: %s", error)
+            return None
+        if found is not None:
+            self.mapped_bytes += found.table.data_bytes
+        return found
+
+    def _key(self, recipe: Recipe) -> str:
+        wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
+        content = [source if isinstance(source, str) else self._digest(source) for source in recipe.sources]
+        facts = json.dumps((content, wanted, kernels.isa())).encode()
+        return f"{hashlib.sha256(facts).hexdigest()[:32]}-{build_mark()[:16]}"
+
+    def _mapped(self, key: str, pool: kernels.ThreadPool, *, logs: bool = False) -> PackedFile | None:
+        path = self.folder / f"{key}{SUFFIX}"
+        try:
+            if not path.exists():
+                return None
+            found = open_packed(path, key, pool)
+        except (BadModelFile, OSError, ValueError) as error:
+            if logs:
+                log.warning("%s is of no use and is packed anew: %s", path, error)
+            return None
+        with suppress(OSError):
+            os.utime(path)  # the oldest used go first
+        return found
+
+    def _packed(
+        self, key: str, recipe: Recipe, num_bytes: int, pool: kernels.ThreadPool, progress: Progress | None
+    ) -> PackedFile | None:
+        """Write the file, or wait for the engine that does."""
+        path, lock = self.folder / f"{key}{SUFFIX}", self.folder / f"{key}{LOCK}"
+        with file_lock(lock, LOCK_WAIT_S, partial(_tell_waiting, progress)) as held:
+            if (found := self._mapped(key, pool)) or not held:
+                return found
+            self._make_room(num_bytes, path)
+            part = path.with_suffix(PART)
+            try:
+                with part.open("wb", buffering=0) as file:
+                    part.chmod(0o600)
+                    tell = partial(_tell_packing, progress, num_bytes)
+                    write_packed(file, key, recipe.about, recipe.wanted, recipe.make, tell)  # type: ignore[arg-type]
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+                lock.unlink(missing_ok=True)
+            return self._mapped(key, pool, logs=True)
+
+    def _make_room(self, num_bytes: int, path: Path) -> None:
+        """Remove the files used longest ago. Raises `OSError` if it would not fit even so.
+
+        Of the same matrices packed by other builds one is left, as who tries a build may go back.
+        """
+        path.unlink(missing_ok=True)
+        of_other_builds = _by_use(self.folder, f"{path.name.partition('-')[0]}-*{SUFFIX}")
+        for _, _, old in of_other_builds[:-1]:
+            old.unlink(missing_ok=True)
+        for part in self.folder.glob(f"*{PART}"):
+            with suppress(OSError):
+                if time.time() - part.stat().st_mtime > OLD_PART_S:
+                    part.unlink()
+        kept = _by_use(self.folder)
+        total = sum(size for _, size, _ in kept)
+        free = shutil.disk_usage(self.folder).free
+        if num_bytes > self.max_bytes or num_bytes > (free + total) * DISK_SHARE:
+            raise OSError(f"{num_bytes} bytes are more than --packed-cache-bytes or half of the free disk")
+        for _, size, oldest in kept:
+            if total + num_bytes <= self.max_bytes and num_bytes <= free * DISK_SHARE:
+                break
+            oldest.unlink(missing_ok=True)
+            total, free = total - size, free + size
+
+    # Content -----------------------------------------------------------------------------------------
+
+    def _digest(self, path: Path) -> str:
+        """Return the digest of a file's bytes, remembered or made now."""
+        found = path.stat()
+        identity = ":".join(
+            map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+        )
+        remembered = self._remembered()
+        if identity in remembered:
+            return remembered[identity]
+        digest = file_digest(path)
+        if time.time_ns() - found.st_ctime_ns > SETTLED_NS:
+            kept = dict(list(remembered.items())[-MAX_REMEMBERED:]) | {identity: digest}
+            with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
+                json.dump(kept, file)
+                Path(file.name).replace(self.folder / _CONTENTS)
+        return digest
+
+    def _remembered(self) -> dict[str, str]:
+        try:
+            values = json.loads((self.folder / _CONTENTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        texts = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
+        return values if texts else {}
+
+
+def _by_use(folder: Path, pattern: str = f"*{SUFFIX}") -> list[tuple[float, int, Path]]:
+    """Return packed files as time of last use, size, path; the oldest used first."""
+    found = []
+    for path in folder.glob(pattern):
+        with suppress(OSError):  # removed meanwhile
+            stat = path.stat()
+            found.append((stat.st_mtime, stat.st_size, path))
+    return sorted(found)
+
+
+def _tell_waiting(progress: Progress | None, waited_s: float) -> None:
+    if progress:
+        progress("waiting for another engine that packs these weights", int(waited_s), int(LOCK_WAIT_S))
+
+
+def _tell_packing(progress: Progress | None, total: int, done: int) -> None:
+    if progress:
+        progress("packing the weights, once", min(done, total), total)
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file: SHA-256 of the SHA-256 of its chunks, made on several cores."""
+    size = file_size(path)
+
+    def digest(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(_CHUNK)).digest()
+
+    with ThreadPoolExecutor() as threads:
+        return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _CHUNK)))).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def build_mark() -> str:
+    """Return a digest of the code that decides how numbers are read and packed."""
+    home = Path(paceline.__file__).parent
+    files = [kernels.EXTENSION, *sorted(p for folder in _CODE for p in (home / folder).rglob("*.py"))]
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(path.read_bytes())
+    return whole.hexdigest()
