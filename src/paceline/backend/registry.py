@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
+AUTO = "auto"  # value of `--backend` and of `--weights`
+FILE = "file"  # type of weights: each matrix in its file's own values and blocks
 # Bytes of one stored number, scales included.
-NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625, "file": 0.65}
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625, FILE: 0.65}
 MAX_DEVICES = 64  # of one kind in a machine
 
 
@@ -82,8 +84,12 @@ class BackendSpec:
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
-        known = (*self.weight_types, AUTO) if self.weights_chooser else self.weight_types
-        return self._one_of("--weights", known, asked or self.weight_types[0])
+        return self._one_of("--weights", self.weight_choices, asked or self.weight_types[0])
+
+    @property
+    def weight_choices(self) -> tuple[str, ...]:
+        """Values of `--weights`, the default first."""
+        return (*self.weight_types, AUTO) if self.weights_chooser else self.weight_types
 
     def settled_weights(
         self, asked: str | None, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
@@ -92,7 +98,15 @@ class BackendSpec:
         found = self.weight_type(asked)
         if found != AUTO or self.weights_chooser is None:
             return found, "the default" if asked is None else "as asked"
-        return self._imported(self.weights_chooser)(config, weights)  # type: ignore[no-any-return]
+        kind, why = self._imported(self.weights_chooser)(config, weights)
+        return kind, f"auto: {why}"
+
+    def draft_model_weights(
+        self, target_type: str, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
+    ) -> str:
+        """Return the type of a draft model's weights beside a target's: of the same kind, if its file has it."""
+        asked = AUTO if target_type == FILE and self.weights_chooser else target_type
+        return self.settled_weights(asked, config, weights)[0]
 
     def kv_type(self, asked: str | None, weight_type: str) -> str:
         """Return the type of KV to use. Raises `ConfigError`."""
@@ -183,7 +197,7 @@ BACKENDS = {
         BackendSpec(
             "native",
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
-            ("int8", "int4", "bf16", "f32", "file"),
+            ("int8", "int4", "bf16", "f32", FILE),
             ("i16", "i8", "f16", "f32"),
             "paceline.backend.native.load:load_decoder",
             "paceline.backend.native.load:load_runner",
@@ -228,7 +242,6 @@ BACKENDS = {
         ),
     )
 }
-AUTO = "auto"  # value of `--backend`
 DEFAULT_BACKEND = next(iter(BACKENDS))  # where no backend with a probe can run
 
 

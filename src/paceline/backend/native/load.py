@@ -12,8 +12,9 @@ from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
-from paceline.backend.native.packing import FILE, kept, matrix_type, pack, pack_layer
+from paceline.backend.native.packing import kept, matrix_type, pack, pack_layer
 from paceline.backend.native.relay import Relay
+from paceline.backend.registry import FILE
 from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores

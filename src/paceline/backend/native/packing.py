@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32
+from paceline.backend.registry import FILE
 from paceline.core.system import available_bytes
 from paceline.model.config import tensor_shapes
 from paceline.model.files.packed_cache import Recipe
@@ -105,7 +106,6 @@ def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool
 
 # Types --------------------------------------------------------------------------------------------
 
-FILE = "file"  # the type that keeps each matrix in its file's own values and blocks
 _EXACT = {"Q4_0": "int4", "Q4_1": "int4", "BF16": "bf16"}  # kinds that another type holds without a change
 _READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"))  # they share their activations
 _MIN_SHARE = 0.5  # of a model's weights, from which on `auto` keeps them
