@@ -69,8 +69,9 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
     layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
     layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
-    require(layer.q->type() == layer.k->type() && layer.q->type() == layer.v->type() && layer.gate->type() == layer.up->type(),
-            "matrices that read the same activations must have one type");
+    const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
+    require(alike(layer.q, layer.k) && alike(layer.q, layer.v) && alike(layer.gate, layer.up),
+            "matrices that read the same activations must have one type, or types of a file's blocks");
     return layer;
 }
 

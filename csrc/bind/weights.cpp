@@ -7,6 +7,7 @@
 #include "bind/arrays.h"
 #include "host/measure.h"
 #include "model/blocks.h"
+#include "model/file_blocks.h"
 #include "model/fuse.h"
 #include "model/matrix.h"
 
@@ -18,8 +19,10 @@ constexpr size_t kMaxTimed = size_t{1} << 28;  // products of a matrix
 
 WeightType weight_type(const std::string& name) {
     using enum WeightType;
-    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}},
-                             "weights are int8, int4_row, int4, bf16 or f32");
+    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}, {"Q4_K", q4_k},
+                                    {"Q5_K", q5_k}, {"Q6_K", q6_k}, {"Q3_K", q3_k}, {"IQ4_XS", iq4_xs}, {"IQ4_NL", iq4_nl},
+                                    {"MXFP4", mxfp4}, {"Q5_0", q5_0}, {"Q8_0", q8_0}},
+                             "weights are int8, int4_row, int4, bf16, f32 or blocks such as Q4_K");
 }
 
 KVType kv_type(const std::string& name) {
@@ -35,6 +38,7 @@ void check_sides(size_t out, size_t in, WeightType type) {
 std::shared_ptr<Matrix> pack(const Table<float>& weights, const std::string& type) {
     const WeightType chosen = weight_type(type);
     check_sides(weights.shape(0), weights.shape(1), chosen);
+    require(!is_blocks(chosen), "a file's blocks are kept, not made of other numbers");
     nb::gil_scoped_release unlocked;
     return std::make_shared<Matrix>(Matrix::pack(weights.data(), weights.shape(0), weights.shape(1), chosen));
 }
@@ -50,17 +54,25 @@ std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint
     return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
 }
 
+// Refuse rows that are no whole blocks.
+void check_blocks(const Array<uint8_t>& data, size_t out, size_t in, size_t count, size_t row_bytes) {
+    require(in % count == 0 && data.size() == out * row_bytes, "the blocks do not fit the matrix");
+}
+
+// A type of blocks is kept as it is stored.
 std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data, const std::string& stored, size_t out, size_t in,
                                     const std::string& type) {
     const BlockFormat* format = block_format(stored);
-    require(format, "there are no blocks of this name: " + stored);
     const WeightType chosen = weight_type(type);
+    require(is_blocks(chosen) ? stored == type : format != nullptr, "there are no blocks of this name: " + stored);
     check_sides(out, in, chosen);
-    require(in % format->count == 0 && data.size() == out * format->row_bytes(in), "the blocks do not fit the matrix");
+    const size_t row_bytes = is_blocks(chosen) ? file_row_bytes(form_of(chosen), in) : format->row_bytes(in);
+    check_blocks(data, out, in, is_blocks(chosen) ? file_block(form_of(chosen)) : format->count, row_bytes);
     nb::gil_scoped_release unlocked;
-    return std::make_shared<Matrix>(Matrix::pack_rows(pool, out, in, chosen, [&](size_t o, float* to) {
-        format->unpack_row(data.data() + o * format->row_bytes(in), in, to);
-    }));
+    const auto row_at = [&](size_t o) { return data.data() + o * row_bytes; };
+    if (is_blocks(chosen)) return std::make_shared<Matrix>(Matrix::keep_blocks(pool, out, in, chosen, row_at));
+    return std::make_shared<Matrix>(
+        Matrix::pack_rows(pool, out, in, chosen, [&](size_t o, float* to) { format->unpack_row(row_at(o), in, to); }));
 }
 
 nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
@@ -69,6 +81,8 @@ nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
         found.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(buffer.data(), {buffer.size()}, nb::find(matrix)));
     return found;
 }
+
+std::vector<std::string> kept_names() { return {"Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0"}; }
 
 std::vector<size_t> buffer_bytes(const std::string& type, size_t out, size_t in) {
     const WeightType chosen = weight_type(type);
@@ -151,7 +165,7 @@ void bind_weights(nb::module_& m) {
         }, "index"_a, "to"_a)
         .def("put_row", [](Matrix& self, size_t index, const Array<float>& weights) {
             require(index < self.out() && weights.size() == self.in(), "no such row");
-            require(self.writable(), "the matrix is mapped from a file, which is only read");
+            require(self.writable() && !is_blocks(self.type()), "the matrix has a file's blocks or is mapped from a file, which is only read");
             self.put_row(index, weights.data());
         }, "index"_a, "weights"_a.noconvert());
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
@@ -162,6 +176,7 @@ void bind_weights(nb::module_& m) {
         for (const BlockFormat& format : block_formats()) names.emplace_back(format.name);
         return names;
     });
+    m.def("kept_names", &kept_names);
     m.def("buffers", &buffers, "matrix"_a);
     m.def("buffer_bytes", &buffer_bytes, "dtype"_a, "out"_a, "in_"_a);
     m.def("matrix_over", &matrix_over, "data"_a.noconvert(), "dtype"_a, "out"_a, "in_"_a, "starts"_a);

@@ -18,14 +18,15 @@ namespace paceline {
     namespace isa {                                    \
     extern const VocabularyKernels vocabulary_kernels; \
     extern const GemmKernels gemm_kernels;             \
+    extern const BlockKernels block_kernels;           \
     extern const LayerKernels layer_kernels;           \
     extern const AttentionKernels attention_kernels;   \
     extern const LimitKernels limit_kernels;           \
     }
-#define PACELINE_TABLE(isa)                                                                         \
-    Kernels {                                                                                       \
-        #isa, isa::vocabulary_kernels, isa::gemm_kernels, isa::layer_kernels, isa::attention_kernels, \
-            isa::limit_kernels                                                                      \
+#define PACELINE_TABLE(isa)                                                                                            \
+    Kernels {                                                                                                          \
+        #isa, isa::vocabulary_kernels, isa::gemm_kernels, isa::block_kernels, isa::layer_kernels, isa::attention_kernels, \
+            isa::limit_kernels                                                                                         \
     }
 
 PACELINE_DECLARE(portable)

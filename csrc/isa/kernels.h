@@ -82,6 +82,23 @@ struct GemmKernels {
     void (*leave)();  // releases tile registers of this thread; the thread pool calls it at the end of each run
 };
 
+// Int8 with a scale for each superblock of inputs, for weights in a file's blocks (blocks.h). Beside each superblock 28 numbers: -32
+// times the sums of each 16 values, and of each 32; then, as bytes, the sums of each 32 again: first their 64ths, then the rests.
+struct BlockRows {
+    const int8_t* values;  // [num_rows, num_supers * 256]
+    size_t num_supers, num_stretches;
+    const float* scales;   // [num_rows, num_supers]
+    const int32_t* sums;   // [num_rows, num_supers, 28]
+};
+constexpr size_t kNumBlockForms = 9;
+
+struct BlockKernels {
+    // By form, as `GemmKernels` for one panel.
+    void (*multiply[kNumBlockForms])(const uint8_t* panel, const BlockRows& rows, size_t first, size_t end, float* out, size_t stride);
+    // One row of `BlockRows`; width: a multiple of 64. Values behind it stay.
+    void (*quantise)(const float* x, size_t width, int8_t* values, float* scales, int32_t* sums);
+};
+
 struct LayerKernels {
     void (*rms_norm)(const float* x, const float* weight, size_t n, float eps, float* out);
     void (*add)(float* x, const float* y, size_t n);
@@ -147,6 +164,7 @@ struct Kernels {
     const char* name;
     VocabularyKernels vocabulary;
     GemmKernels gemm;
+    BlockKernels blocks;
     LayerKernels layer;
     AttentionKernels attention;
     LimitKernels limits;

@@ -1,6 +1,6 @@
 // Operations on one token between matrix products: norm, quantisation, rotation, activation.
 #include "kernels.h"
-#include "simd.h"
+#include "quantise.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {
@@ -30,35 +30,6 @@ void scale(const float* x, size_t n, float factor, float* out) {
     size_t i = 0;
     for (; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * factor);
     for (; i < n; ++i) out[i] = x[i] * factor;
-}
-
-// max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. Compared as integers: the bits of floats without a
-// sign are ordered as the floats are, infinity and NaN last.
-PACELINE_INLINE float bound(const float* x, size_t n) {
-    i32v maxima = splat(0);
-    for (size_t i = 0; i < n; i += kLanes) {
-        const i32v bits = (i32v)magnitude(load(x + i));
-        maxima = bits > maxima ? bits : maxima;
-    }
-    return largest(maxima >= 0x7F800000 ? splat(__builtin_nanf("")) : (f32v)maxima);
-}
-
-// round(x * factor); 0 where x is NaN or infinite.
-PACELINE_INLINE i32v rounded(const float* x, float factor) {
-    const f32v whole = nearest(load(x) * factor);
-    return __builtin_convertvector(whole == whole ? whole : splat(0.0f), i32v);
-}
-
-// Write q = round(x * factor) of n numbers. Returns the sum of q.
-template <bool Finite>
-PACELINE_INLINE int32_t quantise_group(const float* x, size_t n, float factor, int8_t* q) {
-    i32v total = splat(0);
-    for (size_t i = 0; i < n; i += kLanes) {
-        const i32v v = Finite ? to_nearest(load(x + i) * factor) : rounded(x + i, factor);
-        total += v;
-        store_bytes(q + i, v);
-    }
-    return sum(total);
 }
 
 // Quantise x [width] in groups: q = round(x / scale), scale = max |x| / 127, and sums of q. width is a multiple of the group, which is

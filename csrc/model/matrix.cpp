@@ -13,6 +13,7 @@
 #endif
 
 #include "base/half.h"
+#include "model/file_blocks.h"
 
 namespace paceline {
 namespace {
@@ -92,11 +93,11 @@ Buffer::Buffer(std::shared_ptr<const void> owner, const uint8_t* at, size_t byte
     : data_(std::const_pointer_cast<void>(std::move(owner)), const_cast<uint8_t*>(at)), bytes_(bytes), writable_(false) {}
 
 void Activations::reserve(size_t num_rows, size_t width) {
-    width = round_up(width, kInt8Group);
+    width = round_up(width, kSuper);
     values_.resize(std::max(values_.size(), num_rows * width));
     floats_.resize(std::max(floats_.size(), num_rows * width));
     scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
-    sums_.resize(std::max(scales_.size(), num_rows * kTileLanes));
+    sums_.resize(std::max({sums_.size(), scales_.size(), num_rows * kTileLanes, num_rows * width / kSuper * kRowSums}));
 }
 
 void Activations::set(size_t row, const float* x, WeightType type, size_t width) {
@@ -109,6 +110,11 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
         int32_t sum;
         kernels().layer.quantise(spread_of(x, padded), padded, padded, values_.data() + row * padded, &scales_[row], &sum);
         return (void)std::fill_n(&sums_[row * kTileLanes], kTileLanes, -128 * sum);
+    }
+    if (is_blocks(type)) {
+        const size_t supers = round_up(width, kSuper) / kSuper, at = row * supers;
+        kernels().blocks.quantise(x, round_up(width, kInt8Group), values_.data() + at * kSuper, &scales_[at], &sums_[at * kRowSums]);
+        return;
     }
     const size_t padded = round_up(width, kInt4Group), num_groups = padded / kInt4Group;
     kernels().layer.quantise(x, padded, kInt4Group, values_.data() + row * padded, scales_.data() + row * num_groups,
@@ -134,12 +140,13 @@ Matrix Matrix::empty(WeightType type, size_t out, size_t in) {
 }
 
 size_t Matrix::panel_bytes(WeightType type, size_t in) {
+    if (is_blocks(type)) return kBlockForms[form_of(type)].panel_bytes(in);
     switch (type) {
         case WeightType::int8: return round_up(in, kInt8Group) * kPanel;
         case WeightType::int4_row: return round_up(in, kInt8Group) * kPanel / 2;
         case WeightType::int4: return round_up(in, kInt4Group) / kInt4Group * kInt4BlockBytes;
         case WeightType::bf16: return in * kPanel * sizeof(uint16_t);
-        case WeightType::f32: break;
+        default: break;
     }
     return in * kPanel * sizeof(float);
 }
@@ -176,6 +183,8 @@ void Matrix::put_row(size_t index, const float* weights) {
             return;
         case WeightType::f32:
             for (size_t i = 0; i < in_; ++i) reinterpret_cast<float*>(panel)[i * kPanel + lane] = weights[i];
+            return;
+        default: return;
     }
 }
 
@@ -238,6 +247,18 @@ Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const ui
     return m;
 }
 
+Matrix Matrix::keep_blocks(ThreadPool& pool, size_t out, size_t in, WeightType type,
+                           const std::function<const uint8_t*(size_t)>& row_at) {
+    Matrix m = empty(type, out, in);
+    pool.run([&](size_t) {
+        pool.each(m.num_panels(), [&](size_t panel) {
+            uint8_t* const to = m.packed_.data() + panel * m.panel_bytes();
+            for (size_t o = panel * kPanel; o < std::min((panel + 1) * kPanel, out); ++o) put_file_row(form_of(type), row_at(o), in, to, o % kPanel);
+        });
+    });
+    return m;
+}
+
 void Matrix::put_int4_block(size_t index, size_t block, const uint8_t* values, uint16_t scale, uint16_t minimum) {
     uint8_t* at = packed_.data() + index / kPanel * panel_bytes() + block * kInt4BlockBytes;
     const size_t lane = index % kPanel;
@@ -254,6 +275,10 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
     const size_t step = is_spread(type_) ? num_panels : 1;
     for (const size_t last = panel + num_panels; panel < last; panel += step, to += step * kPanel) {
         const uint8_t* at = packed_.data() + panel * panel_bytes();
+        if (is_blocks(type_)) {
+            kernels().blocks.multiply[form_of(type_)](at, x.blocks(in_), first, end, to, stride);
+            continue;
+        }
         switch (type_) {
             case WeightType::int8:
             case WeightType::int4_row:
@@ -264,7 +289,7 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
             case WeightType::bf16:
                 gemm.bf16(reinterpret_cast<const uint16_t*>(at), x.floats(in_), first, end, to, stride);
                 break;
-            case WeightType::f32: gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
+            default: gemm.f32(reinterpret_cast<const float*>(at), x.floats(in_), first, end, to, stride);
         }
     }
 }
@@ -321,6 +346,7 @@ void Matrix::row(size_t index, float* to) const {
     const uint8_t* panel = packed_.data() + index / kPanel * panel_bytes();
     const size_t lane = index % kPanel;
     if (is_spread(type_)) return unpack_spread_row(index, to);
+    if (is_blocks(type_)) return read_block_row(form_of(type_), panel, lane, in_, to);
     for (size_t i = 0; i < in_; ++i) switch (type_) {
             case WeightType::int4: {
                 const uint8_t* block = panel + i / kInt4Group * kInt4BlockBytes;

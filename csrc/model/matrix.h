@@ -6,16 +6,24 @@
 #include <memory>
 #include <vector>
 
+#include "isa/blocks.h"
 #include "isa/kernels.h"
 #include "base/aligned_vector.h"
 #include "base/thread_pool.h"
 
 namespace paceline {
 
-enum class WeightType { int8, int4_row, int4, bf16, f32 };
+// From q4_k on: a file's own blocks, in the order of `kBlockForms`.
+enum class WeightType { int8, int4_row, int4, bf16, f32, q4_k, q5_k, q6_k, q3_k, iq4_xs, iq4_nl, mxfp4, q5_0, q8_0 };
+
+constexpr bool is_blocks(WeightType type) { return type >= WeightType::q4_k; }
+constexpr size_t form_of(WeightType type) { return static_cast<size_t>(type) - static_cast<size_t>(WeightType::q4_k); }
 
 // True if weights are spread by `hadamard`, have one scale per output, and are multiplied with `SpreadRows`.
 constexpr bool is_spread(WeightType type) { return type == WeightType::int8 || type == WeightType::int4_row; }
+
+// True if matrices of two types read the same activations.
+constexpr bool read_alike(WeightType a, WeightType b) { return a == b || (is_blocks(a) && is_blocks(b)); }
 
 // Memory for packed weights, aligned to cache lines. Buffers are cut one after another from large chunks that the system may back
 // with huge pages. A chunk is freed with its last buffer.
@@ -48,6 +56,10 @@ class Activations {
         return {values_.data(), padded, padded / kInt4Group, scales_.data(), sums_.data()};
     }
     SpreadRows spread(size_t width) const { return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()}; }
+    BlockRows blocks(size_t width) const {
+        const size_t supers = round_up(width, kSuper) / kSuper;
+        return {values_.data(), supers, round_up(width, kStretch) / kStretch, scales_.data(), sums_.data()};
+    }
     FloatRows floats(size_t width) const { return {floats_.data(), width}; }
 
   private:
@@ -65,6 +77,8 @@ class Matrix {
     // From 4-bit blocks of GGUF: values 0..15 [out, in], one per byte, scales and minima float16 [out, in / 32].
     static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in);
 
+    // From rows in a file's blocks, which are kept. row_at: the bytes of one.
+    static Matrix keep_blocks(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<const uint8_t*(size_t)>& row_at);
     // Bytes of the buffers that a matrix consists of, in their order.
     static std::vector<size_t> buffer_bytes(WeightType type, size_t out, size_t in);
     // A matrix over buffers of these sizes, as `buffers` of another told them.
@@ -86,7 +100,7 @@ class Matrix {
 
     // Unpack one row to float32 [in], as for the embedding of a token.
     void row(size_t index, float* to) const;
-    // Replace one row [in]. No product may be running, and the matrix must be writable.
+    // Replace one row [in]. No product may be running, and the matrix must be writable and have no blocks of a file.
     void put_row(size_t index, const float* weights);
 
   private:

@@ -2,6 +2,9 @@
 
 Answers are written greedily in float32. Then each type reads the same texts, and its distributions are compared
 with those of the float32 reference. Perplexity is measured on the longest prompts, which are natural text.
+
+With `--text FILE` both are measured on a piece of that file, against the native backend in float32, which takes
+half the memory: `python -m tools.measure.quality --model NAME --text FILE --types file,int8,int4`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +31,7 @@ from paceline.serve.prompts import Prompts
 from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Sequence
 
     from numpy import float64
@@ -136,6 +141,23 @@ def measure(
     )
 
 
+def compare_on_text(model: LoadedModel, args: Namespace) -> Table:
+    """Compare types of weights with float32 on a text. One model at a time is in memory."""
+    ids = load_tokenizer(model).encode(Path(args.text).read_text())[: args.text_tokens + 1]
+    text = QualityText(tuple(ids), len(ids) - 1)
+    expected = [log_probs(load(model, "native", "f32", args.kv, args.threads), text)]
+    table = Table("weights", "MB", "mean KL, nats", "same top 1", "perplexity", title=f"{text.num_judged} tokens")
+    loss = -expected[0][np.arange(text.num_judged), ids[1:]].mean()
+    table.add_row("f32", "", "0", "100%", f"{np.exp(loss):.4f}")
+    for weights in args.types.split(","):
+        decoder = load(model, "native", weights, args.kv, args.threads)
+        f = measure(decoder, expected, [text], [text])
+        table.add_row(
+            weights, f"{decoder.weight_bytes / 1e6:.0f}", f"{f.kl:.6f}", f"{f.top1:.1%}", f"{f.perplexity:.4f}"
+        )
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every type and print a table."""
     parser = ArgumentParser(prog="python -m tools.measure.quality", description=(__doc__ or "").split("\n")[0])
@@ -144,8 +166,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="prompts answered")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="M", help="tokens of each answer")
     parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--text", metavar="FILE", help="compare on this text instead of on prompts")
+    parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS, metavar="N")
+    parser.add_argument("--types", default="file,int8,int4", metavar="TYPES", help="of weights, with --text")
+    parser.add_argument("--kv", default="i16", metavar="TYPE", help="with --text, of the reference too")
     args = parser.parse_args(argv)
     model = load_model(args.model)
+    if args.text:
+        Console().print(compare_on_text(model, args))
+        return 0
     tokenizer, prompts = load_tokenizer(model), read_prompts(args.prompts)
     exact = load(model, "native", "f32", "f32", args.threads)
     encode = Prompts(tokenizer, load_template(model), model.config.max_context)

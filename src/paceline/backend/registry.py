@@ -14,14 +14,19 @@ from paceline.core.system import available_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from numpy import floating
+    from numpy.typing import NDArray
+
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
     from paceline.backend.seam import Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
+AUTO = "auto"  # value of `--backend` and of `--weights`
+FILE = "file"  # type of weights: each matrix in its file's own values and blocks
 # Bytes of one stored number, scales included.
-NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625}
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625, FILE: 0.65}
 MAX_DEVICES = 64  # of one kind in a machine
 
 
@@ -50,6 +55,7 @@ class BackendSpec:
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
     max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
+    weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
@@ -80,7 +86,29 @@ class BackendSpec:
 
     def weight_type(self, asked: str | None) -> str:
         """Return the type of weights to use. Raises `ConfigError`."""
-        return self._one_of("--weights", self.weight_types, asked or self.weight_types[0])
+        return self._one_of("--weights", self.weight_choices, asked or self.weight_types[0])
+
+    @property
+    def weight_choices(self) -> tuple[str, ...]:
+        """Values of `--weights`, the default first."""
+        return (*self.weight_types, AUTO) if self.weights_chooser else self.weight_types
+
+    def settled_weights(
+        self, asked: str | None, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
+    ) -> tuple[str, str]:
+        """Return the type of weights for a model, and why. Raises `ConfigError`."""
+        found = self.weight_type(asked)
+        if found != AUTO or self.weights_chooser is None:
+            return found, "the default" if asked is None else "as asked"
+        kind, why = self._imported(self.weights_chooser)(config, weights)
+        return kind, f"auto: {why}"
+
+    def draft_model_weights(
+        self, target_type: str, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
+    ) -> str:
+        """Return the type of a draft model's weights beside a target's: of the same kind, if its file has it."""
+        asked = AUTO if target_type == FILE and self.weights_chooser else target_type
+        return self.settled_weights(asked, config, weights)[0]
 
     def kv_type(self, asked: str | None, weight_type: str) -> str:
         """Return the type of KV to use. Raises `ConfigError`."""
@@ -188,11 +216,12 @@ BACKENDS = {
         BackendSpec(
             "native",
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
-            ("int8", "int4", "bf16", "f32"),
+            ("int8", "int4", "bf16", "f32", FILE),
             ("i16", "i8", "f16", "f32"),
             "paceline.backend.native.load:load_decoder",
             "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
+            weights_chooser="paceline.backend.native.packing:choose_weights",
         ),
         BackendSpec(
             "reference",
@@ -233,7 +262,6 @@ BACKENDS = {
         ),
     )
 }
-AUTO = "auto"  # value of `--backend`
 DEFAULT_BACKEND = next(iter(BACKENDS))  # where no backend with a probe can run
 
 

@@ -177,7 +177,8 @@ def device_checks(config: EngineConfig) -> Iterator[Check]:
 
 def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     """Compare the weights of target and drafter with free memory; the KV shares the remainder."""
-    per_weight, free = NUM_BYTES[config.weight_type], config.free_bytes()
+    kind, _ = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
+    per_weight, free = NUM_BYTES[kind], config.free_bytes()
     weights = num_weights(model.config) * per_weight
     drafters = parse_drafters(config.draft, model.fingerprint)
     drafter = sum(spec.num_weights(model) for spec in drafters.configs) * per_weight

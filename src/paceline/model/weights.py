@@ -78,6 +78,10 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         """Return a tensor that is not read yet."""
         return self._counted(name)
 
+    def kind(self, name: str) -> str | None:
+        """Return how a tensor is stored, as GGUF names it, None if its numbers are made; reads nothing."""
+        return getattr(self._stored[name], "kind", None)
+
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         stored = self._stored[name]

@@ -12,8 +12,9 @@ from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
-from paceline.backend.native.packing import kept, pack, pack_layer
+from paceline.backend.native.packing import kept, matrix_type, pack, pack_layer
 from paceline.backend.native.relay import Relay
+from paceline.backend.registry import FILE
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 # Of drafters. Guesses are checked, so four bits, which are read in half the time, cost one now and then and no
 # text. Where the target keeps floats, so does the drafter.
 DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
-_FOUR_BIT_DRAFTS = ("int8", "int4")  # target types whose drafters have four bits
+_FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
 
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
@@ -68,7 +69,7 @@ def pack_decoder(
     """
     config.check()
     check_types(config, weight_type, kv_type)
-    wanted = wanted_matrices(config, weight_type)
+    wanted = wanted_matrices(config, weights, weight_type)
     weights = kept(weights, wanted, team)
     embed, *untied = (
         pack(weights, name, wanted[name].dtype, team) for name in ("embed", "head") if name in wanted
@@ -86,11 +87,13 @@ def pack_decoder(
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
 
 
-def wanted_matrices(config: ModelConfig, weight_type: str) -> dict[str, Wanted]:
+def wanted_matrices(
+    config: ModelConfig, weights: Mapping[str, NDArray[floating]], weight_type: str
+) -> dict[str, Wanted]:
     """Return type and shape of every matrix of a decoder by canonical name."""
     of_tables = table_type(weight_type)
     return {
-        name: Wanted(of_tables if name in ("embed", "head") else weight_type, *shape)
+        name: Wanted(matrix_type(weights, name, of_tables if name in ("embed", "head") else weight_type), *shape)
         for name, shape in tensor_shapes(config).items()
         if len(shape) == 2
     }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from math import prod
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32
+from paceline.backend.registry import FILE
+from paceline.core.system import available_bytes
+from paceline.model.config import tensor_shapes
 from paceline.model.files.packed_cache import Recipe
 from paceline.model.files.packed_file import Wanted
 from paceline.model.weights import LazyWeights
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from numpy import float32, floating
     from numpy.typing import NDArray
 
+    from paceline.model.config import ModelConfig
     from paceline.model.files.gguf_file import FourBit
     from paceline.model.files.packed_file import PackedFile
 
@@ -32,6 +38,11 @@ class _KeepsBlocks(Protocol):
     def four_bit(self, name: str) -> FourBit | None: ...
 
 
+@runtime_checkable
+class _KnowsKinds(Protocol):
+    def kind(self, name: str) -> str | None: ...
+
+
 class MappedWeights(Mapping[str, "NDArray[floating]"]):
     """Weights whose matrices lie packed in a mapped file; other tensors are read from their own."""
 
@@ -41,6 +52,10 @@ class MappedWeights(Mapping[str, "NDArray[floating]"]):
 
     def __getitem__(self, name: str) -> NDArray[floating]:
         return self._weights[name]
+
+    def kind(self, name: str) -> str | None:
+        """Return how a tensor's own file stores it."""
+        return self._weights.kind(name) if isinstance(self._weights, _KnowsKinds) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -77,15 +92,68 @@ def pack_layer(
 
 def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool) -> kernels.Matrix:
     """Return a packed matrix: the mapped one, else made now, row by row from the file's blocks if possible."""
+    weight_type = matrix_type(weights, name, weight_type)
     if isinstance(weights, MappedWeights) and (mapped := weights.file.matrix(name, weight_type)):
         return mapped
     blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
     if blocks is not None:  # of 32, whose values are kept
         return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
     raw = weights.raw(name) if isinstance(weights, LazyWeights) else None
-    if raw is None or raw.kind not in _block_names():
+    if raw is None or (raw.kind != weight_type and raw.kind not in _block_names()):
         return kernels.pack(as_float32(weights[name]), weight_type)
     return kernels.pack_blocks(team, raw.data, raw.kind, *raw.shape, weight_type)
+
+
+# Types --------------------------------------------------------------------------------------------
+
+_EXACT = {"Q4_0": "int4", "Q4_1": "int4", "BF16": "bf16"}  # kinds that another type holds without a change
+_READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"))  # they share their activations
+_MIN_SHARE = 0.5  # of a model's weights, from which on `auto` keeps them
+_INT8_SHARE = 0.5  # of free memory, up to which `auto` takes int8 where tiles multiply
+
+
+def matrix_type(weights: Weights, name: str, weight_type: str) -> str:
+    """Return the kernels' type of a matrix for a type of weights.
+
+    Matrices that read the same activations, and whose kinds do not go together, become float32.
+    """
+    if weight_type != FILE:
+        return weight_type
+    prefix, _, short = name.rpartition(".")
+    beside = next((group for group in _READ_ALIKE if short in group), (short,))
+    own = _kept_type(weights, name)
+    types = {_kept_type(weights, f"{prefix}.{other}") for other in beside} if prefix else {own}
+    return own if types <= kept_kinds() or len(types) == 1 else "f32"
+
+
+def _kept_type(weights: Weights, name: str) -> str:
+    kind = weights.kind(name) if isinstance(weights, _KnowsKinds) else None
+    return kind if kind in kept_kinds() else _EXACT.get(kind or "", "f32")
+
+
+@lru_cache
+def kept_kinds() -> frozenset[str]:
+    """Return the kinds of a file's blocks that kernels multiply as they are."""
+    return frozenset(kernels.kept_names())
+
+
+def choose_weights(config: ModelConfig, weights: Weights) -> tuple[str, str]:
+    """Return the type of weights for `auto`, and why."""
+    if not isinstance(weights, _KnowsKinds):
+        return "int8", "the numbers come from no file"
+    shapes = {name: prod(shape) for name, shape in tensor_shapes(config).items() if len(shape) == 2}
+    kinds = Counter[str]()
+    for name, count in shapes.items():
+        kinds[weights.kind(name) or "numbers"] += count
+    most = kinds.most_common(1)[0][0]
+    if sum(kinds[kind] for kind in kept_kinds()) < _MIN_SHARE * sum(shapes.values()):
+        return "int8", f"the file is mostly {most}, which kernels do not keep"
+    if kernels.isa() == "amx" and sum(shapes.values()) < _INT8_SHARE * available_bytes():
+        return (
+            "int8",
+            f"the file is mostly {most}, but tiles (AMX) read prompts faster in int8, and memory suffices",
+        )
+    return FILE, f"the file is mostly {most}, kept as it is"
 
 
 @lru_cache

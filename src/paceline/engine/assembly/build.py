@@ -94,6 +94,8 @@ class Loaded:
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: str = ""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
+    weight_type: str | None = None  # that was chosen; None: the backend's default
+    why_weights: str = ""
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
 
@@ -142,13 +144,15 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     tokenizer, template, json = load_tokenizer(model), load_template(model), ""
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), template)
-    cache = PackedCache(config.packed_cache_bytes)
+    cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
     return Loaded(
         name=_short_name(config.model),
         decoder=decoder,
         mapped_bytes=cache.mapped_bytes,
+        weight_type=config.weight_type,
+        why_weights=why_weights,
         tokenizer=tokenizer,
         template=template,
         tokenizer_json=json,
@@ -167,6 +171,7 @@ def assemble(
     load_drafter: returns the weights of drafters by name, for callers that have loaded them; drafters then stay in
     this process.
     """
+    config = replace(config, weights=loaded.weight_type or config.weights)
     law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
@@ -313,6 +318,12 @@ def _short_name(model: str) -> str:
     return Path(model).resolve().stem if Path(model).exists() else model
 
 
+def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, str]:
+    """Return a config that names the model's type of weights, and why it is that one."""
+    kind, why = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
+    return replace(config, weights=kind), why
+
+
 def _target_decoder(
     model: LoadedModel, config: EngineConfig, cache: PackedCache, progress: Progress | None
 ) -> Decoder:
@@ -336,7 +347,8 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     own, spec = config.placement.draft, config.own_model_spec
     threads = config.threads if own is None else None
     if spec is config.backend_spec:
-        types, numerics = (config.weight_type, config.kv_type), config.numerics_mode
+        weight_type = spec.draft_model_weights(config.weight_type, model.config, model.weights)
+        types, numerics = (weight_type, config.kv_type), config.numerics_mode
         device = own or config.placement.target
     else:  # of the cores, with types of its own
         weight_type = spec.weight_type(None)
@@ -392,6 +404,7 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     if loaded.reads_images:
         yield Choice("input", "text", "the model was made to read images, too; they are not served")
     yield Choice("backend", loaded.decoder.describe(), f"{config.backend_spec.about}; {config.why_backend}")
+    yield Choice("weights", config.weight_type, loaded.why_weights)
     target = config.placement.target
     if target is None or target.is_host:
         usual = "all cores but the drafters'" if target is not None and target.cores else "all cores"

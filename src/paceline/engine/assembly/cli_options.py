@@ -83,7 +83,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     ):
         listed = "; ".join(f"{name}: {', '.join(of)}" for name, of in values.items() if of)
         group.add_argument(flag, metavar="NAME", help=f"{about}; {listed} (the first is the default)")
-    types = "; ".join(f"{spec.name}: {', '.join(spec.weight_types)}" for spec in BACKENDS.values())
+    types = "; ".join(f"{spec.name}: {', '.join(spec.weight_choices)}" for spec in BACKENDS.values())
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
     types = "; ".join(f"{n}: {', '.join(s.all_kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
     group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")

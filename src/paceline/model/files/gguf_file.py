@@ -56,10 +56,14 @@ QUANTS: dict[int, Quant] = {
     6: Quant("Q5_0", 32, 22),
     7: Quant("Q5_1", 32, 24),
     8: Quant("Q8_0", 32, 34),
+    11: Quant("Q3_K", 256, 110),
     12: Quant("Q4_K", 256, 144),
     13: Quant("Q5_K", 256, 176),
     14: Quant("Q6_K", 256, 210),
+    20: Quant("IQ4_NL", 32, 18),
+    23: Quant("IQ4_XS", 256, 136),
     30: Quant("BF16", 1, 2),
+    39: Quant("MXFP4", 32, 17),
 }
 
 
@@ -86,6 +90,11 @@ class GgufTensor:
     def quant(self) -> Quant:
         """Storage of its numbers."""
         return QUANTS[self.quant_id]
+
+    @property
+    def kind(self) -> str:
+        """Name of its storage."""
+        return self.quant.name
 
     @property
     def num_bytes(self) -> int:
