@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from paceline.backend.target import Backend
 
 # Bytes of one stored number, scales included.
-NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625}
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625} | {
+    "i16": 2.0,
+    "i8": 1.0,
+}
 MAX_DEVICES = 64  # of one kind in a machine
 
 
@@ -40,6 +43,7 @@ class BackendSpec:
     needs: str | None = None  # package that only this backend imports
     extra: str | None = None  # extra that installs it; None: of the same name
     kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
+    small_kv: str | None = None  # type of KV that is taken unasked where memory is short
     devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
     device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
     numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
@@ -173,6 +177,7 @@ BACKENDS = {
             "paceline.backend.native.load:load_decoder",
             "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
+            small_kv="i8",
         ),
         BackendSpec(
             "reference",
