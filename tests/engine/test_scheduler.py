@@ -72,7 +72,7 @@ class BruteForceBackend:
         assert (len(text) == len(row.text)) == r.samples, "a pass samples when it reaches the newest token"
         guesses = self._guess(text, r.max_drafts)
         self._write(row, row.computed, text + guesses)
-        for position in range(len(text)):
+        for position in range(self.first_read(row.computed, r), len(text)):
             assert self.memory[self._slot(row, position)] == text[: position + 1], "the context was overwritten"
         row.computed += r.num_known
         if not r.samples:
@@ -82,6 +82,10 @@ class BruteForceBackend:
         row.computed += len(gained) - 1
         assert len(row.text) <= r.max_len, "the plan was not right for this outcome"
         return gained
+
+    def first_read(self, row_computed: int, r: BatchRow) -> int:
+        """The first position that a pass reads of a row."""
+        return 0
 
     def _guess(self, text: tuple[int, ...], k: int) -> tuple[int, ...]:
         guesses: tuple[int, ...] = ()

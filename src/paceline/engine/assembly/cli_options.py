@@ -109,6 +109,18 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         default=DEFAULTS.prefix_cache,
         help="reuse KV of equal prompts",
     )
+    limits.add_argument(
+        "--kv-disk",
+        metavar="FOLDER",
+        help="also keep the prefix cache on disk, written beside the engine and kept over restarts",
+    )
+    limits.add_argument(
+        "--kv-disk-bytes",
+        type=int,
+        metavar="N",
+        default=DEFAULTS.kv_disk_bytes,
+        help="most bytes of that folder; pages used longest ago go first (default: %(default)s)",
+    )
     for name, (flag, about) in _LIMITS.items():
         usual = {getattr(Limits(), name): ""} | {
             getattr(of, name): f" on {kind}"
@@ -150,6 +162,8 @@ def engine_config(args: Namespace) -> EngineConfig:
         threads=args.threads,
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
+        kv_disk=args.kv_disk,
+        kv_disk_bytes=args.kv_disk_bytes,
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,

@@ -26,7 +26,7 @@ MAX_ROWS = 1024
 MAX_THREADS = 1024
 MAX_RANKS = 8
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
-_FILES = frozenset({"model", "profile", "trace"})  # options that may be given as a path object
+_FILES = frozenset({"model", "profile", "trace", "kv_disk"})  # options that may be given as a path object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class EngineConfig:
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
+    kv_disk: str | None = None  # folder for pages of the prefix cache; None: they are in memory only
+    kv_disk_bytes: int = 16 << 30  # of that folder, at most
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
@@ -76,6 +78,9 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+        _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
+        if self.kv_disk is not None and not self.prefix_cache:
+            raise ConfigError("--kv-disk keeps pages of the prefix cache: leave out --no-prefix-cache")
 
     @property
     def for_auto(self) -> str | None:
