@@ -133,7 +133,7 @@ class ModelConfig:
     biases: frozenset[str] = frozenset()  # projections with a bias, by canonical name without the layer
     sliding: Sliding | None = None  # None: every layer sees all tokens
     query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
-    max_context: int = 2048  # tokens; at most the window if all layers slide, so that attention is full
+    max_context: int = 2048  # tokens
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 

@@ -83,7 +83,7 @@ _SMALL = ModelConfig(  # where no name is given
     max_context=8192,
 )
 _SIZES = tuple(f.name for f in fields(ModelConfig) if str(f.type) == "int")  # `ModelConfig.check` bounds them
-_OTHER_KEYS = ("family", "tied", "window", "seed")
+_OTHER_KEYS = ("family", "tied", "window", "slides", "seed")
 _MAX_DIGITS = 9
 
 
@@ -106,7 +106,7 @@ def is_shape(name: str | Path) -> bool:
 
 def read_shape(name: str | Path) -> ShapedModel:
     """Return the model of a shape's name. Raises `ModelNotFound`, `BadModelFile` or `UnsupportedModel`."""
-    config, seed = _SMALL, 0
+    config, seed, all_slide = _SMALL, 0, False
     for index, part in enumerate(str(name).removeprefix(PREFIX).split(",")):
         key, equals, value = part.partition("=")
         if not equals and index == 0 and key in SHAPES:
@@ -115,12 +115,14 @@ def read_shape(name: str | Path) -> ShapedModel:
             raise ModelNotFound(f"{name}: there is no shape {key!r}{suggest(key, SHAPES)}")
         elif key == "seed":
             seed = _integer(name, key, value)
+        elif key == "slides":
+            all_slide = bool(_integer(name, key, value))
         else:
             config = _changed(config, name, key, value)
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
     if config.sliding is not None:  # last, as the number of layers is known now
-        layers = frozenset(i for i in range(config.num_layers) if (i + 1) % _period(config))
+        layers = frozenset(i for i in range(config.num_layers) if all_slide or (i + 1) % _period(config))
         config = replace(config, sliding=replace(config.sliding, layers=layers))
     config = replace(config, eos_ids=(config.vocab_size - 1,))
     config.check()

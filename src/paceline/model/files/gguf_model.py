@@ -123,7 +123,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         biases=facts.biases | _biases(file),
         sliding=_sliding(read, facts),
         query_scalar=_query_scalar(read, facts),
-        max_context=_max_context(read, facts),
+        max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
         eos_ids=_ids(file, *END_KEYS),
     )
@@ -165,10 +165,13 @@ def _rope(read: _GgufReader, facts: Family) -> Rope:
 
 
 def _sliding(read: _GgufReader, facts: Family) -> Sliding | None:
-    """Return the layers with a window: all but the last of every `period` layers."""
+    """Return the layers with a window: all but the last of every `period` layers, or all layers."""
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
-    if mixed is None or not window:
+    if not window:
         return None
+    if mixed is None:
+        layers = frozenset(range(min(read.integer("block_count"), MAX_LAYERS)))
+        return Sliding(window, layers, _rope(read, facts)) if window < read.integer("context_length") else None
     period = read.integer("attention.sliding_window_pattern", mixed.period)
     layers = frozenset(i for i in range(min(read.integer("block_count"), MAX_LAYERS)) if (i + 1) % max(period, 1))
     return Sliding(window, layers, Rope(theta=read.number("rope.freq_base_swa", mixed.local_theta)))
@@ -178,12 +181,6 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
     if facts.mixed_layers is None:
         return None
     return facts.mixed_layers.query_scalars.get(read.integer("block_count"))
-
-
-def _max_context(read: _GgufReader, facts: Family) -> int:
-    """Return the model's positions, at most the window if all layers slide."""
-    positions, window = read.integer("context_length"), read.integer("attention.sliding_window", 0)
-    return min(positions, window) if window and facts.mixed_layers is None else positions
 
 
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         biases=facts.biases.union(*(names for key, names in BIAS_SWITCHES.items() if read.flag(key))),
         sliding=_sliding(read, facts),
         query_scalar=_query_scalar(read),
-        max_context=_max_context(read, facts),
+        max_context=_positions(read),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(
             [*token_ids(values.get("eos_token_id")), *token_ids((generation or {}).get("eos_token_id"))]
@@ -212,9 +212,14 @@ def _rope_of(read: _FolderReader, table: dict[str, Any], theta: float) -> Rope:
 
 
 def _sliding(read: _FolderReader, facts: Family) -> Sliding | None:
-    """Return the windowed layers: by `layer_types`, or all but the last of every `sliding_window_pattern`."""
+    """Return the windowed layers: by `layer_types`, or all but the last of every `sliding_window_pattern`.
+
+    In families that do not mix layers those from `max_window_layers` on have a window, all without that key.
+    """
     mixed = facts.mixed_layers
-    if mixed is None or read.values.get("sliding_window") is None:
+    if mixed is None:
+        return _plain_sliding(read, facts)
+    if read.values.get("sliding_window") is None:
         return None
     num_layers = read.integer("num_hidden_layers")
     period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
@@ -235,17 +240,21 @@ def _query_scalar(read: _FolderReader) -> float | None:
     return None if read.values.get(key) is None else read.number(key)
 
 
-def _max_context(read: _FolderReader, facts: Family) -> int:
-    """Return the model's positions, at most the window if all layers slide."""
-    positions = read.integer("max_position_embeddings", 2048)
-    if facts.mixed_layers is not None:
-        return positions
-    if "sliding_window" not in read.values:
-        window = facts.default_window
-    else:
+def _plain_sliding(read: _FolderReader, facts: Family) -> Sliding | None:
+    """Return the window of a family that mixes no layers; None if there is none or it holds all positions."""
+    window: int | None = facts.default_window
+    if "sliding_window" in read.values:
         used = read.flag("use_sliding_window", default=True) and read.values["sliding_window"] is not None
         window = read.integer("sliding_window") if used else None
-    return positions if window is None else min(positions, window)
+    if window is None or window >= _positions(read):
+        return None
+    first = read.integer("max_window_layers", 0)
+    layers = frozenset(range(max(first, 0), min(read.integer("num_hidden_layers"), MAX_LAYERS)))
+    return Sliding(window, layers, _rope(read, facts)) if layers else None
+
+
+def _positions(read: _FolderReader) -> int:
+    return read.integer("max_position_embeddings", 2048)
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
