@@ -86,7 +86,7 @@ class BackendSpec:
     def kv_type(self, asked: str | None, weight_type: str) -> str:
         """Return the type of KV to use. Raises `ConfigError`."""
         known = self.kv_types_by_weights.get(weight_type) or self.kv_types or (weight_type,)
-        return self._one_of("--kv", known, asked or known[0])
+        return self._one_of("--kv", known, known[0] if asked in (None, AUTO) else str(asked))
 
     @property
     def all_kv_types(self) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ BACKENDS = {
         ),
     )
 }
-AUTO = "auto"  # value of `--backend`
+AUTO = "auto"  # value of `--backend` and `--kv`
 DEFAULT_BACKEND = next(iter(BACKENDS))  # where no backend with a probe can run
 
 

@@ -1,8 +1,8 @@
 """The prefix cache on disk: full pages are written in the background, and read back instead of computed.
 
 The engine's thread only names pages. One thread copies and writes them, the first published first; another reads
-pages for the request that is next. A page is written once, soon after it is full: so it is on disk by the time that
-it is evicted, and a crash loses little. Reading is chosen where it was faster than computing.
+pages for the request that is next. A page is written once, soon after it is full: so it is on disk before it is
+evicted, and a crash loses little. Reading is chosen where it was faster than computing.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Limits:
     """Bounds of the scheduler."""
 
     num_rows: int = 64  # requests that run at once
-    max_len: int = 8192  # tokens of prompt and answer of one request
+    max_len: int = 32768  # tokens of prompt and answer of one request; a model's own context may be less
     prefill_tokens: int = 512  # prompt tokens computed in one step, over all rows
     max_queued_tokens: int = 1 << 20  # prompt tokens of the requests that wait for a row
 

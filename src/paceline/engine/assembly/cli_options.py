@@ -86,7 +86,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     types = "; ".join(f"{spec.name}: {', '.join(spec.weight_types)}" for spec in BACKENDS.values())
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
     types = "; ".join(f"{n}: {', '.join(s.all_kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
-    group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
+    group.add_argument("--kv", metavar="TYPE", help=f"auto (the default) or a type of the KV cache; {types}")
     group.add_argument(
         "--draft-device",
         metavar="same|cpu|cpu:CORES|DEVICE",

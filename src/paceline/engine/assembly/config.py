@@ -40,7 +40,7 @@ class EngineConfig:
     device: str | None = None  # of the target, on backends that have several; None: the backend's default
     numerics: str | None = None  # likewise
     weights: str | None = None  # their type; None: the backend's default
-    kv: str | None = None  # type of the KV cache; None: the backend's default
+    kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
@@ -134,7 +134,7 @@ class EngineConfig:
     def usual_limits(self) -> Limits:
         """Limits of an engine whose user sets none."""
         usual = self.device_defaults
-        return Limits() if usual is None else Limits(usual.num_rows, prefill_tokens=usual.prefill_tokens)
+        return Limits() if usual is None else Limits(usual.num_rows, usual.max_len, usual.prefill_tokens)
 
     def free_bytes(self) -> int:
         """Return the memory that is free where the target's KV lies."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import paceline
 from paceline import kernels
-from paceline.backend.registry import NUM_BYTES
+from paceline.backend.registry import AUTO, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.system import commit, machine
 from paceline.engine.kv_disk import KvDisk
@@ -30,7 +30,7 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
     a share of that memory would not hold one request of the greatest length.
     """
     usual, small = config.kv_type, config.backend_spec.small_kv
-    if config.kv is not None or small is None or small == usual:
+    if config.kv not in (None, AUTO) or small is None or small == usual:
         return usual, ""
     numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of a token
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
