@@ -167,8 +167,8 @@ def check_room(scheduler: Scheduler, request: Request) -> None:
     if prompt_len + request.params.max_tokens > max_len:
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
-            f"together more than the {max_len} this engine holds for one request; shorten either, or start it with "
-            f"a greater --max-len or --kv-tokens if the model takes more",
+            f"together more than the {max_len} this engine holds for one request; shorten either, or start "
+            "it with a greater --max-len or --kv-tokens if the model takes more",
             "max_tokens" if prompt_len < max_len else "messages",
         )
     num_queued = scheduler.num_queued_tokens
