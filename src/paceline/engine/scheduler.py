@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 READ_WAIT_S = 0.05  # for pages from disk, where nothing else runs
 SCORED_COST = 4  # prompt tokens whose prefill counts like one that gets log-probabilities
+DEEP_TOKENS = 8192  # of context, behind which a prompt token counts like one more beside rows that decode
 Group = int | None  # index of a group of rows that run together; None: all rows
 
 
@@ -83,10 +84,14 @@ class RequestState:
         """True if its prompt's tokens get log-probabilities."""
         return self.request.params.prompt_logprobs is not None
 
-    @property
-    def token_cost(self) -> int:
-        """Prefill tokens that one token counts for; a scored one has logits."""
-        return SCORED_COST if self.scores_prompt else 1
+    def token_cost(self, *, beside: bool) -> int:
+        """Return the prefill tokens that one token counts for; a scored one has logits.
+
+        beside: rows decode in the same pass. Attention to a long context takes longer than all else, so chunks
+        shrink with depth: these rows then wait about as long for each.
+        """
+        deep = 1 + self.scheduled_len // DEEP_TOKENS if beside else 1
+        return deep * (SCORED_COST if self.scores_prompt else 1)
 
     @property
     def upper_len(self) -> int:
@@ -202,13 +207,16 @@ class Scheduler:
             rows = [self._decode_row(r, plan.k(r.row)) for r in self._secure_decodes(group)]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
+        beside = bool(rows)
         for state in self.prefilling(group):
             if budget > 0 and not self.out_of_pages and self._hold_chunk(state, budget):
-                rows.append(self._prefill_row(state, budget))
-                budget -= rows[-1].num_known * state.token_cost
+                cost = state.token_cost(beside=beside)
+                rows.append(self._prefill_row(state, budget // cost))
+                budget -= rows[-1].num_known * cost
         while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
-            rows.append(self._prefill_row(admitted, budget))
-            budget -= rows[-1].num_known * admitted.token_cost
+            cost = admitted.token_cost(beside=beside)
+            rows.append(self._prefill_row(admitted, budget // cost))
+            budget -= rows[-1].num_known * cost
             admissions.append(_admission(admitted))
         if not rows:
             self._unblock()
@@ -261,8 +269,9 @@ class Scheduler:
             k = min(k, len(state.pages) * PAGE_TOKENS - upper_len)
         return self._batch_row(state, num_known=1, num_drafts=k, samples=True, decodes=True)
 
-    def _prefill_row(self, state: RequestState, budget: int) -> BatchRow:
-        num_known = min(max(budget // state.token_cost, 1), len(state.token_ids) - state.scheduled_len)
+    def _prefill_row(self, state: RequestState, most: int) -> BatchRow:
+        """Schedule a chunk of a row's prefill, a token at least."""
+        num_known = min(max(most, 1), len(state.token_ids) - state.scheduled_len)
         num_known = min(num_known, len(state.pages) * PAGE_TOKENS - state.scheduled_len)
         state.scheduled_len += num_known
         state.decoding = state.scheduled_len == len(state.token_ids)
