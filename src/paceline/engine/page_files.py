@@ -89,7 +89,7 @@ class PageFiles:
             file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
                 header = HEADER.pack(MAGIC, page_hash, data.nbytes, kernels.checksum(data))
-                if os.writev(file, [header, memoryview(data)]) != size:
+                if os.writev(file, [header, data.data]) != size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
@@ -106,7 +106,7 @@ class PageFiles:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                count = os.readv(file, [header, memoryview(to)])
+                count = os.readv(file, [header, to.data])
                 longer = count == HEADER.size + to.nbytes and os.read(file, 1)
                 os.utime(file)  # so that the next start knows what was used last
             finally:

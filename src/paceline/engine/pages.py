@@ -172,8 +172,9 @@ class PagePool:
 
     def forget(self) -> None:
         """Empty the prefix cache; held pages become private. What is on disk stays there."""
-        for page in self._by_hash.values() if self.disk is not None else ():
-            self.disk.withdraw(page)
+        if self.disk is not None:
+            for page in self._by_hash.values():
+                self.disk.withdraw(page)
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_hash.clear()
