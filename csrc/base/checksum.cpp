@@ -14,7 +14,9 @@ uint64_t mixed(uint64_t sum, uint64_t word) {
     return sum ^ sum >> 32;
 }
 
-uint64_t sum_of(const uint8_t* data, size_t size) {
+}  // namespace
+
+uint64_t checksum(const uint8_t* data, size_t size) {
     uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};  // zeros in another place are another text
     const auto add = [&](const uint8_t* block) {
         uint64_t words[kLanes];
@@ -31,12 +33,10 @@ uint64_t sum_of(const uint8_t* data, size_t size) {
     return sum;
 }
 
-}  // namespace
-
 std::vector<uint64_t> checksums(ThreadPool& pool, const uint8_t* data, size_t size, size_t piece) {
     std::vector<uint64_t> sums((size + piece - 1) / piece);
     pool.run([&](size_t) {
-        pool.each(sums.size(), [&](size_t i) { sums[i] = sum_of(data + i * piece, std::min(piece, size - i * piece)); });
+        pool.each(sums.size(), [&](size_t i) { sums[i] = checksum(data + i * piece, std::min(piece, size - i * piece)); });
     });
     return sums;
 }

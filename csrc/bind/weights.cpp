@@ -202,7 +202,22 @@ void bind_weights(nb::module_& m) {
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", &make_store, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)
-        .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token);
+        .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token)
+        .def_prop_ro("page_bytes", &KVStore::page_bytes)
+        .def("read_page", [](const KVStore& self, size_t page, const OutArray<uint8_t>& to) {
+            require(page < self.num_pages() && to.size() == self.page_bytes(), "no such page, or not its number of bytes");
+            nb::gil_scoped_release unlocked;
+            self.read_page(page, to.data());
+        }, "page"_a, "to"_a.noconvert())
+        .def("write_page", [](KVStore& self, size_t page, const Array<uint8_t>& data) {
+            require(page < self.num_pages() && data.size() == self.page_bytes(), "no such page, or not its number of bytes");
+            nb::gil_scoped_release unlocked;
+            self.write_page(page, data.data());
+        }, "page"_a, "data"_a.noconvert());
+    m.def("checksum", [](const Array<uint8_t>& data) {
+        nb::gil_scoped_release unlocked;
+        return checksum(data.data(), data.size());
+    }, "data"_a.noconvert());
 }
 
 }  // namespace paceline

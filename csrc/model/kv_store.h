@@ -1,6 +1,7 @@
 // Keys and values of some layers, by page.
 #pragma once
 
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -43,7 +44,22 @@ class KVStore {
         return (page * num_kv_heads_ + kv_head) * kernels().page_bytes(padded_dim());
     }
 
+    // Bytes of one page in all layers: keys, then values, layer after layer.
+    size_t page_bytes() const { return kPageTokens * bytes_per_token(); }
+    void read_page(size_t page, uint8_t* to) const {
+        each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
+    }
+    void write_page(size_t page, const uint8_t* from) {
+        each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(part, from, bytes), from += bytes; });
+    }
+
   private:
+    template <class Take>
+    void each_part(size_t page, const Take& take) const {
+        const size_t bytes = offset(1, 0);
+        for (size_t layer = 0; layer < num_layers(); ++layer)
+            for (void* part : {keys(layer), values(layer)}) take(static_cast<uint8_t*>(part) + page * bytes, bytes);
+    }
     static const KVKernels& kernels_of(KVType type) {
         const AttentionKernels& all = paceline::kernels().attention;
         switch (type) {

@@ -57,7 +57,7 @@ def test_types_devices_and_limits_are_the_backends_own() -> None:
     config = EngineConfig(backend="cuda")
     assert (config.weight_type, config.kv_type, config.numerics_mode) == ("bf16", "bf16", "exact")
     assert config.placement.target == GPU
-    assert config.usual_limits == Limits(256, prefill_tokens=4096)
+    assert config.usual_limits == Limits(256, 8192, 4096)
     assert EngineConfig(backend="cuda", device="cpu").usual_limits == Limits()
     assert EngineConfig(backend="cuda", weights="fp8", kv="fp8", numerics="fast").numerics_mode == "fast"
     assert EngineConfig(backend="cuda", device="cuda:1").placement.target == Device(torch_name="cuda:1")
@@ -69,8 +69,8 @@ def test_flags_override_the_usual_limits_one_by_one() -> None:
     parser = ArgumentParser()
     add_engine_arguments(parser)
     read = partial(lambda *words: engine_config(parser.parse_args(words)).limits)
-    assert read("--backend", "cuda") == Limits(256, prefill_tokens=4096)
-    assert read("--backend", "cuda", "--max-rows", "8") == Limits(8, prefill_tokens=4096)
+    assert read("--backend", "cuda") == Limits(256, 8192, 4096)
+    assert read("--backend", "cuda", "--max-rows", "8") == Limits(8, 8192, 4096)
     assert read("--backend", "cuda", "--device", "cpu", "--max-len", "99") == Limits(max_len=99)
     assert read("--backend", "native") == Limits()
     with pytest.raises(ConfigError, match="--max-rows must be between"):
@@ -83,7 +83,7 @@ def test_flags_override_the_usual_limits_one_by_one() -> None:
 def test_kv_takes_its_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less with drafters, which need weights and stores of their own; no other bound than what rows could use."""
     monkeypatch.setattr("paceline.backend.cuda.device_memory.free_bytes", lambda device: 16 * 1000 * 1000)
-    config, limits = EngineConfig(backend="cuda", draft="off"), Limits(256)
+    config, limits = EngineConfig(backend="cuda", draft="off"), Limits(256, 8192)
     assert build.choose_num_pages(config, limits, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
     assert build.choose_num_pages(config, limits, 1000) == (900, "90% of the free memory")
     drafting = replace(config, draft="ngram")

@@ -72,7 +72,7 @@ class BruteForceBackend:
         assert (len(text) == len(row.text)) == r.samples, "a pass samples when it reaches the newest token"
         guesses = self._guess(text, r.max_drafts)
         self._write(row, row.computed, text + guesses)
-        for position in range(len(text)):
+        for position in range(self.first_read(row.computed, r), len(text)):
             assert self.memory[self._slot(row, position)] == text[: position + 1], "the context was overwritten"
         row.computed += r.num_known
         if not r.samples:
@@ -82,6 +82,10 @@ class BruteForceBackend:
         row.computed += len(gained) - 1
         assert len(row.text) <= r.max_len, "the plan was not right for this outcome"
         return gained
+
+    def first_read(self, row_computed: int, r: BatchRow) -> int:
+        """The first position that a pass reads of a row."""
+        return 0
 
     def _guess(self, text: tuple[int, ...], k: int) -> tuple[int, ...]:
         guesses: tuple[int, ...] = ()
@@ -335,3 +339,19 @@ def test_stores_have_their_own_valid_counts() -> None:
     assert pool.valid_len("drafter", pages[:2]) == 20
     pool.check([pages[:2]])
     assert pages_for(33) == 3
+
+
+def test_chunks_shrink_with_depth_beside_rows_that_decode() -> None:
+    limits = Limits(num_rows=2, max_len=1 << 15, prefill_tokens=512)
+    scheduler, sizes = Scheduler(limits, PagePool(4000)), []
+    scheduler.add(_request("short", (0,) * 20, max_tokens=1000))
+    scheduler.add(_request("long", (1,) * 20_000))
+    plan = Plan()
+    while not all(r.decoding for r in scheduler.running) or not scheduler.running:
+        for r in scheduler.schedule(plan).rows:
+            state = scheduler.requests[r.request_id]
+            sizes += [(state.scheduled_len, r.num_known)] if not r.decodes and r.request_id == "long" else []
+            scheduler.reveal(r, state, [0] if r.samples else [])
+    assert {size for end, size in sizes[:-1] if end <= 8192} <= {492, 512}
+    assert {size for end, size in sizes[:-1] if 9000 < end <= 16_384} == {256}
+    assert {size for end, size in sizes[:-1] if end > 17_000} == {170}

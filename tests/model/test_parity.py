@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     "llama all biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral with a window": ("Mistral", {"sliding_window": 70}),
+    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1}),
     "qwen2": ("Qwen2", {"head_dim": 16, "hidden_size": 96}),
     "qwen3 tied": ("Qwen3", {"tie_word_embeddings": True}),
     "gemma3": ("Gemma3", {"sliding_window": 40, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}),

@@ -165,16 +165,21 @@ def test_a_config_that_does_not_fit_is_refused(
         load_model(write_folder(tmp_path, **changes))
 
 
-def test_a_sliding_window_bounds_the_context() -> None:
+def test_all_layers_of_a_plain_family_have_the_window() -> None:
     mistral = config_json(tiny_config("mistral"), max_position_embeddings=9000)
-    assert hf.config_from_json(mistral).max_context == 4096
-    assert hf.config_from_json(mistral | {"sliding_window": None}).max_context == 9000
-    assert hf.config_from_json(mistral | {"sliding_window": 128}).max_context == 128
+    num_layers = tiny_config("mistral").num_layers
+    assert hf.config_from_json(mistral).windows == num_layers * (4096,)
+    assert hf.config_from_json(mistral).max_context == 9000
+    assert hf.config_from_json(mistral | {"sliding_window": None}).sliding is None
+    assert hf.config_from_json(mistral | {"sliding_window": 9000}).sliding is None
+    assert hf.config_from_json(mistral | {"sliding_window": 128}).windows == num_layers * (128,)
     qwen = config_json(
         tiny_config("qwen2"), max_position_embeddings=9000, sliding_window=100, use_sliding_window=False
     )
-    assert hf.config_from_json(qwen).max_context == 9000
-    assert hf.config_from_json(qwen | {"use_sliding_window": True}).max_context == 100
+    assert hf.config_from_json(qwen).sliding is None
+    qwen |= {"use_sliding_window": True, "max_window_layers": 1}
+    assert hf.config_from_json(qwen).windows == (0, *(num_layers - 1) * [100])
+    assert hf.config_from_json(qwen | {"max_window_layers": 99}).sliding is None
 
 
 def test_rope_in_both_styles() -> None:

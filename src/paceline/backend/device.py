@@ -61,6 +61,7 @@ class DeviceDefaults(NamedTuple):
     prefill_tokens: int  # prompt tokens computed in one step, over all rows
     kv_share: float  # of the device's free memory, for the target's KV
     kv_share_with_drafters: float  # their weights, KV and taps need memory, too
+    max_len: int = 8192  # tokens of prompt and answer of one request
 
 
 def _cores(text: str) -> frozenset[int]:

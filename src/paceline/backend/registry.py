@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 AUTO = "auto"  # value of `--backend` and of `--weights`
 FILE = "file"  # type of weights: each matrix in its file's own values and blocks
 # Bytes of one stored number, scales included.
-NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625, FILE: 0.65}
+NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.625} | {
+    "i16": 2.0,
+    "i8": 1.0,
+    FILE: 0.65,
+}
 MAX_DEVICES = 64  # of one kind in a machine
 
 
@@ -46,6 +50,7 @@ class BackendSpec:
     needs: str | None = None  # package that only this backend imports
     extra: str | None = None  # extra that installs it; None: of the same name
     kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
+    small_kv: str | None = None  # type of KV that is taken unasked where memory is short
     devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
     device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
     numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
@@ -113,7 +118,7 @@ class BackendSpec:
     def kv_type(self, asked: str | None, weight_type: str) -> str:
         """Return the type of KV to use. Raises `ConfigError`."""
         known = self.kv_types_by_weights.get(weight_type) or self.kv_types or (weight_type,)
-        return self._one_of("--kv", known, asked or known[0])
+        return self._one_of("--kv", known, known[0] if asked in (None, AUTO) else str(asked))
 
     @property
     def all_kv_types(self) -> tuple[str, ...]:
@@ -222,6 +227,7 @@ BACKENDS = {
             "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
             weights_chooser="paceline.backend.native.packing:choose_weights",
+            small_kv="i8",
         ),
         BackendSpec(
             "reference",

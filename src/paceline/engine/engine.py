@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
@@ -104,6 +105,8 @@ class Engine(Verbs):
         snapshot.preemptions = self.scheduler.num_preemptions
         snapshot.drafter_failures = self.drafting.num_failures
         snapshot.untapped_tokens = self.drafting.num_untapped
+        if (disk := self.scheduler.pool.disk) is not None:
+            snapshot.kv_disk = replace(disk.counts)
         return snapshot
 
     def reset_stats(self) -> None:
@@ -141,6 +144,11 @@ class Engine(Verbs):
         self.drafting.forget()
         self.controller = self._new_controller()
 
+    def close(self) -> None:
+        """Finish what threads do beside the engine. Call it last, and once."""
+        if (disk := self.scheduler.pool.disk) is not None:
+            disk.close()
+
     def check(self) -> None:
         """Assert every invariant. Tests call this after each step."""
         self.scheduler.check()
@@ -155,12 +163,12 @@ def check_room(scheduler: Scheduler, request: Request) -> None:
     Only the first of n choices is held to the queue's bound: the others share its pages, and an answer with
     some of its choices refused would be no answer.
     """
-    prompt_len, limits = len(request.prompt_ids), scheduler.limits
-    max_len = min(limits.max_len, scheduler.capacity)
+    prompt_len, limits, max_len = len(request.prompt_ids), scheduler.limits, scheduler.max_len
     if prompt_len + request.params.max_tokens > max_len:
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
-            f"together more than the {max_len} this engine holds for one request; shorten either",
+            f"together more than the {max_len} this engine holds for one request; shorten either, or start "
+            "it with a greater --max-len or --kv-tokens if the model takes more",
             "max_tokens" if prompt_len < max_len else "messages",
         )
     num_queued = scheduler.num_queued_tokens

@@ -2,7 +2,8 @@
 
 One page table serves every store (the target's KV, each drafter's KV, the taps): page p holds the same 16 tokens
 in each of them. A page is *free*, *held* by at least one row, or *idle*: held by none, published in the prefix
-cache and evicted when pages run out, least recently used first. Plain logic over ints.
+cache and evicted when pages run out, least recently used first. Plain logic over ints; `kv_disk.py`, if there is
+one, is told of pages that are published and evicted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 
+WINDOW_STEP = 64  # tokens; kernels begin to read at a multiple of it before a window
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from paceline.engine.kv_disk import KvDisk
 
 
 def pages_for(num_tokens: int) -> int:
@@ -38,8 +43,12 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class PagePool:
     """Pages of an engine, with reference counts and an LRU prefix cache."""
 
-    def __init__(self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True, window: int = 0
+    ) -> None:
+        """window: tokens that every layer of the target sees, 0 if one sees all."""
         self.num_pages = num_pages
+        self.window = window
         self.caching = caching
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 is taken first
         self._refs = [0] * num_pages  # rows that hold each page
@@ -47,6 +56,7 @@ class PagePool:
         self._by_hash: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
+        self.disk: KvDisk | None = None
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -62,6 +72,16 @@ class PagePool:
     def num_held(self) -> int:
         """Pages held by rows."""
         return self.num_pages - self.num_available
+
+    @property
+    def slides(self) -> bool:
+        """True if nobody reads pages behind the window; a drafter's store may see all of its own."""
+        return self.window > 0 and not self._valid
+
+    def first_page(self, num_pages: int) -> int:
+        """Return the first page that tokens behind so many full pages may read."""
+        first_key = num_pages * PAGE_TOKENS - self.window + 1
+        return max(first_key, 0) // WINDOW_STEP * (WINDOW_STEP // PAGE_TOKENS) if self.slides else 0
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` fresh pages, evicting idle ones as needed. The caller has checked `num_available`."""
@@ -97,12 +117,29 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
+        """Find the longest prefix of a hash chain of which all pages that will be read are cached.
+
+        Returns the first of these pages, and them, held for the caller.
+        """
+        if not self.slides:
+            return 0, self.match(hashes)
+        found = [self._by_hash.get(page_hash) for page_hash in hashes] if self.caching else []
+        best = run = 0
+        for length, page in enumerate(found, 1):
+            run = 0 if page is None else run + 1
+            best = length if run >= length - self.first_page(length) else best
+        first = self.first_page(best)
+        return first, self.match(hashes[first:best])
+
     def publish(self, page: int, page_hash: bytes) -> None:
         """Offer a full, computed page to other requests. A duplicate stays private."""
         if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
             return
         self._hash[page] = page_hash
         self._by_hash[page_hash] = page
+        if self.disk is not None:
+            self.disk.offer(page, page_hash)
 
     def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
         """Record that a store holds a row's first `num_tokens` tokens; the first `start` are recorded."""
@@ -134,7 +171,10 @@ class PagePool:
         del self._valid[store]
 
     def forget(self) -> None:
-        """Empty the prefix cache; held pages become private."""
+        """Empty the prefix cache; held pages become private. What is on disk stays there."""
+        if self.disk is not None:
+            for page in self._by_hash.values():
+                self.disk.withdraw(page)
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_hash.clear()
@@ -146,6 +186,8 @@ class PagePool:
         assert page_hash is not None
         del self._by_hash[page_hash]
         self._hash[page] = None
+        if self.disk is not None:
+            self.disk.withdraw(page)
         return page
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:

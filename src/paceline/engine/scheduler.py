@@ -9,6 +9,12 @@ a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
 - While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.
 
 A step may be scheduled for one group of rows while the other group's outcome is not known (`overlapped_loop.py`).
+
+Pages of the oldest waiting request that are on disk are read into free pages first, beside the steps of others. It
+is admitted once they are in the prefix cache.
+
+Where all layers see a window only, a row gives back the pages behind it. It then needs no more than a window's
+pages, however long its prompt is.
 """
 
 from __future__ import annotations
@@ -19,14 +25,16 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
-from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
+from paceline.engine.pages import WINDOW_STEP, PagePool, chain_hash, pages_for, root_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from paceline.core.nouns import Plan, Request
 
+READ_WAIT_S = 0.05  # for pages from disk, where nothing else runs
 SCORED_COST = 4  # prompt tokens whose prefill counts like one that gets log-probabilities
+DEEP_TOKENS = 8192  # of context, behind which a prompt token counts like one more beside rows that decode
 Group = int | None  # index of a group of rows that run together; None: all rows
 
 
@@ -35,7 +43,7 @@ class Limits:
     """Bounds of the scheduler."""
 
     num_rows: int = 64  # requests that run at once
-    max_len: int = 8192  # tokens of prompt and answer of one request
+    max_len: int = 32768  # tokens of prompt and answer of one request; a model's own context may be less
     prefill_tokens: int = 512  # prompt tokens computed in one step, over all rows
     max_queued_tokens: int = 1 << 20  # prompt tokens of the requests that wait for a row
 
@@ -53,6 +61,7 @@ class RequestState:
     num_drafts: int = 0  # planned for its last pass
     group: int = 0  # the group it runs in, if there are two
     pages: list[int] = field(default_factory=list)
+    num_past: int = 0  # leading entries of `pages` that are behind its window and no longer its own
     num_sent_pages: int = 0  # leading pages that the backend knows
     decoding: bool = False  # True once its last prefill chunk has been scheduled
     scheduled_len: int = 0  # known tokens whose target KV is there or being computed
@@ -62,17 +71,27 @@ class RequestState:
     in_flight_tokens: int = 0  # upper bound of the tokens these passes add
     cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
+    was_read: bool = False  # its pages on disk have been read since it began to wait
     ended: bool = False  # finished or cancelled; its row is kept while a pass is in flight
+
+    @property
+    def held(self) -> list[int]:
+        """Pages that it holds."""
+        return self.pages[self.num_past :]
 
     @property
     def scores_prompt(self) -> bool:
         """True if its prompt's tokens get log-probabilities."""
         return self.request.params.prompt_logprobs is not None
 
-    @property
-    def token_cost(self) -> int:
-        """Prefill tokens that one token counts for; a scored one has logits."""
-        return SCORED_COST if self.scores_prompt else 1
+    def token_cost(self, *, beside: bool) -> int:
+        """Return the prefill tokens that one token counts for; a scored one has logits.
+
+        beside: rows decode in the same pass. Attention to a long context takes longer than all else, so chunks
+        shrink with depth: these rows then wait about as long for each.
+        """
+        deep = 1 + self.scheduled_len // DEEP_TOKENS if beside else 1
+        return deep * (SCORED_COST if self.scores_prompt else 1)
 
     @property
     def upper_len(self) -> int:
@@ -129,6 +148,13 @@ class Scheduler:
         """Tokens that all pages hold together."""
         return self.pool.num_pages * PAGE_TOKENS
 
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and answer that one request may have."""
+        if self.pool.slides and self._most_pages <= self.pool.num_pages:
+            return self.limits.max_len
+        return min(self.limits.max_len, self.capacity)
+
     def end(self, request_id: str) -> RequestState:
         """End a request; free its row and pages after its passes in flight."""
         state = self.requests[request_id]
@@ -174,19 +200,26 @@ class Scheduler:
 
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
+        if not self.waiting:
+            self._end_reading()  # of a request that is gone
         rows = self._going_on(plan, group)
         if rows is None:
             rows = [self._decode_row(r, plan.k(r.row)) for r in self._secure_decodes(group)]
         budget = min(self.limits.prefill_tokens, plan.prefill_tokens or self.limits.prefill_tokens)
         admissions: list[Admission] = []
+        beside = bool(rows)
         for state in self.prefilling(group):
-            if budget > 0 and not self.out_of_pages:
-                rows.append(self._prefill_row(state, budget))
-                budget -= rows[-1].num_known * state.token_cost
+            if budget > 0 and not self.out_of_pages and self._hold_chunk(state, budget):
+                cost = state.token_cost(beside=beside)
+                rows.append(self._prefill_row(state, budget // cost))
+                budget -= rows[-1].num_known * cost
         while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
-            rows.append(self._prefill_row(admitted, budget))
-            budget -= rows[-1].num_known * admitted.token_cost
+            cost = admitted.token_cost(beside=beside)
+            rows.append(self._prefill_row(admitted, budget // cost))
+            budget -= rows[-1].num_known * cost
             admissions.append(_admission(admitted))
+        if not rows:
+            self._unblock()
         self._step += 1
         return Batch(self._step, tuple(rows), tuple(admissions))
 
@@ -236,8 +269,10 @@ class Scheduler:
             k = min(k, len(state.pages) * PAGE_TOKENS - upper_len)
         return self._batch_row(state, num_known=1, num_drafts=k, samples=True, decodes=True)
 
-    def _prefill_row(self, state: RequestState, budget: int) -> BatchRow:
-        num_known = min(max(budget // state.token_cost, 1), len(state.token_ids) - state.scheduled_len)
+    def _prefill_row(self, state: RequestState, most: int) -> BatchRow:
+        """Schedule a chunk of a row's prefill, a token at least."""
+        num_known = min(max(most, 1), len(state.token_ids) - state.scheduled_len)
+        num_known = min(num_known, len(state.pages) * PAGE_TOKENS - state.scheduled_len)
         state.scheduled_len += num_known
         state.decoding = state.scheduled_len == len(state.token_ids)
         return self._batch_row(state, num_known, num_drafts=0, samples=state.decoding, decodes=False)
@@ -268,27 +303,55 @@ class Scheduler:
         if not self.waiting or not self._free_rows:
             return None
         self.publish()
+        if not self._end_reading():
+            return None
         state = self.waiting[0]
         known_len = len(state.token_ids)
         num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
-        hits = self.pool.match(state.page_hashes(num_pages))
-        need = pages_for(known_len) - len(hits)
-        reserve = min(
-            len(self.running), self.pool.num_pages - pages_for(known_len)
-        )  # a page each for rows to grow
+        hashes = state.page_hashes(num_pages)
+        past, hits = self.pool.match_window(hashes)
+        total = pages_for(known_len) - past
+        need = (min(total, self._most_pages) if self.pool.slides else total) - len(hits)
+        reserve = min(len(self.running), self.pool.num_pages - need - len(hits))  # a page each for rows to grow
         if need + reserve > self.pool.num_available:
             self.pool.give_back(reversed(hits))
             return None
+        if self._begin_reading(state, hits, hashes[past + len(hits) :][:need]):
+            return None
         self._dequeue(state)
         state.row, state.group = self._free_rows.pop(), group or 0
-        state.pages = hits + self.pool.take(need)
-        state.num_sent_pages = len(hits)
-        state.scheduled_len = state.computed_len = len(hits) * PAGE_TOKENS
+        state.pages = [0] * past + hits + self.pool.take(need)
+        state.num_past, state.num_sent_pages = past, past + len(hits)
+        state.scheduled_len = state.computed_len = state.num_sent_pages * PAGE_TOKENS
         if not state.num_preemptions:
             state.cached_len = state.scheduled_len
         insort(self.running, state, key=lambda r: r.order)
         self._num_asking += _asks(state)
         return state
+
+    def _begin_reading(self, state: RequestState, hits: list[int], left: list[bytes]) -> bool:
+        """Begin to read a request's further pages from disk, if that is worth it, holding all."""
+        disk = self.pool.disk
+        count = 0 if disk is None or state.was_read else disk.worth(left)
+        if disk is None or not count:
+            return False
+        state.was_read = True
+        disk.begin(hits + self.pool.take(count), left[:count])
+        return True
+
+    def _end_reading(self) -> bool:
+        """Put pages that were read into the prefix cache; return False while more are to come."""
+        disk = self.pool.disk
+        reading = None if disk is None else disk.reading
+        if disk is None or reading is None:
+            return True
+        if not reading.done.wait(0.0 if self.running else READ_WAIT_S):
+            return False
+        for page, page_hash in zip(reading.into[: reading.num_read], reading.hashes, strict=False):
+            self.pool.publish(page, page_hash)
+        self.pool.give_back(reversed(reading.held))
+        disk.reading = None
+        return True
 
     # Outcomes ------------------------------------------------------------------------------------
 
@@ -304,25 +367,62 @@ class Scheduler:
         first = state.computed_len // PAGE_TOKENS
         state.computed_len += batch_row.num_known + max(0, len(token_ids) - 1)
         full = state.computed_len // PAGE_TOKENS
-        if full > first and self.pool.caching:
+        if full > first and (self.pool.caching or self.pool.slides):
             self._filled.append((state, first, full))
         if not state.in_flight:
             self._return_spare(state)
 
     def take_in(self, filled: Iterable[tuple[RequestState, int, int]], spare: Iterable[RequestState]) -> None:
         """Note filled and spare pages of rows that `kernels.take_in` has taken in."""
-        if self.pool.caching:
+        if self.pool.caching or self.pool.slides:
             self._filled += filled
         for state in spare:
             self._return_spare(state)
 
     def publish(self) -> None:
-        """Offer filled pages to the prefix cache, before pages are next matched or given back."""
+        """Offer filled pages to the prefix cache, before pages are next matched or given back.
+
+        Give back those behind windows.
+        """
         filled, self._filled = self._filled, []
-        for state, first, full in filled:
+        for state, first, full in filled if self.pool.caching else ():
             hashes = state.page_hashes(full)
             for index in range(first, full):
                 self.pool.publish(state.pages[index], hashes[index])
+        for state, _, _ in filled if self.pool.slides else ():
+            self._give_back_past(state)
+
+    # Windows -------------------------------------------------------------------------------------
+
+    @property
+    def _most_pages(self) -> int:
+        """Most pages that a row with a window holds in prefill: two chunks, as one may be in flight."""
+        return pages_for(self.pool.window + WINDOW_STEP) + 2 * pages_for(self.limits.prefill_tokens) + 1
+
+    def _give_back_past(self, state: RequestState) -> None:
+        past = self.pool.first_page(state.computed_len // PAGE_TOKENS)
+        if state.row >= 0 and past > state.num_past:
+            self.pool.give_back(reversed(state.pages[state.num_past : past]))
+            state.num_past = past
+
+    def _hold_chunk(self, state: RequestState, budget: int) -> bool:
+        """Hold pages for a row's next chunk, as far as there are any; False without room for a token."""
+        end = min(state.scheduled_len + budget, len(state.token_ids))
+        missing = pages_for(end) - len(state.pages)
+        if missing > 0:
+            self.publish()
+            most = self._most_pages - len(state.held)
+            state.pages.extend(self.pool.take(max(0, min(missing, most, self.pool.num_available))))
+        self.out_of_pages = len(state.pages) * PAGE_TOKENS <= state.scheduled_len
+        return not self.out_of_pages
+
+    def _unblock(self) -> None:
+        """Preempt the newest of several rows that wait in prefill for each other's pages."""
+        stuck = [r for r in self.running if not r.decoding and not r.ended]
+        if len(stuck) > 1 and not any(r.in_flight for r in self.running):
+            self._preempt(stuck[-1])
+
+    # Pages and rows given up ---------------------------------------------------------------------
 
     def _return_spare(self, state: RequestState) -> None:
         """Give back the pages held for drafts that were not kept."""
@@ -360,24 +460,27 @@ class Scheduler:
         self._num_asking -= _asks(state)
         self._free_rows.append(state.row)
         self._released.append(state.row)
-        self.pool.give_back(reversed(state.pages))
+        self.pool.give_back(reversed(state.held))
         state.row = -1
-        state.pages = []
+        state.pages, state.num_past = [], 0
         state.num_sent_pages = 0
         state.decoding = False
+        state.was_read = False
         state.scheduled_len = 0
         state.computed_len = 0
 
     def check(self) -> None:
         """Assert that rows, queue and pages add up."""
-        self.pool.check([r.pages for r in self.running])
+        reading = None if self.pool.disk is None else self.pool.disk.reading
+        self.pool.check([*(r.held for r in self.running), *([reading.held] if reading else [])])
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.num_rows)), "a row is lost or doubled"
         assert all(r.row < 0 and not r.pages and not r.in_flight for r in self.waiting)
         assert self.num_queued_tokens == sum(len(r.token_ids) for r in self.waiting)
         for r in self.running:
             assert r.computed_len <= r.scheduled_len or r.decoding
-            assert r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
+            assert r.scheduled_len <= len(r.pages) * PAGE_TOKENS or r.decoding
+            assert self.pool.slides or r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
 
 
 def _asks(state: RequestState) -> bool:

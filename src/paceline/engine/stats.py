@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.online_cost import Predictions
+from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,6 +75,7 @@ class Stats:
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
     predictions: Predictions = field(default_factory=Predictions)
+    kv_disk: DiskCounts = field(default_factory=DiskCounts)
 
     @property
     def host_s(self) -> float:
@@ -134,10 +136,13 @@ class Gauges:
     num_held_pages: int
     num_drafters: int  # loaded
     kv_bytes: int  # all stores
+    num_disk_pages: int = 0  # pages of the prefix cache on disk
+    num_disk_bytes: int = 0
 
     @classmethod
     def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
         """Return the gauges of an engine with this scheduler."""
+        files = None if scheduler.pool.disk is None else scheduler.pool.disk.files
         return cls(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -146,6 +151,8 @@ class Gauges:
             num_held_pages=scheduler.pool.num_held,
             num_drafters=num_drafters,
             kv_bytes=scheduler.capacity * kv_bytes_per_token,
+            num_disk_pages=0 if files is None else len(files),
+            num_disk_bytes=0 if files is None else files.num_bytes,
         )
 
 

@@ -241,6 +241,8 @@ class Verbs:
         rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
         kept = [self._commit_row(r, v, p, len(d)) for r, v, p, d in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
+        if (disk := self.scheduler.pool.disk) is not None:
+            disk.learn(batch.num_known_tokens, scored.target_s)
         start, times = perf_counter(), drafted.times(scored.target_s)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
             num_waiting = len(self.scheduler.waiting)

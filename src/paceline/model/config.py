@@ -275,7 +275,7 @@ class ModelConfig:
     logit_divisor: float = 1.0  # the final norm's weights are divided by it when they are read
     score_cap: float | None = None  # attention scores become cap * tanh(score / cap)
     logit_cap: float | None = None  # likewise logits
-    max_context: int = 2048  # tokens; at most the window if all layers slide, so that attention is full
+    max_context: int = 2048  # tokens
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 

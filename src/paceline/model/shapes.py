@@ -92,7 +92,7 @@ _SMALL = ModelConfig(  # where no name is given
     max_context=8192,
 )
 _SIZES = tuple(f.name for f in fields(ModelConfig) if str(f.type) == "int")  # `ModelConfig.check` bounds them
-_OTHER_KEYS = ("family", "tied", "window", "seed")
+_OTHER_KEYS = ("family", "tied", "window", "slides", "seed")
 _MAX_DIGITS = 9
 
 
@@ -115,7 +115,7 @@ def is_shape(name: str | Path) -> bool:
 
 def read_shape(name: str | Path) -> ShapedModel:
     """Return the model of a shape's name. Raises `ModelNotFound`, `BadModelFile` or `UnsupportedModel`."""
-    config, seed = _SMALL, 0
+    config, seed, all_slide = _SMALL, 0, False
     for index, part in enumerate(str(name).removeprefix(PREFIX).split(",")):
         key, equals, value = part.partition("=")
         if not equals and index == 0 and key in SHAPES:
@@ -124,13 +124,15 @@ def read_shape(name: str | Path) -> ShapedModel:
             raise ModelNotFound(f"{name}: there is no shape {key!r}{suggest(key, SHAPES)}")
         elif key == "seed":
             seed = _integer(name, key, value)
+        elif key == "slides":
+            all_slide = bool(_integer(name, key, value))
         else:
             config = _changed(config, name, key, value)
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
     if config.sliding is not None:  # last, as the number of layers is known now
         mixed = config.facts.mixed_layers or MixedLayers(period=2)
-        layers = frozenset(i for i in range(config.num_layers) if mixed.slides(i))
+        layers = frozenset(i for i in range(config.num_layers) if all_slide or mixed.slides(i))
         config = replace(config, sliding=replace(config.sliding, layers=layers))
     period = config.facts.defaults.get(PLAIN_PERIOD, 0)
     plain = plain_layers(config.facts, config.num_layers, config.sliding, period)

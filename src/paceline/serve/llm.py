@@ -73,6 +73,8 @@ class LLM(Asking):
 
     def close(self) -> None:
         """Drop the model. Later calls raise `EngineDied`."""
+        if self._built is not None:
+            self._built.engine.close()
         self._built = None
 
     @property

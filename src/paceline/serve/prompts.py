@@ -132,7 +132,8 @@ class Prompts:
         if max_tokens > self.room(prompt_ids):
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}, together more than the "
-                f"{self.max_len} this engine holds for one request; shorten either",
+                f"{self.max_len} this engine holds for one request; shorten either, or "
+                "start it with a greater --max-len",
                 "max_tokens",
             )
 

@@ -63,7 +63,8 @@ class NativeDecoder:
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
-        return Capabilities(multi_step=True, masks=True, asynchronous=self.team.num_threads > 1)
+        asynchronous = self.team.num_threads > 1
+        return Capabilities(multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True)
 
     @property
     def weight_bytes(self) -> int:

@@ -17,7 +17,7 @@ from paceline.core.nouns import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import floating, int64
+    from numpy import floating, int64, uint8
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Packed
@@ -43,6 +43,26 @@ class KVStore:
         """Bytes one token takes over all layers."""
         layers, two, _, heads, head_dim = self.data.shape
         return layers * two * heads * head_dim * self.data.element_size()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return PAGE_TOKENS * self.bytes_per_token
+
+    def read_page(self, page: int, to: NDArray[uint8]) -> None:
+        """Copy a page's bytes out, [page_bytes]."""
+        self._page_in(to, page).copy_(self._page(page))
+
+    def write_page(self, page: int, data: NDArray[uint8]) -> None:
+        """Copy a page's bytes in, [page_bytes]."""
+        self._page(page).copy_(self._page_in(data, page))
+
+    def _page(self, page: int) -> torch.Tensor:
+        return self.data[:, :, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+
+    def _page_in(self, data: NDArray[uint8], page: int) -> torch.Tensor:
+        """Return bytes as numbers of a page."""
+        return torch.from_numpy(data).view(self.data.dtype).view(self._page(page).shape)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

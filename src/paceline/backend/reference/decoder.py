@@ -117,7 +117,7 @@ class ReferenceDecoder:
     """A Llama-family decoder over paged KV. Holds weights only; the `KVStore` holds all state."""
 
     name = "reference"
-    capabilities = Capabilities()
+    capabilities = Capabilities(moves_pages=True)
 
     def __init__(
         self,

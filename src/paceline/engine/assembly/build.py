@@ -19,6 +19,7 @@ from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.config import OFF, ON
+from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
 from paceline.engine.engine import Engine
 from paceline.engine.late_loop import LateLoop
@@ -28,6 +29,7 @@ from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
+from paceline.model.content_key import content_key
 from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
+    from paceline.engine.page_files import PageFiles
     from paceline.engine.scheduler import Limits
     from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
@@ -96,6 +99,9 @@ class Loaded:
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
     weight_type: str | None = None  # that was chosen; None: the backend's default
     why_weights: str = ""
+    kv_type: str = ""  # of its KV; empty: as the config has it
+    why_kv: str = ""  # why it is not the usual one
+    content: str = ""  # key of its files, for pages on disk
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
 
@@ -145,6 +151,8 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
+    kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
+    config = replace(config, kv=kv_type if why_kv else config.kv)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
     return Loaded(
@@ -158,6 +166,9 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         tokenizer_json=json,
         fingerprint=model.fingerprint,
         reads_images=model.reads_images,
+        kv_type=kv_type,
+        why_kv=why_kv,
+        content="" if config.kv_disk is None else content_key(model.path),
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -171,8 +182,9 @@ def assemble(
     load_drafter: returns the weights of drafters by name, for callers that have loaded them; drafters then stay in
     this process.
     """
-    config = replace(config, weights=loaded.weight_type or config.weights)
+    config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
     law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
+    files = open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
@@ -196,16 +208,21 @@ def assemble(
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
-    pool = PagePool(num_pages, stores, caching=config.prefix_cache)
+    windows = loaded.decoder.config.windows
+    window = max(windows) if all(windows) else 0
+    pool = PagePool(num_pages, stores, caching=config.prefix_cache, window=window)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
+    if files is not None:
+        fingerprint = identity(loaded.decoder, loaded.content, config.numerics_mode)
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
+    pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
-    max_len = min(limits.max_len, engine.scheduler.capacity)
+    max_len = engine.scheduler.max_len
     choices = (*_describe(config, loaded), _describe_requests(config, limits, max_len))
-    choices += (_describe_kv(engine, why_pages), *_describe_drafters(drafters, why_k))
+    choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
     return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
@@ -430,9 +447,15 @@ def _tips(config: EngineConfig, loaded: Loaded, specs: Drafters) -> Iterator[Cho
         yield Choice("tip", f"paceline pull {name}", "a draft model for this target, which auto then uses")
 
 
-def _describe_kv(engine: Engine, why: str) -> Choice:
+def _describe_kv(engine: Engine, why: str, loaded: Loaded, files: PageFiles | None) -> Iterator[Choice]:
     tokens = engine.scheduler.capacity
-    return Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
+    yield Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
+    if loaded.why_kv:
+        yield Choice("kv type", loaded.kv_type, f"{loaded.why_kv}; --kv sets it")
+    if files is not None:
+        yield Choice(
+            "kv disk", describe_disk(files), "as asked: prefixes are read from there where that is faster"
+        )
 
 
 def _describe_drafters(drafters: Sequence[Drafter], why: str) -> Iterator[Choice]:

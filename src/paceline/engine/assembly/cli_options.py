@@ -86,7 +86,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     types = "; ".join(f"{spec.name}: {', '.join(spec.weight_choices)}" for spec in BACKENDS.values())
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
     types = "; ".join(f"{n}: {', '.join(s.all_kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
-    group.add_argument("--kv", metavar="TYPE", help=f"type of the KV cache, {types}")
+    group.add_argument("--kv", metavar="TYPE", help=f"auto (the default) or a type of the KV cache; {types}")
     group.add_argument(
         "--draft-device",
         metavar="same|cpu|cpu:CORES|DEVICE",
@@ -115,6 +115,18 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         default=DEFAULTS.packed_cache_bytes,
         help="disk that packed weights may take, which later starts map; the oldest used go first; 0: keep none",
+    )
+    limits.add_argument(
+        "--kv-disk",
+        metavar="FOLDER",
+        help="also keep the prefix cache on disk, written beside the engine and kept over restarts",
+    )
+    limits.add_argument(
+        "--kv-disk-bytes",
+        type=int,
+        metavar="N",
+        default=DEFAULTS.kv_disk_bytes,
+        help="most bytes of that folder; pages used longest ago go first (default: %(default)s)",
     )
     for name, (flag, about) in _LIMITS.items():
         usual = {getattr(Limits(), name): ""} | {
@@ -158,6 +170,8 @@ def engine_config(args: Namespace) -> EngineConfig:
         kv_tokens=args.kv_tokens,
         prefix_cache=args.prefix_cache,
         packed_cache_bytes=args.packed_cache_bytes,
+        kv_disk=args.kv_disk,
+        kv_disk_bytes=args.kv_disk_bytes,
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,

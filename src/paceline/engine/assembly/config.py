@@ -27,7 +27,7 @@ PACKED_CACHE_BYTES = 64 << 30
 MAX_THREADS = 1024
 MAX_RANKS = 8
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
-_FILES = frozenset({"model", "profile", "trace"})  # options that may be given as a path object
+_FILES = frozenset({"model", "profile", "trace", "kv_disk"})  # options that may be given as a path object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,13 @@ class EngineConfig:
     device: str | None = None  # of the target, on backends that have several; None: the backend's default
     numerics: str | None = None  # likewise
     weights: str | None = None  # their type; None: the backend's default
-    kv: str | None = None  # type of the KV cache; None: the backend's default
+    kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
     prefix_cache: bool = True
     packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
+    kv_disk: str | None = None  # folder for pages of the prefix cache; None: they are in memory only
+    kv_disk_bytes: int = 16 << 30  # of that folder, at most
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
@@ -79,6 +81,9 @@ class EngineConfig:
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
         _bounded("--packed-cache-bytes", self.packed_cache_bytes, 0, 1 << 50)
+        _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
+        if self.kv_disk is not None and not self.prefix_cache:
+            raise ConfigError("--kv-disk keeps pages of the prefix cache: leave out --no-prefix-cache")
 
     @property
     def for_auto(self) -> str | None:
@@ -132,7 +137,7 @@ class EngineConfig:
     def usual_limits(self) -> Limits:
         """Limits of an engine whose user sets none."""
         usual = self.device_defaults
-        return Limits() if usual is None else Limits(usual.num_rows, prefill_tokens=usual.prefill_tokens)
+        return Limits() if usual is None else Limits(usual.num_rows, usual.max_len, usual.prefill_tokens)
 
     def free_bytes(self) -> int:
         """Return the memory that is free where the target's KV lies."""

@@ -155,7 +155,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         logit_divisor=read.number("logit_scale", 1.0),
         score_cap=read.factor("attn_logit_softcapping"),
         logit_cap=read.factor("final_logit_softcapping"),
-        max_context=_max_context(read, facts),
+        max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
         eos_ids=_ids(file, *END_KEYS),
     )
@@ -237,9 +237,17 @@ _MAGNITUDES = {"yarn": _yarn, "longrope": _longrope}
 def _sliding(read: _GgufReader, facts: Family, head_dim: int) -> Sliding | None:
     """Return the layers with a window: as listed, or all but the last of every `period` layers."""
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
-    if mixed is None or not window:
+    if not window:
         return None
-    pattern, num_layers = "attention.sliding_window_pattern", min(read.integer("block_count"), MAX_LAYERS)
+    num_layers = min(read.integer("block_count"), MAX_LAYERS)
+    if mixed is None:
+        layers = frozenset(range(num_layers))
+        return (
+            Sliding(window, layers, _rope(read, facts, head_dim))
+            if window < read.integer("context_length")
+            else None
+        )
+    pattern = "attention.sliding_window_pattern"
     listed = read.flags(pattern)
     if listed is None:
         own = replace(mixed, period=max(read.integer(pattern, mixed.period), 1))
@@ -262,12 +270,6 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
     if scale:
         return scale**-2
     return facts.mixed_layers.query_scalars.get(read.integer("block_count")) if facts.mixed_layers else None
-
-
-def _max_context(read: _GgufReader, facts: Family) -> int:
-    """Return the model's positions, at most the window if all layers slide."""
-    positions, window = read.integer("context_length"), read.integer("attention.sliding_window", 0)
-    return min(positions, window) if window and facts.mixed_layers is None else positions
 
 
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:

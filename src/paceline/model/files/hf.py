@@ -147,7 +147,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         logit_divisor=read.number("logits_scaling", 1.0),
         score_cap=read.factor("attn_logit_softcapping"),
         logit_cap=read.factor("final_logit_softcapping"),
-        max_context=_max_context(read, facts),
+        max_context=_positions(read),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(
             [*token_ids(values.get("eos_token_id")), *token_ids((generation or {}).get("eos_token_id"))]
@@ -192,9 +192,14 @@ def _rope(read: JsonReader) -> Rope:
 
 
 def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
-    """Return the windowed layers: by `layer_types`, else by the family's pattern."""
+    """Return the windowed layers: by `layer_types`, else by the family's pattern.
+
+    In families that do not mix layers those from `max_window_layers` on have a window, all without that key.
+    """
     mixed = facts.mixed_layers
-    if mixed is None or read.values.get("sliding_window") is None:
+    if mixed is None:
+        return _plain_sliding(read)
+    if read.values.get("sliding_window") is None:
         return None
     num_layers = read.integer("num_hidden_layers")
     kinds = read.values.get("layer_types") or _usual_kinds(read, mixed, num_layers)
@@ -239,13 +244,19 @@ def _query_scalar(read: JsonReader) -> float | None:
     return multiplier**-2
 
 
-def _max_context(read: JsonReader, facts: Family) -> int:
-    """Return the model's positions, at most the window if all layers slide."""
-    positions = read.integer("max_position_embeddings", 2048)
-    if facts.mixed_layers is not None:
-        return positions
+def _plain_sliding(read: JsonReader) -> Sliding | None:
+    """Return the window of a family that mixes no layers; None if there is none or it holds all positions."""
     used = read.flag("use_sliding_window", default=True) and read.values.get("sliding_window") is not None
-    return min(positions, read.integer("sliding_window")) if used else positions
+    window = read.integer("sliding_window") if used else 0
+    if not 0 < window < _positions(read):
+        return None
+    first = read.integer("max_window_layers", 0)
+    layers = frozenset(range(max(first, 0), min(read.integer("num_hidden_layers"), MAX_LAYERS)))
+    return Sliding(window, layers, _rope(read)) if layers else None
+
+
+def _positions(read: JsonReader) -> int:
+    return read.integer("max_position_embeddings", 2048)
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:

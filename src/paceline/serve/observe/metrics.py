@@ -46,6 +46,14 @@ _COUNTERS = (
     ),
     ("paceline_untapped_tokens", "untapped_tokens", "Cached tokens whose hidden states no draft head will see"),
 )
+# Likewise of `DiskCounts`.
+_DISK_COUNTERS = (
+    ("paceline_kv_disk_pages_written", "pages_written", "KV pages written to disk"),
+    ("paceline_kv_disk_pages_read", "pages_read", "KV pages read from disk instead of computed"),
+    ("paceline_kv_disk_pages_lost", "pages_lost", "KV pages evicted before they were written"),
+    ("paceline_kv_disk_failures", "failures", "Writes of KV pages that failed, and pages that were broken"),
+    ("paceline_kv_disk_read_seconds", "read_s", "Time reading KV pages, beside steps"),
+)
 _GAUGES = (
     ("paceline_requests_running", "num_running", "Requests that hold a row"),
     ("paceline_requests_waiting", "num_waiting", "Requests that wait for a row"),
@@ -54,6 +62,8 @@ _GAUGES = (
     ("paceline_kv_pages_held", "num_held_pages", "KV pages held by requests"),
     ("paceline_drafters", "num_drafters", "Drafters that are loaded; with auto, one that never pays is unloaded"),
     ("paceline_kv_bytes", "kv_bytes", "Memory of the KV cache, drafters included"),
+    ("paceline_kv_disk_pages", "num_disk_pages", "KV pages on disk"),
+    ("paceline_kv_disk_bytes", "num_disk_bytes", "Bytes of KV pages on disk"),
 )
 
 
@@ -77,8 +87,9 @@ class EngineCollector(Collector):
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
-    for name, field, about in _COUNTERS:
-        yield _counter(name, about, getattr(stats, field))
+    for counts, fields in ((stats, _COUNTERS), (stats.kv_disk, _DISK_COUNTERS)):
+        for name, field, about in fields:
+            yield _counter(name, about, getattr(counts, field))
 
 
 def _gauges(gauges: Gauges) -> Iterator[Metric]:

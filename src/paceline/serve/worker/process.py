@@ -264,6 +264,7 @@ def run(address: str) -> int:
         if (grammars := built.engine.target.rows.grammars.compiled) is not None:
             threading.Thread(target=grammars.prepare, daemon=True).start()
         worker.run()
+        built.engine.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
         return 1
