@@ -6,15 +6,17 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
-from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
+from paceline.model.files.gguf_file import FourBit, open_gguf
 from paceline.model.files.pull import resolve
+from paceline.model.files.quantisation_config import read_quantisation
+from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
+
+
+@runtime_checkable
+class KeepsFourBits(Protocol):
+    """A stored matrix that may have four bits of its own."""
+
+    def four_bit(self) -> FourBit | None:
+        """Return them, None if it has others."""
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
@@ -47,7 +57,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         stored = self._stored[name]
-        return stored.four_bit() if isinstance(stored, GgufTensor) else None
+        return stored.four_bit() if isinstance(stored, KeepsFourBits) else None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -165,11 +175,11 @@ def _load_shape(name: str) -> LoadedModel:
 
 def _load_folder(folder: Path) -> LoadedModel:
     generation = folder / "generation_config.json"
-    config = hf.config_from_json(
-        hf.read_json(folder / "config.json"), hf.read_json(generation) if generation.is_file() else None
-    )
+    values = hf.read_json(folder / "config.json")
+    config = hf.config_from_json(values, hf.read_json(generation) if generation.is_file() else None)
+    quantisation = read_quantisation(values)
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, hf.stored_tensors(folder), folder)
+    stored = choose_tensors(config, names, joined_tensors(quantisation, hf.stored_tensors(folder)), folder)
     return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
 
 
