@@ -30,7 +30,7 @@ from tools.peers.ggml_blocks import PACKERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, intp, uint8
+    from numpy import float32, intp
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
