@@ -237,7 +237,10 @@ def _install(rows: Sequence[MeasuredRow], folder: Path) -> None:
 
 
 def _runs(engine: PeerEngine, folder: Path) -> bool:
-    """Return False if llama.cpp dies over a tiny model, as its AMX kernels do where tiles are forbidden."""
+    """Return False if llama.cpp dies over a tiny model.
+
+    Its AMX kernels do where tiles are forbidden.
+    """
     setting = PeerSetting(model_file(PROBE, folder / "work", "Q8_0"), 1, 1, 2 * PROBE_TOKENS, PROBE_TOKENS)
     options = json.dumps({"setting": asdict(setting), "flash": True})
     command = [python_of(engine, folder), "-m", "tools.peers.worker", "llama_cpp", options]
@@ -333,7 +336,10 @@ def _warm_up(
 
 
 def _texts(c: PeerComparison, args: Namespace) -> JudgedTexts | None:
-    """Return the texts for quality, made before any worker has a model in memory; None: it is not measured."""
+    """Return the texts for quality, None if it is not measured.
+
+    They are made before any worker has a model in memory.
+    """
     needed = 4 * num_weights(c.model.config)
     if not args.quality_prompts:
         return None

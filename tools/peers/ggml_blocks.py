@@ -21,7 +21,7 @@ _SMALLEST = np.float32(1e-30)
 
 
 def pack_q4_k(rows: NDArray[float32]) -> NDArray[uint8]:
-    """Pack rows as Q4_K: eight sub-blocks of 32, each with a scale and a minimum of 6 bits."""
+    """Pack rows as Q4_K: eight sub-blocks of 32, scales and minima of 6 bits."""
     x = rows.reshape(-1, 8, 32)
     low = np.minimum(x.min(axis=2), 0)
     d, steps = _six_bits((x.max(axis=2) - low) / 15)

@@ -200,7 +200,7 @@ def file_type(model: LoadedModel) -> str:
 
 
 def model_file(name: str, folder: Path, kind: str) -> str:
-    """Return a model's name, or the GGUF file of a shape, written on first use. Raises `UnsupportedModel`."""
+    """Return a model's name, or a shape's GGUF file, written once. Raises `UnsupportedModel`."""
     if not is_shape(name):
         return name
     target = folder / f"{''.join(ch if ch.isalnum() else '-' for ch in name)}-{kind}.gguf"

@@ -1,4 +1,4 @@
-"""Write a model that is known by its shape as a GGUF file, for every engine that reads those.
+"""Write a shape as a GGUF file, for every engine that reads those.
 
 `python -m tools.peers.shape_gguf shape:llama-3.1-8b FILE.gguf [--type Q4_K]`. Weights are those of the shape,
 rounded to the type; embedding and output keep six bits beside four, as files of this kind have them. Only some
@@ -105,7 +105,7 @@ def _packed(
 
 
 def _row_order(name: str, shaped: ShapedModel) -> NDArray[intp]:
-    """Return a tensor's rows in the order of the file: some families have those of q and k interleaved."""
+    """Return a tensor's rows as in the file: some families interleave q and k."""
     config, tensor = shaped.config, shaped.tensors()[name]
     order = np.arange(tensor.num_rows)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.rpartition(".")[2])
