@@ -19,6 +19,7 @@ from paceline.model.files.gguf_file import FourBit
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.safetensors_file import open_safetensors
+from paceline.model.files.scaled_tensors import QuantisedMatrix
 from paceline.model.weights import LazyWeights, load_model
 from tests.model import quantised_files as files
 from tests.oracles import quantised as twin
@@ -154,6 +155,22 @@ def test_scales_that_four_bits_cannot_keep(tmp_path: Path) -> None:
     weights = written(tmp_path, parts, said)
     assert weights.four_bit("x.weight") is None
     assert np.array_equal(weights["x.weight"], twin.rows_slow(parts, 4, 32))
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq-order", "compressed-fp8-block"])
+def test_some_rows_are_a_matrix_of_their_own(case: str) -> None:
+    path = DATA / f"{case}.safetensors"
+    with safe_open(path, "pt") as file:
+        whole = joined(path, json.loads(file.metadata()["quantization_config"])).stored(f"{NAME}.weight")
+    assert isinstance(whole, QuantisedMatrix)
+    part = whole.rows(3, 20).rows(2, 10)
+    assert part.shape == (8, 96)
+    assert np.array_equal(part.read(), whole.read()[5:13])
+    assert part.kind == whole.kind == ("Q4_1" if case == "awq" else None)
+    blocks, all_blocks = part.four_bit(), whole.four_bit()
+    assert (blocks is None) == (all_blocks is None) == (part.kind is None)
+    if blocks is not None and all_blocks is not None:
+        assert np.array_equal(expanded(blocks), expanded(all_blocks)[5:13])
 
 
 # Configs that are refused ------------------------------------------------------------------------

@@ -179,7 +179,8 @@ def _load_folder(folder: Path) -> LoadedModel:
     config = hf.config_from_json(values, hf.read_json(generation) if generation.is_file() else None)
     quantisation = read_quantisation(values)
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, joined_tensors(quantisation, hf.stored_tensors(folder)), folder)
+    found = hf.stored_tensors(folder)
+    stored = choose_tensors(config, names, joined_tensors(quantisation, found), folder)
     return LoadedModel(folder, config, LazyWeights(hf.as_used(config, stored)), hf.FolderText(folder))
 
 

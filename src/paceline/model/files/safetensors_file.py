@@ -59,7 +59,7 @@ class StoredTensor:
             return None
         return self.dtype, np.frombuffer(self._data(), "<u2").reshape(self.shape)
 
-    def raw(self) -> NDArray[Any]:
+    def codes(self) -> NDArray[Any]:
         """Return whole numbers in their own type, and floats of 8 bits as codes."""
         return np.frombuffer(self._data(), _OTHER_TYPES[self.dtype]).reshape(self.shape)
 

@@ -49,29 +49,41 @@ class ScaledNumbers:
         for first in range(0, len(weights), step):
             part = weights[first : first + step]
             if self.zeros is not None:
-                part -= self._beside(self.zeros, first, len(part))
-            part *= self._beside(self.scales, first, len(part))
+                self._with_blocks(np.subtract, part, self.zeros, first)
+            self._with_blocks(np.multiply, part, self.scales, first)
         return weights
 
-    def _beside(self, of_blocks: NDArray[float32], first: int, count: int) -> NDArray[float32]:
-        """Return the value of each weight's block, for `count` rows from `first`."""
-        last = first + count - 1
+    def _with_blocks(
+        self, change: np.ufunc, part: NDArray[float32], of_blocks: NDArray[float32], first: int
+    ) -> None:
+        """Change each weight of some rows, from `first`, by its block's value."""
+        last = first + len(part) - 1
         own = of_blocks[first // self.rows : last // self.rows + 1]
-        wide = own if own.shape[1] == 1 else own[:, self.block_of]
-        return wide if self.rows == 1 else np.repeat(wide, self.rows, axis=0)[:count]
+        own = own if self.rows == 1 else np.repeat(own, self.rows, axis=0)[: len(part)]
+        num_blocks = own.shape[1]
+        size, rest = divmod(part.shape[1], num_blocks)
+        if rest == 0 and np.array_equal(self.block_of, np.arange(part.shape[1]) // size):  # quicker than by index
+            in_blocks = part.reshape(len(part), num_blocks, size)
+            change(in_blocks, own[:, :, None], out=in_blocks)
+        else:
+            change(part, own[:, self.block_of], out=part)
 
     def four_bit(self) -> FourBit | None:
         """Return the matrix in blocks of 32 columns, None if its own are others."""
+        if self.zeros is None or self.rows != 1 or not _in_runs(self.block_of):
+            return None
         kept = self.block_of[::KEPT_BLOCK]
-        if self.zeros is None or self.rows != 1 or len(self.block_of) % KEPT_BLOCK:
-            return None
-        if not np.array_equal(np.repeat(kept, KEPT_BLOCK), self.block_of):
-            return None
         halves, minima = self.scales.astype(np.float16), (-self.zeros * self.scales).astype(np.float16)
         lost = np.abs(halves - self.scales) > _SCALE_ERROR * np.abs(self.scales)
         if lost.any() or not np.isfinite(minima).all():
             return None
         return FourBit(self.numbers, np.ascontiguousarray(halves[:, kept]), np.ascontiguousarray(minima[:, kept]))
+
+
+def _in_runs(block_of: NDArray[intp]) -> bool:
+    """Return True if blocks are made of whole runs of 32 columns."""
+    runs = len(block_of) % KEPT_BLOCK == 0
+    return runs and np.array_equal(np.repeat(block_of[::KEPT_BLOCK], KEPT_BLOCK), block_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,16 @@ class QuantisedMatrix:
         with np.errstate(all="ignore"):
             return self.unpack(self).four_bit()
 
+    @property
+    def kind(self) -> str | None:
+        """Name of GGUF's blocks that hold the same four bits, None if there are none."""
+        kept = self.bits == 4 and self.blocks.rows == 1 and _in_runs(self.block_of())
+        return "Q4_1" if kept else None
+
+    def rows(self, first: int, end: int) -> RowsOf:
+        """Return some rows as a matrix of their own."""
+        return RowsOf(self, first, end)
+
     def bad(self, what: str) -> BadModelFile:
         """Return the error for a matrix that is broken."""
         return BadModelFile(f"the quantised matrix {self.name!r} {what}; download it again or convert it anew")
@@ -148,6 +170,41 @@ class QuantisedMatrix:
         return found.astype(np.intp)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsOf:
+    """Some rows of a quantised matrix, such as one of several fused ones."""
+
+    matrix: QuantisedMatrix
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return (self.end - self.first, *self.matrix.shape[1:])
+
+    @property
+    def kind(self) -> str | None:
+        """Name of GGUF's blocks that hold the same four bits, None if there are none."""
+        return self.matrix.kind
+
+    def read(self) -> NDArray[floating]:
+        """Return the rows in float32. Raises `BadModelFile`, `UnsupportedModel`."""
+        return self.matrix.read()[self.first : self.end]
+
+    def four_bit(self) -> FourBit | None:
+        """Return the rows' own four bits, None if they have others. Raises `BadModelFile`."""
+        whole = self.matrix.four_bit()
+        if whole is None:
+            return None
+        parts = (whole.values, whole.scales, whole.minima)
+        return FourBit(*(np.ascontiguousarray(part[self.first : self.end]) for part in parts))
+
+    def rows(self, first: int, end: int) -> RowsOf:
+        """Return some of these rows."""
+        return RowsOf(self.matrix, self.first + first, self.first + end)
+
+
 ORDER_MAPS = ("g_idx", "weight_g_idx")
 
 
@@ -168,7 +225,7 @@ def unpack_plain(matrix: QuantisedMatrix) -> ScaledNumbers:
     """Unpack numbers stored one by one: 8-bit floats or whole numbers."""
     stored = matrix.parts["weight"]
     scale = next(name for name in ("weight_scale", "weight_scale_inv") if name in matrix.parts)
-    codes = stored.raw()
+    codes = stored.codes()
     numbers = float8_values()[codes] if stored.dtype == FLOAT8 else codes
     zeros = None
     if "weight_zero_point" in matrix.parts:
@@ -183,11 +240,11 @@ def unpack_rows(matrix: QuantisedMatrix) -> ScaledNumbers:
     Words hold a row's next columns, those of zeros a column's next rows; both are stored from 0.
     """
     bits = matrix.bits
-    numbers = unpacked(matrix.parts["weight_packed"].raw(), bits)[:, : matrix.shape[1]]
+    numbers = unpacked(matrix.parts["weight_packed"].codes(), bits)[:, : matrix.shape[1]]
     scales = matrix.floats("weight_scale")
     zeros = np.full_like(scales, 1 << (bits - 1))
     if "weight_zero_point" in matrix.parts:
-        words = matrix.parts["weight_zero_point"].raw()  # [ceil(rows of scales * bits / 32), blocks]
+        words = matrix.parts["weight_zero_point"].codes()  # [ceil(rows of scales * bits / 32), blocks]
         zeros = unpacked(np.ascontiguousarray(words.T), bits)[:, : len(scales)].T.astype(np.float32)
     return ScaledNumbers(np.ascontiguousarray(numbers), scales, zeros, matrix.blocks.rows, matrix.block_of())
 
@@ -197,17 +254,17 @@ def unpack_gptq(matrix: QuantisedMatrix) -> ScaledNumbers:
 
     Version 1 stores words of zeros less one in each place, borrows included.
     """
-    numbers = unpacked(np.ascontiguousarray(matrix.parts["qweight"].raw().T), matrix.bits)
+    numbers = unpacked(np.ascontiguousarray(matrix.parts["qweight"].codes().T), matrix.bits)
     each = sum(matrix.first_zero << place for place in range(0, WORD_BITS, matrix.bits))
-    words = matrix.parts["qzeros"].raw().view(np.uint32) + np.uint32(each)  # [blocks, out * bits / 32]
+    words = matrix.parts["qzeros"].codes().view(np.uint32) + np.uint32(each)  # [blocks, out * bits / 32]
     zeros = np.ascontiguousarray(unpacked(words, matrix.bits).T, np.float32)
     return ScaledNumbers(numbers, matrix.floats("scales", transposed=True), zeros, 1, matrix.block_of())
 
 
 def unpack_awq(matrix: QuantisedMatrix) -> ScaledNumbers:
     """Unpack AWQ: words hold eight columns of a matrix [in, out], even ones first."""
-    numbers = _in_awq_order(matrix.parts["qweight"].raw())
-    zeros = _in_awq_order(matrix.parts["qzeros"].raw()).astype(np.float32)
+    numbers = _in_awq_order(matrix.parts["qweight"].codes())
+    zeros = _in_awq_order(matrix.parts["qzeros"].codes()).astype(np.float32)
     return ScaledNumbers(numbers, matrix.floats("scales", transposed=True), zeros, 1, matrix.block_of())
 
 
