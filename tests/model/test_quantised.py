@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
+from tools.measure.quality import QualityText, log_probs
 
+from paceline.backend.native.load import load_decoder
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
 from paceline.model.files.gguf_file import FourBit
 from paceline.model.files.quantisation_config import read_quantisation
@@ -368,3 +370,12 @@ def test_an_awq_folder_without_its_config_is_not_called_incomplete(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UnsupportedModel, match="no quantization_config"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", files.KEEP_FOUR_BITS)
+def test_native_multiplies_the_four_bits_that_a_folder_has(tmp_path: Path, kind: str) -> None:
+    files.write_folder(tmp_path, CONFIG, tiny_weights(CONFIG, dtype=torch.float32), kind)
+    weights = load_model(tmp_path).weights
+    text = QualityText((3, 50, 7, 200, 9, 14, 2, 77), 7)
+    kept, exact = (log_probs(load_decoder(CONFIG, weights, one, "f32", 1), text) for one in ("int4", "f32"))
+    assert np.abs(kept - exact).mean() < 0.03  # what is left is of the tables and the activations
