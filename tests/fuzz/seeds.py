@@ -8,6 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from paceline.model.files.gguf_file import QUANTS
 from tests.fuzz.targets import DATA, HEAD_TARGET, tokenizer_json
 
 ODD = [
@@ -28,6 +29,7 @@ def seeds(name: str) -> list[bytes]:
     return {
         "gguf": _gguf,
         "safetensors": lambda: [path.read_bytes() for path in sorted(DATA.glob("*/*.safetensors"))],
+        "quantised": _quantised,
         "tokenizer": lambda: [tokenizer_json(), *_tokenizers()],
         "head": _heads,
         "profile": lambda: [b'{"format": "paceline profile 1"}', *_profiles()],
@@ -49,6 +51,32 @@ def _gguf() -> list[bytes]:
             path = Path(folder) / "m.gguf"
             write_gguf(path, config, tiny_weights(config), quant, byte_level_metadata())
             found.append(path.read_bytes())
+    return [*found, _one_block_of_each_type()]
+
+
+def _one_block_of_each_type() -> bytes:
+    import gguf
+    import numpy as np
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = gguf.GGUFWriter(Path(folder) / "m.gguf", "llama")
+        for number, quant in QUANTS.items():
+            kind = gguf.GGMLQuantizationType(number)
+            writer.add_tensor(quant.name, np.zeros((1, quant.block_bytes), np.uint8), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return (Path(folder) / "m.gguf").read_bytes()
+
+
+def _quantised() -> list[bytes]:
+    found = []
+    for path in sorted((DATA / "quantised").glob("*.safetensors")):
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        said = header["__metadata__"]["quantization_config"].encode()
+        found.append(len(said).to_bytes(4, "little") + said + data)
     return found
 
 

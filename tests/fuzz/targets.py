@@ -15,11 +15,14 @@ from paceline.core.errors import PacelineError
 from paceline.model.config import ModelConfig
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import open_gguf
+from paceline.model.files.quantisation_config import read_quantisation
+from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
+from paceline.model.weights import LazyWeights
 from paceline.serve import app  # noqa: F401 (with the bodies of all routes)
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.fields import Body
@@ -82,6 +85,26 @@ def safetensors(data: bytes) -> None:
         with contextlib.suppress(PacelineError):
             tensor.read_integers()
         tensor.halves()
+
+
+def quantised(data: bytes) -> None:
+    """Join and read all matrices of a quantised folder: a length and a `quantization_config`, then its tensors."""
+    said, tensors = _config_and_tensors(data)
+    stored = open_safetensors(_file("model.safetensors", tensors))
+    matrices = LazyWeights(joined_tensors(read_quantisation({"quantization_config": said}), stored))
+    for name in list(matrices)[:MAX_TENSORS]:
+        with contextlib.suppress(PacelineError):
+            matrices.four_bit(name)
+            _ = matrices[name]
+
+
+def _config_and_tensors(data: bytes) -> tuple[object, bytes]:
+    """Split bytes into a JSON value, None if it is none, and the rest."""
+    length = int.from_bytes(data[:4], "little")
+    try:
+        return json.loads(data[4 : 4 + length]), data[4 + length :]
+    except (ValueError, RecursionError):
+        return None, data[4 + length :]
 
 
 def tokenizer(data: bytes) -> None:
@@ -152,6 +175,7 @@ def _kinds(kind: type[Body]) -> list[type[Body]]:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "gguf": gguf,
     "safetensors": safetensors,
+    "quantised": quantised,
     "tokenizer": tokenizer,
     "head": head,
     "profile": profile,

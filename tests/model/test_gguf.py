@@ -20,6 +20,7 @@ from paceline.core.sampling_defaults import checked
 from paceline.model.files.gguf_file import QUANTS, GgufTensor, open_gguf
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata, write_gguf
+from tests.oracles.quantised import GGUF_BLOCKS
 from tests.tiny import tiny_config, tiny_weights
 
 CONFIG = tiny_config(num_layers=1)
@@ -121,6 +122,20 @@ def test_k_blocks_mean_what_their_layout_says(tmp_path: Path, quant: Type) -> No
     assert np.array_equal(tensor.read(), np.array([numbers] * 3, np.float32))
 
 
+@pytest.mark.parametrize("quant", sorted(GGUF_BLOCKS))
+def test_blocks_mean_what_a_slow_reading_says(tmp_path: Path, quant: str) -> None:
+    kind = Type[quant]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (6, block_bytes), np.uint8)
+    for at in {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()}[quant]:
+        data[:, at : at + 2] = np.frombuffer(half(0.25) + half(-3.0), np.uint8).reshape(2, 2)[[0, 1] * 3]
+    path = tmp_path / "blocks"
+    path.write_bytes(data.tobytes())
+    found = GgufTensor(path, int(kind), (3, 2 * block), 0).read()
+    expected = [number for row in data for number in GGUF_BLOCKS[quant](row.tobytes())]
+    assert np.array_equal(found.reshape(-1), np.array(expected, np.float32))
+
+
 def test_sizes_agree_with_the_gguf_package() -> None:
     for number, quant in QUANTS.items():
         assert gguf.GGML_QUANT_SIZES[Type(number)] == (quant.block, quant.block_bytes)
@@ -171,9 +186,9 @@ def test_an_unknown_quantisation_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     data = bytearray(path.read_bytes())
     at = data.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
-    data[at : at + 4] = struct.pack("<I", 16)
+    data[at : at + 4] = struct.pack("<I", 40)
     path.write_bytes(data)
-    with pytest.raises(UnsupportedModel, match="unknown type 16"):
+    with pytest.raises(UnsupportedModel, match="unknown type 40"):
         load_model(path)
 
 

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tools.peers import compare, ours, rows, table, timing
+from tools.peers import install as installation
 from tools.peers.install import install, python_of, requirements
-from tools.peers.prepare import config_json, prompts_of, unquantized
+from tools.peers.prepare import config_json, file_type, prompts_of, unquantized
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder, divergence, reply
 from tools.peers.remote import PeerFailed, PeerProcess
-from tools.peers.speculation import SPECULATION
+from tools.peers.shape_gguf import write_shape
+from tools.peers.speculation import PAIR, PAIR_STUDY, SPECULATION, with_pair
 
+from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.model.files.hf import config_from_json
-from paceline.model.weights import load_model
+from paceline.model.weights import load_model, load_tokenizer
 from tests.tiny import tiny_config
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ def test_ratio_is_the_median_over_runs():
     assert timing.ratio(FIGURES, ("a",), ("d",)) is None
 
 
-@pytest.mark.parametrize("study", [rows.DECODING, SPECULATION])
+@pytest.mark.parametrize("study", [rows.of_file(s, "Q4_K") for s in (rows.DECODING, SPECULATION, PAIR_STUDY)])
 def test_required_ratios_name_rows_and_workloads_that_exist(study):
     names = {row.name for row in study.rows}
     workloads = {w.name for w in rows.workloads((1, 16, 64), 128, 128, 512)} | {"one request"}
@@ -81,6 +84,8 @@ def test_required_ratios_name_rows_and_workloads_that_exist(study):
         assert {*required.ours, *required.theirs} <= names
         assert set(required.minimum) <= workloads
     assert all(row.form in rows.FORMS for row in study.rows)
+    assert not any(rows.FILE in name for name in names)
+    assert any("Q4_K" in name for required in study.required for name in required.theirs)
 
 
 def test_a_required_ratio_is_reached_or_not():
@@ -109,6 +114,30 @@ def test_failed_installation_says_why_and_is_tried_again(tmp_path):
     assert not (tmp_path / "broken" / "installed").exists()
 
 
+def test_an_engine_that_dies_is_installed_the_safe_way(tmp_path, monkeypatch):
+    engine = rows.PeerEngine("fragile", ("x",), variables=(("WAY", "fast"),), safer=(("WAY", "safe"),))
+    made = []
+
+    def make(engine, folder):
+        made.append(dict(engine.variables)["WAY"])
+        (folder / engine.name).mkdir(exist_ok=True)
+        (folder / engine.name / "installed").write_text(installation._stamp(engine))
+
+    monkeypatch.setattr(installation, "_make", make)
+    for _ in range(2):  # the second time there is nothing to do
+        install(engine, tmp_path, lambda: False)
+    assert made == ["fast", "safe"]
+    install(replace(engine, name="sturdy"), tmp_path, lambda: True)
+    assert made == ["fast", "safe", "fast"]
+
+
+def test_llama_cpp_is_built_without_tiles_where_it_dies():
+    (_, fast), (_, safe) = (*rows.LLAMA_CPP.variables, *rows.LLAMA_CPP.safely().variables)
+    assert "amx" not in fast
+    assert safe.startswith(fast)
+    assert "-mno-amx-tile" in safe
+
+
 def test_paceline_needs_no_environment(tmp_path):
     install(rows.PACELINE, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -125,9 +154,17 @@ def test_config_survives_the_way_through_a_folder():
     )
 
 
-def test_other_families_are_refused():
-    with pytest.raises(UnsupportedModel, match="Llama"):
-        config_json(tiny_config("qwen3"))
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_survive_it_too(family):
+    config = replace(tiny_config(family, tie_embeddings=False), eos_ids=(2,))
+    there = config_from_json(config_json(config))
+    assert there == replace(config, rope=replace(config.rope, original_context=config.max_context))
+
+
+@pytest.mark.parametrize("config", [tiny_config("mistral"), tiny_config(biases=frozenset({"attn_o"}))])
+def test_what_cannot_be_written_is_refused(config):
+    with pytest.raises(UnsupportedModel, match="only llama, qwen2, qwen3"):
+        config_json(config)
 
 
 def test_weights_survive_the_way_through_a_folder(model, tmp_path):
@@ -135,6 +172,36 @@ def test_weights_survive_the_way_through_a_folder(model, tmp_path):
     there = load_model(unquantized(here, tmp_path))
     assert set(there.weights) == set(here.weights)
     assert all(np.array_equal(here.weights[n], there.weights[n]) for n in here.weights)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+@pytest.mark.parametrize("facts", ["", "family=qwen3,tied=0,", "family=qwen2,"])
+def test_shapes_are_written_as_gguf(tmp_path, kind, facts):
+    shape = f"shape:{facts}vocab_size=300,num_layers=2,hidden_size=256,intermediate_size=512"
+    write_shape(shape, tmp_path / "m.gguf", kind)
+    here, there = load_model(shape), load_model(tmp_path / "m.gguf")
+    assert there.config == replace(here.config, norm_eps=there.config.norm_eps)
+    step = {"Q4_K": 0.07, "Q6_K": 0.016, "Q8_0": 0.005, "F16": 0.001}[kind]  # of evenly spread numbers
+    for name, weights in here.weights.items():
+        error = np.sqrt(np.square(there.weights[name] - weights).mean() / np.square(weights).mean())
+        assert error < (step if weights.ndim == 2 else 1e-6), name
+    assert load_tokenizer(there).encode("xy") == load_tokenizer(here).encode("xy")
+    assert file_type(there) in (kind, "Q6_K")
+
+
+def test_a_stretched_rope_is_written_with_its_factors(tmp_path):
+    shape = "shape:llama-3.2-1b,num_layers=1,hidden_size=256,intermediate_size=256,vocab_size=300,max_context=64"
+    write_shape(shape, tmp_path / "m.gguf", "Q8_0")
+    here, there = load_model(shape).config, load_model(tmp_path / "m.gguf")
+    angles = inverse_frequencies(there.config.rope, 64, there.weights["rope_factors"])
+    assert np.allclose(angles, inverse_frequencies(here.rope, 64), rtol=1e-6)
+
+
+def test_shapes_that_do_not_fit_their_type_are_refused(tmp_path):
+    with pytest.raises(UnsupportedModel, match="Q8_0"):
+        write_shape("shape:hidden_size=64,num_heads=2,num_kv_heads=1,head_dim=32", tmp_path / "m.gguf", "Q4_K")
+    with pytest.raises(UnsupportedModel, match="window"):
+        write_shape("shape:family=gemma3_text,window=64,hidden_size=256", tmp_path / "m.gguf", "Q8_0")
 
 
 def test_each_run_has_prompts_of_its_own(model, prompts):
@@ -252,6 +319,7 @@ def test_comparison_of_our_own_rows(model, prompts, tmp_path, capsys):
 def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
     json_file = tmp_path / "out.json"
     flags = ["--speculate", "3", "--rows", "ngram,paceline int8", "--repeat", "2", "--new-tokens", "6"]
+    flags += ["--quality-prompts", "0"]
     flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
     assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
     document = json.loads(json_file.read_text())
@@ -259,6 +327,40 @@ def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
     assert {"Paceline int8", "Paceline int8, ngram:k=4"} <= set(known)
     assert all(len(row["tokens_per_s"]["one request"]) == 6 for row in known.values())
     assert "plain decoding" in capsys.readouterr().out
+
+
+def test_a_pair_drafts_in_our_rows(model, prompts, tmp_path):
+    json_file = tmp_path / "out.json"
+    flags = [
+        "--speculate",
+        "2",
+        "--pair",
+        str(model),
+        "--rows",
+        "paceline int8",
+        "--repeat",
+        "1",
+        "--new-tokens",
+        "6",
+    ]
+    flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
+    flags += ["--quality-prompts", "1", "--quality-tokens", "2"]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    found = {row["name"]: row for row in json.loads(json_file.read_text())["rows"]}
+    assert set(found) == {"Paceline int8, draft model"}
+    assert all(row["error"] is None and row["kl_nats"] < 0.1 for row in found.values())
+
+
+def test_the_pair_is_one_file_in_both_engines():
+    options = [with_pair(row.options, Path("/m.gguf")) for row in PAIR_STUDY.rows]
+    assert not any(PAIR in str(value) for o in options for value in o.values())
+    assert {"draft-model:model=/m.gguf", "/m.gguf"} <= {str(v) for o in options for v in o.values()}
+
+
+def test_a_pair_needs_speculation(model, prompts, tmp_path, capsys):
+    flags = ["--prompts", str(prompts), "--model", str(model), "--engines", str(tmp_path), "--pair", str(model)]
+    assert compare.main(flags) == 1
+    assert "--speculate" in capsys.readouterr().err
 
 
 def test_rows_that_fail_are_reported_and_the_others_go_on(model, prompts, tmp_path, capsys, monkeypatch):

@@ -14,24 +14,44 @@ import time
 from argparse import ArgumentParser
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.report import write_json
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.core.system import commit, machine, usable_cores
+from paceline.core.system import available_bytes, commit, machine, usable_cores
 from paceline.engine.assembly.config import MAX_ROWS, MAX_THREADS
+from paceline.model.config import num_weights
 from paceline.model.weights import load_model
 from paceline.serve.terminal.display import progress, say
 from paceline.serve.terminal.output_files import check_file
 from tools.entry import add_prompts, exit_status
 from tools.peers.install import install, preloads, python_of
-from tools.peers.prepare import chat_prompts, judged_texts, prompts_of, requantized, unquantized
+from tools.peers.prepare import (
+    chat_prompts,
+    file_type,
+    judged_texts,
+    model_file,
+    prompts_of,
+    requantized,
+    unquantized,
+)
 from tools.peers.protocol import PeerSetting
 from tools.peers.remote import PeerFailed, PeerProcess
-from tools.peers.rows import AS_IS, DECODING, LLAMA_CPP, REQUANTIZED, UNQUANTIZED, PeerWorkload, workloads
-from tools.peers.speculation import DRAFT_MODEL, SPECULATION, draft_gguf
+from tools.peers.rows import (
+    AS_IS,
+    DECODING,
+    LLAMA_CPP,
+    REQUANTIZED,
+    UNQUANTIZED,
+    PeerWorkload,
+    of_file,
+    workloads,
+)
+from tools.peers.shape_gguf import TYPES
+from tools.peers.speculation import DRAFT_MODEL, PAIR_STUDY, SPECULATION, draft_gguf, with_pair
 from tools.peers.table import MeasuredRow, document, print_tables
 from tools.peers.timing import rate
 
@@ -40,10 +60,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.model.weights import LoadedModel
-    from tools.peers.rows import PeerRow, PeerStudy
+    from tools.peers.prepare import JudgedTexts
+    from tools.peers.rows import PeerEngine, PeerRow, PeerStudy
 
     RunPrompts = Mapping[str, Sequence[list[list[int]]]]  # by workload, the prompts of each run
 
+PROBE = "shape:hidden_size=256,intermediate_size=512"
+PROBE_TOKENS = 64
+SHARE_FOR_FLOATS = 0.8  # of the free memory, for a model in float32
 WARM_UP_TOKENS = 32  # of each prompt of a batch during warm-up
 _BOUNDS = {
     "repeat": (1, 1000),
@@ -67,6 +91,7 @@ class PeerComparison:
     engines: Path
     threads: int
     workloads: Sequence[PeerWorkload]
+    draft: Path | None = None  # the pair's smaller model
 
     def setting(self, file: Path) -> PeerSetting:
         """Return the setting that a worker is loaded with."""
@@ -88,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(prog="compare-peers", description=(__doc__ or "").split("\n")[0])
     add_prompts(parser)
-    parser.add_argument("--model", default="default", help="the default model or a .gguf file")
+    parser.add_argument("--model", default="default", help="a model's name, a .gguf file, or shape:NAME")
+    parser.add_argument("--shape-type", default="Q4_K", choices=TYPES, help="GGUF type that a shape is written in")
+    parser.add_argument(
+        "--pair", metavar="MODEL", help="with --speculate: a smaller model that drafts, in llama.cpp and in ours"
+    )
     parser.add_argument("--rows", default="", metavar="WORDS", help="only rows whose names hold one of these, a,b")
     parser.add_argument(
         "--speculate",
@@ -116,28 +145,28 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
 
 def _compare(args: Namespace) -> int:
     _check(args)
-    words = [w for w in args.rows.lower().split(",") if w]
-    study = DECODING if args.speculate is None else SPECULATION
-    rows = [MeasuredRow(r) for r in study.rows if not words or any(w in r.name.lower() for w in words)]
-    if not rows:
-        names = [r.name for r in study.rows]
-        raise ConfigError(f"--rows: no row's name holds one of {args.rows!r}; rows: {names}")
     engines = Path(args.engines).resolve()
     engines.mkdir(parents=True, exist_ok=True)
-    _install(rows, engines)
     if args.install_only:
+        rows = _rows(_study(args), args.rows)
+        _install(rows, engines)
         _print_failures(rows)
         return 0
-    model = load_model(args.model)
+    model = load_model(model_file(args.model, engines / "work", args.shape_type))
+    draft = load_model(model_file(args.pair, engines / "work", args.shape_type)).path if args.pair else None
+    study = of_file(_study(args), file_type(model))
+    rows = _rows(study, args.rows)
+    _install(rows, engines)
     work, prompts = _work(args, model)
-    c = PeerComparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work)
+    c = PeerComparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work, draft)
     c.work.mkdir(parents=True, exist_ok=True)
     start = time.time()
+    texts = _texts(c, args)
     with ExitStack() as stack:
         workers = _start(c, rows, stack)
         _warm_up(c, rows, workers, prompts)
-        if args.quality_prompts and args.speculate is None:
-            _judge(c, rows, workers, args)
+        if texts is not None:
+            _judge(texts, rows, workers)
         _measure(c, rows, workers, prompts, args.repeat)
     print_tables(study, rows, c.workloads)
     if args.json:
@@ -152,8 +181,25 @@ def _compare(args: Namespace) -> int:
     return 0
 
 
+def _study(args: Namespace) -> PeerStudy:
+    if args.speculate is None:
+        return DECODING
+    return SPECULATION if args.pair is None else PAIR_STUDY
+
+
+def _rows(study: PeerStudy, words: str) -> list[MeasuredRow]:
+    """Return the rows whose names hold one of the words. Raises `ConfigError` if none does."""
+    wanted = [w for w in words.lower().split(",") if w]
+    rows = [MeasuredRow(r) for r in study.rows if not wanted or any(w in r.name.lower() for w in wanted)]
+    if not rows:
+        raise ConfigError(f"--rows: no row's name holds one of {words!r}; rows: {[r.name for r in study.rows]}")
+    return rows
+
+
 def _check(args: Namespace) -> None:
     check_file("--json", args.json)
+    if args.pair is not None and args.speculate is None:
+        raise ConfigError("--pair goes with --speculate N")
     for name, (low, high) in _BOUNDS.items():
         if not low <= (low if getattr(args, name) is None else getattr(args, name)) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} must be between {low} and {high}")
@@ -183,11 +229,28 @@ def _install(rows: Sequence[MeasuredRow], folder: Path) -> None:
         try:
             if engine.packages:
                 say(f"{engine.name}: installing, unless it is there (log: {folder / engine.name}.log)")
-            install(engine, folder)
+            install(engine, folder, partial(_runs, engine, folder))
         except (PacelineError, OSError) as error:
             for m in rows:
                 if m.row.engine is engine:
                     m.error = f"not installed: {error}"
+
+
+def _runs(engine: PeerEngine, folder: Path) -> bool:
+    """Return False if llama.cpp dies over a tiny model.
+
+    Its AMX kernels do where tiles are forbidden.
+    """
+    setting = PeerSetting(model_file(PROBE, folder / "work", "Q8_0"), 1, 1, 2 * PROBE_TOKENS, PROBE_TOKENS)
+    options = json.dumps({"setting": asdict(setting), "flash": True})
+    command = [python_of(engine, folder), "-m", "tools.peers.worker", "llama_cpp", options]
+    try:
+        with PeerProcess(command, folder / f"{engine.name}-probe.log", 1) as worker:
+            worker.ask(_decode([list(range(PROBE_TOKENS))], 2))
+    except PeerFailed as error:
+        say(f"{engine.name}: {error}; installing it without the newest instructions")
+        return False
+    return True
 
 
 def _print_failures(rows: Sequence[MeasuredRow]) -> None:
@@ -228,8 +291,10 @@ def _start(c: PeerComparison, rows: Sequence[MeasuredRow], stack: ExitStack) -> 
 
 def _worker(c: PeerComparison, row: PeerRow) -> PeerProcess:
     options = {"setting": asdict(c.setting(_file(c, row))), **row.options}
-    if DRAFT_MODEL in options:
+    if options.get(DRAFT_MODEL) == "":
         options[DRAFT_MODEL] = str(draft_gguf(c.model, c.work))
+    if c.draft is not None:
+        options = with_pair(options, c.draft)
     command = [
         python_of(row.engine, c.engines),
         "-m",
@@ -270,14 +335,24 @@ def _warm_up(
                 _ask(m, workers, _decode([ids[:length] for ids in prompts[w.name][0]], min(2, w.new_tokens)))
 
 
-def _judge(
-    c: PeerComparison, rows: Sequence[MeasuredRow], workers: dict[str, PeerProcess], args: Namespace
-) -> None:
+def _texts(c: PeerComparison, args: Namespace) -> JudgedTexts | None:
+    """Return the texts for quality, None if it is not measured.
+
+    They are made before any worker has a model in memory.
+    """
+    needed = 4 * num_weights(c.model.config)
+    if not args.quality_prompts:
+        return None
+    if needed > SHARE_FOR_FLOATS * available_bytes():
+        say(f"quality is not measured: {c.model.path.name} takes {needed >> 30} GiB in float32")
+        return None
     with progress("writing texts in float32") as update:
-        judged = judged_texts(
-            c.model, args.prompts, args.quality_prompts, args.quality_tokens, c.work / "expected.npy", update
-        )
-    question = {"do": "quality", "texts": judged.texts, "expected": str(judged.expected)}
+        expected = c.work / "expected.npy"
+        return judged_texts(c.model, args.prompts, args.quality_prompts, args.quality_tokens, expected, update)
+
+
+def _judge(texts: JudgedTexts, rows: Sequence[MeasuredRow], workers: dict[str, PeerProcess]) -> None:
+    question = {"do": "quality", "texts": texts.texts, "expected": str(texts.expected)}
     with progress("quality") as update:
         for done, m in enumerate(rows):
             update(done, len(rows))

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tools.peers.rows import PeerEngine
@@ -34,11 +34,21 @@ def preloads(engine: PeerEngine, folder: Path) -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(files + found)} if files or found else {}
 
 
-def install(engine: PeerEngine, folder: Path) -> None:
-    """Make an engine's environment unless it exists. Raises `ConfigError` with pip's last error line."""
+def install(engine: PeerEngine, folder: Path, runs: Callable[[], bool] | None = None) -> None:
+    """Make an engine's environment unless it exists. Raises `ConfigError` with pip's last error line.
+
+    runs: tells whether what was installed runs on this processor; the safer way is taken where it does not.
+    """
     stamp = folder / engine.name / STAMP
-    if not engine.packages or (stamp.is_file() and stamp.read_text(encoding="utf-8") == _stamp(engine)):
+    found = stamp.read_text(encoding="utf-8") if stamp.is_file() else None
+    if not engine.packages or found in (_stamp(engine), _stamp(engine.safely())):
         return
+    _make(engine, folder)
+    if engine.safer and runs is not None and not runs():
+        _make(engine.safely(), folder)
+
+
+def _make(engine: PeerEngine, folder: Path) -> None:
     log = folder / f"{engine.name}.log"
     log.write_bytes(b"")
     _run([sys.executable, "-m", "venv", "--clear", str(folder / engine.name)], log)
@@ -51,7 +61,7 @@ def install(engine: PeerEngine, folder: Path) -> None:
         _run([*pip, "--no-deps", first], log, variables)
         needed = requirements(_requires(engine, folder), engine.without)
         _run([*pip, *needed, *others], log, variables)
-    stamp.write_text(_stamp(engine), encoding="utf-8")
+    (folder / engine.name / STAMP).write_text(_stamp(engine), encoding="utf-8")
 
 
 def _stamp(engine: PeerEngine) -> str:

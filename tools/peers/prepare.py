@@ -6,7 +6,9 @@ import json
 import os
 import random
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +19,15 @@ from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.params import SamplingParams
 from paceline.model.files import hf
+from paceline.model.files.gguf_file import open_gguf
 from paceline.model.heads.checkpoint import RELAY
 from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE
+from paceline.model.shapes import is_shape
 from paceline.model.weights import canonical_names, load_template, load_tokenizer
 from paceline.serve.prompts import Prompts
 from tools.measure.quality import load, log_probs, write_greedily
 from tools.peers.remote import variables
+from tools.peers.shape_gguf import write_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,11 +35,17 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
     from paceline.model.weights import LoadedModel
+    from tools.measure.quality import QualityText
     from tools.peers.rows import PeerWorkload
 
     Update = Callable[[int, int], None]
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}  # by family; the families that can be written for other engines
+ARCHITECTURES = {  # by family; the families that can be written for other engines
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+INDEX = "model.safetensors.index.json"
 
 
 def requantized(model: LoadedModel, folder: Path, python: Path, kind: str) -> Path:
@@ -52,14 +63,22 @@ def requantized(model: LoadedModel, folder: Path, python: Path, kind: str) -> Pa
 
 
 def unquantized(model: LoadedModel, folder: Path) -> Path:
-    """Return the model as a Hugging Face folder in float32, without a tokenizer. Raises `UnsupportedModel`."""
+    """Return the model as a Hugging Face folder in float32, without a tokenizer. Raises `UnsupportedModel`.
+
+    A file holds one layer's tensors, so that no more than these are in memory.
+    """
     target = folder / "float32"
     if not (target / "config.json").is_file():
         config = config_json(model.config)
         target.mkdir(parents=True, exist_ok=True)
         names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-        tensors = {there: np.ascontiguousarray(model.weights[here], np.float32) for here, there in names.items()}
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        places = {}
+        for part, here in groupby(names, lambda name: ".".join(name.split(".")[:-1]) or name):
+            file = f"model-{part}.safetensors"
+            tensors = {names[n]: np.ascontiguousarray(model.weights[n], np.float32) for n in here}
+            save_file(tensors, target / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(tensors, file)
+        (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
 
@@ -83,10 +102,11 @@ def unquantized_head(head: Path, folder: Path) -> Path:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of a Llama model, the inverse of `hf.config_from_json`. Raises `UnsupportedModel`."""
+    """Return the config.json of a dense model, the inverse of `hf.config_from_json`. Raises `UnsupportedModel`."""
     architecture = ARCHITECTURES.get(config.family)
-    if architecture is None or config.rope.scaling != "none" or config.biases:
-        raise UnsupportedModel("only Llama models with plain RoPE are written as a Hugging Face folder")
+    if architecture is None or config.rope.scaling != "none" or config.biases != config.facts.biases:
+        known = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"only {known} with plain RoPE are written as a Hugging Face folder")
     return {
         "architectures": [architecture],
         "model_type": config.family,
@@ -151,11 +171,40 @@ def judged_texts(
 ) -> JudgedTexts:
     """Write greedy float32 answers to `limit` prompts, and save their distributions, as `measure.quality` does."""
     asked = chat_prompts(model, file, limit)
+    answers = _written(model, asked, num_tokens, update)
+    reference = load(model, "reference", "f32", "f32", None)
+    np.save(target, np.stack([log_probs(reference, a).astype(np.float32) for a in answers]))
+    return JudgedTexts([list(a.token_ids) for a in answers], target)
+
+
+def _written(
+    model: LoadedModel, asked: Sequence[Sequence[int]], num_tokens: int, update: Update
+) -> list[QualityText]:
+    """Return greedy float32 answers; the decoder that writes them is gone when this returns."""
     writer = load(model, "native", "f32", "f32", None)
     answers = []
     for done, prompt_ids in enumerate(asked):
         update(done, len(asked))
         answers.append(write_greedily(writer, tuple(prompt_ids), num_tokens))
-    reference = load(model, "reference", "f32", "f32", None)
-    np.save(target, np.stack([log_probs(reference, a).astype(np.float32) for a in answers]))
-    return JudgedTexts([list(a.token_ids) for a in answers], target)
+    return answers
+
+
+def file_type(model: LoadedModel) -> str:
+    """Return the type that most bytes of a model's file have."""
+    if model.path.suffix != ".gguf":
+        return "safetensors"
+    sizes: Counter[str] = Counter()
+    for tensor in open_gguf(model.path).tensors.values():
+        sizes[tensor.quant.name] += tensor.num_bytes
+    return sizes.most_common(1)[0][0]
+
+
+def model_file(name: str, folder: Path, kind: str) -> str:
+    """Return a model's name, or a shape's GGUF file, written once. Raises `UnsupportedModel`."""
+    if not is_shape(name):
+        return name
+    target = folder / f"{''.join(ch if ch.isalnum() else '-' for ch in name)}-{kind}.gguf"
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shape(name, target, kind)
+    return str(target)

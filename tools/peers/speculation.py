@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quantize
@@ -11,9 +11,9 @@ from paceline.core.errors import UnsupportedModel
 from paceline.draft.shipped import shipped_folder
 from paceline.model.files.gguf_model import LAYER_NAMES, LAYER_PREFIX, MODEL_NAMES
 from paceline.model.heads.cut_model import load_cut_model
-from tools.peers.prepare import ARCHITECTURES
 from tools.peers.rows import (
     AS_IS,
+    FILE,
     LLAMA_CPP,
     LLAMA_CPP_ROWS,
     OPENVINO,
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 
     from paceline.model.weights import LoadedModel
 
-DRAFT_MODEL = "draft_model"  # row option with the path of the file from `draft_gguf`
+DRAFT_MODEL = "draft_model"  # row option with the path of a GGUF file; empty: that of `draft_gguf`
+PAIR = "PAIR"  # in options: stands for the file of the pair's draft model
 DRAFTS = ("ngram:k=4", "suffix", "draft-model", "eagle3", "auto:suffix+eagle3")
 SPECULATING = tuple(
     PeerRow(f"Paceline int8, {draft}", PACELINE, "ours", AS_IS, {"weights": "int8", "draft": draft})
     for draft in DRAFTS
 )
 _LLAMA_CPP = tuple(
-    PeerRow(f"llama.cpp Q4_1, {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
+    PeerRow(f"llama.cpp as it is ({FILE}), {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
     for name, options in (
         ("lookup of 2", {"lookup": 2}),
         ("lookup of 10", {"lookup": 10}),
         ("our draft model", {DRAFT_MODEL: "", "max_drafts": 4}),
     )
 )
-_OPENVINO = (PeerRow("OpenVINO int4 (Q4_1), prompt lookup", OPENVINO, "openvino", AS_IS, {"lookup": True}),)
+_OPENVINO = (PeerRow(f"OpenVINO as it is ({FILE}), prompt lookup", OPENVINO, "openvino", AS_IS, {"lookup": True}),)
 _PLAIN = (OURS[0], LLAMA_CPP_ROWS[0], OPENVINO_ROWS[2])
 _OURS = (OURS[0], *SPECULATING)
 
@@ -66,13 +67,57 @@ SPECULATION = PeerStudy(
     ),
 )
 
+# A target and a smaller model of its tokenizer: the same two files in both engines.
+_PAIR_DRAFTS = {
+    "ngram": "ngram:k=4",
+    "suffix": "suffix",
+    "draft model": f"draft-model:model={PAIR}",
+    "auto": f"auto:suffix+draft-model:model={PAIR}",
+}
+_PAIR_OURS = tuple(
+    PeerRow(f"Paceline {weights}, {name}", PACELINE, "ours", AS_IS, {"weights": weights, "draft": draft})
+    for weights in ("int8", "int4")
+    for name, draft in _PAIR_DRAFTS.items()
+)
+_PAIR_LLAMA_CPP = tuple(
+    PeerRow(f"llama.cpp as it is ({FILE}), {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
+    for name, options in (
+        ("lookup of 2", {"lookup": 2}),
+        ("lookup of 10", {"lookup": 10}),
+        ("draft model, at most 4", {DRAFT_MODEL: PAIR, "max_drafts": 4}),
+        ("draft model, at most 16", {DRAFT_MODEL: PAIR, "max_drafts": 16}),
+    )
+)
+_PAIR_THEIRS = (*_PLAIN[1:], *_PAIR_LLAMA_CPP, *_OPENVINO)
+PAIR_STUDY = PeerStudy(
+    rows=(*OURS[:2], *_PLAIN[1:], *_PAIR_OURS, *_PAIR_LLAMA_CPP, *_OPENVINO),
+    ours=(*OURS[:2], *_PAIR_OURS),
+    required=(
+        RequiredRatio("plain decoding", names_of(_PAIR_OURS), names_of(OURS[:2]), {}),
+        RequiredRatio(
+            "the best of llama.cpp and OpenVINO, with speculation or without",
+            names_of((*OURS[:2], *_PAIR_OURS)),
+            names_of(_PAIR_THEIRS),
+            {"one request": 1.5},
+        ),
+    ),
+)
+
+
+def with_pair(options: dict[str, Any], draft: Path) -> dict[str, Any]:
+    """Return a row's options with the file of the pair's draft model in its place."""
+    return {
+        name: value.replace(PAIR, str(draft)) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
 
 def draft_gguf(model: LoadedModel, folder: Path) -> Path:
     """Write the target's shipped draft model as an 8-bit GGUF file, with the target's tables.
 
     Raises `ConfigError` if none ships, `UnsupportedModel` if the target is no GGUF file of a Llama model.
     """
-    if model.path.suffix != ".gguf" or model.config.family not in ARCHITECTURES:
+    if model.path.suffix != ".gguf" or model.config.facts.gguf_arch != "llama":
         raise UnsupportedModel(
             "a draft model is written for llama.cpp from a target that is a GGUF file of a Llama"
         )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from numpy import floating, uint32
+    from numpy import float64, floating, intp, uint32
     from numpy.typing import NDArray
 
 PREFIX = "shape:"
@@ -56,6 +56,20 @@ _QWEN3 = ModelConfig(
     rope=Rope(1e6),
     max_context=40960,
 )
+_LLAMA3_1B = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    norm_eps=1e-5,
+    rope=replace(_LLAMA3, factor=32.0),
+    tie_embeddings=True,
+    max_context=131072,
+)
 SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": ModelConfig(
         family="llama",
@@ -70,6 +84,8 @@ SHAPES: dict[str, ModelConfig] = {
         rope=_LLAMA3,
         max_context=131072,
     ),
+    "llama-3.2-1b": _LLAMA3_1B,
+    "llama-3.2-3b": replace(_LLAMA3_1B, hidden_size=3072, num_layers=28, num_heads=24, head_dim=128),
     "qwen3-8b": _QWEN3,
     "qwen3-32b": replace(_QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64),
     "qwen3-1.7b": replace(
@@ -179,15 +195,25 @@ class RandomTensor:
 
     def read(self) -> NDArray[floating]:
         """Return the tensor in float32."""
-        rows = self.shape[0] if len(self.shape) == 2 else 1
-        columns = mixed(np.arange(self.shape[-1], dtype=np.uint32) ^ np.uint32(self.key))
-        values = np.empty((rows, self.shape[-1]), np.float32)
-        for row in range(rows):  # row by row, so that a table of tokens takes no memory besides
-            words = mixed(columns + np.uint32(row * ROW_STEP & MASK))
-            values[row] = (words.astype(np.float64) - HALF) * (self.spread / HALF) + self.center
+        values = np.empty((self.num_rows, self.shape[-1]), np.float32)
+        for first in range(0, self.num_rows, _ROWS_AT_ONCE):  # so that a table of tokens takes no memory besides
+            part = values[first : first + _ROWS_AT_ONCE]
+            part[:] = self.rows(np.arange(first, first + len(part)))
         return values.reshape(self.shape)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows; a vector is one."""
+        return self.shape[0] if len(self.shape) == 2 else 1
 
+    def rows(self, index: NDArray[intp]) -> NDArray[float64]:
+        """Return some rows, [rows, columns]."""
+        columns = mixed(np.arange(self.shape[-1], dtype=np.uint32) ^ np.uint32(self.key))
+        words = mixed(columns + (index * ROW_STEP & MASK).astype(np.uint32)[:, None])
+        return (words.astype(np.float64) - HALF) * (self.spread / HALF) + self.center
+
+
+_ROWS_AT_ONCE = 16
 ROW_STEP = 0x9E3779B9  # times a row's index: rows with little in common
 MASK = 0xFFFFFFFF
 HALF = 2.0**31 - 0.5  # middle of a hash's values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -19,6 +19,8 @@ from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
 from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
 from paceline.model.files.pull import resolve
+from paceline.model.files.quantisation_config import read_quantisation
+from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.rearranged import divide_logits
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.stored import Stored
@@ -40,6 +42,14 @@ if TYPE_CHECKING:
 StoredT = TypeVar("StoredT", bound=Stored)
 
 _TOKENIZERS: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by `tokenizer_digest`
+
+
+@runtime_checkable
+class KeepsFourBits(Protocol):
+    """A stored matrix that may have four bits of its own."""
+
+    def four_bit(self) -> FourBit | None:
+        """Return them, None if it has others."""
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
@@ -85,7 +95,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def four_bit(self, name: str) -> FourBit | None:
         """Return a matrix as its file's own 4-bit blocks, None if it is stored otherwise."""
         stored = self._stored[name]
-        return stored.four_bit() if isinstance(stored, GgufTensor) else None
+        return stored.four_bit() if isinstance(stored, KeepsFourBits) else None
 
     def raw(self, name: str) -> RawBlocks | None:
         """Return a matrix as its file's own bytes, None if they have to be changed before use."""
@@ -245,11 +255,13 @@ def _load_folder(folder: Path) -> LoadedModel:
     generation = folder / "generation_config.json"
     values = hf.read_json(folder / "config.json")
     config = hf.config_from_json(values, hf.read_json(generation) if generation.is_file() else None)
+    found = hf.stored_tensors(folder)
+    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    whole = hf.text_tensors(joined_tensors(read_quantisation(values), found))
     if hf.reads_images(values):  # the two parts of its config.json may not agree on this
-        config = replace(config, tie_embeddings=not hf.has_head(folder))
+        config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole)
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, hf.folder_tensors(config, folder, names), folder)
-    sources = (folder / "config.json", *sorted({tensor.path for tensor in stored.values()}))
+    stored = choose_tensors(config, names, hf.parts(config, whole, names), folder)
     weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 

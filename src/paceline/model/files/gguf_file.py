@@ -56,12 +56,20 @@ QUANTS: dict[int, Quant] = {
     6: Quant("Q5_0", 32, 22),
     7: Quant("Q5_1", 32, 24),
     8: Quant("Q8_0", 32, 34),
+    10: Quant("Q2_K", 256, 84),
     11: Quant("Q3_K", 256, 110),
     12: Quant("Q4_K", 256, 144),
     13: Quant("Q5_K", 256, 176),
     14: Quant("Q6_K", 256, 210),
+    16: Quant("IQ2_XXS", 256, 66),
+    17: Quant("IQ2_XS", 256, 74),
+    18: Quant("IQ3_XXS", 256, 98),
+    19: Quant("IQ1_S", 256, 50),
     20: Quant("IQ4_NL", 32, 18),
+    21: Quant("IQ3_S", 256, 110),
+    22: Quant("IQ2_S", 256, 82),
     23: Quant("IQ4_XS", 256, 136),
+    29: Quant("IQ1_M", 256, 56),
     30: Quant("BF16", 1, 2),
     39: Quant("MXFP4", 32, 17),
 }
@@ -132,7 +140,10 @@ class GgufTensor:
         blocks = np.frombuffer(self._data(), np.uint8).reshape(-1, self.quant.block_bytes)
         values = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).reshape(self.shape)
         scales = blocks[:, :2].copy().view(np.float16)
-        minima = blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
+        with np.errstate(all="ignore"):  # odd scales, as in `_dequantize`
+            minima = (
+                blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
+            )
         per_block = (*self.shape[:-1], -1)
         parts: list[NDArray[Any]] = [values, scales.reshape(per_block), minima.reshape(per_block)]
         if self.row_order:

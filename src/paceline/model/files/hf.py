@@ -265,7 +265,7 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     return {**LAYER_NAMES, **(POST_NORM_NAMES if facts.norms != "before" else {}), **facts.names}
 
 
-def text_tensors(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return a folder's tensors with the names that a model of text alone has."""
     prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in found), _PREFIXES[0])
     head = next((found[name] for name in _HEADS if name in found), None)
@@ -273,14 +273,9 @@ def text_tensors(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return named if head is None else named | {_HEADS[0]: head}
 
 
-def has_head(folder: Path) -> bool:
-    """Return True if a folder has output rows apart from the embedding."""
-    return MODEL_NAMES["head"] in text_tensors(stored_tensors(folder))
-
-
-def folder_tensors(config: ModelConfig, folder: Path, names: Mapping[str, str]) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder by name, fused ones apart. names: by canonical name."""
-    return unfuse(config, text_tensors(stored_tensors(folder)), names, tensor_shapes(config), FUSED, LAYER_PREFIX)
+def parts(config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, str]) -> dict[str, Stored]:
+    """Return tensors by name, fused ones apart. names: by canonical name."""
+    return unfuse(config, found, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:

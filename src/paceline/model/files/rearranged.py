@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -99,32 +99,49 @@ def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str
     return {**stored} if norm is None or divisor == 1.0 else {**stored, "final_norm": Divided(norm, divisor)}
 
 
+@runtime_checkable
 class _HasRows(Protocol):
     """A matrix in a file that can give some of its rows."""
 
+    def rows(self, first: int, end: int) -> Stored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SomeRows:
+    """Some rows of a matrix that can only be read whole."""
+
+    stored: Stored
+    first: int
+    end: int
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return (self.end - self.first, *self.stored.shape[1:])
 
-    def rows(self, first: int, end: int) -> Self: ...
+    def read(self) -> NDArray[floating]:
+        """Return the rows."""
+        return self.stored.read()[self.first : self.end]
 
 
-RowsT = TypeVar("RowsT", bound=_HasRows)
+def _rows(stored: Stored, first: int, end: int) -> Stored:
+    return stored.rows(first, end) if isinstance(stored, _HasRows) else SomeRows(stored, first, end)
 
 
 def unfuse(
     config: ModelConfig,
-    found: Mapping[str, RowsT],
+    found: Mapping[str, Stored],
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     fused: Mapping[str, tuple[str, ...]],
     prefix: str,
-) -> dict[str, RowsT]:
+) -> dict[str, Stored]:
     """Return a file's tensors, matrices that stand for several cut into those.
 
     names: canonical name -> name in the file. fused: name in the file without the layer's `prefix` -> canonical
     names without the layer, whose rows it holds one after another.
     """
-    result = dict(found)
+    result = {**found}
     for layer in range(config.num_layers):
         for name, parts in fused.items():
             whole = found.get(prefix.format(layer=layer) + name)
@@ -133,5 +150,5 @@ def unfuse(
             if whole is None or names[own[0]] in found or len(whole.shape) != 2 or whole.shape[0] != sum(sizes):
                 continue  # `choose_tensors` says what is wrong, if anything is
             ends = np.cumsum(sizes).tolist()
-            result |= {names[n]: whole.rows(e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
+            result |= {names[n]: _rows(whole, e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
     return result

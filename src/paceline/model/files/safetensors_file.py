@@ -25,10 +25,10 @@ MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "<i1"}
-# Types that can be skipped but not computed with.
-_OTHER_BYTES: dict[str, int] = {
-    "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1,
+# Types that are no weights by themselves, as numpy reads them; it has no floats of 8 bits.
+_OTHER_TYPES: dict[str, str] = _INTEGERS | {
+    "U64": "<u8", "U32": "<u4", "I16": "<i2", "U16": "<u2", "U8": "u1", "BOOL": "u1",
+    "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
 }  # fmt: skip
 
 
@@ -68,6 +68,10 @@ class StoredTensor:
         if FLOAT_BYTES.get(self.dtype) != 2:
             return None
         return self.dtype, np.frombuffer(self._data(), "<u2").reshape(self.shape)
+
+    def codes(self) -> NDArray[Any]:
+        """Return whole numbers in their own type, and floats of 8 bits as codes."""
+        return np.frombuffer(self._data(), _OTHER_TYPES[self.dtype]).reshape(self.shape)
 
     def read_integers(self) -> NDArray[int64]:
         """Return a tensor of integers. Raises `BadModelFile`, `UnsupportedModel`."""
@@ -156,9 +160,9 @@ def _entry(path: Path, name: str, entry: object, start: int) -> StoredTensor:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not _sizes(shape, MAX_DIMS) or not _sizes(offsets, 2) or len(offsets) != 2:
         raise BadModelFile(f"{path}: tensor {name!r} has no proper dtype, shape and data_offsets")
-    item_bytes = FLOAT_BYTES.get(dtype, _OTHER_BYTES.get(dtype))
-    if item_bytes is None:
+    if dtype not in FLOAT_BYTES and dtype not in _OTHER_TYPES:
         raise UnsupportedModel(f"{path}: tensor {name!r} has the unknown type {dtype!r}")
+    item_bytes = FLOAT_BYTES.get(dtype) or np.dtype(_OTHER_TYPES[dtype]).itemsize
     begin, end = offsets
     if end - begin != math.prod(shape) * item_bytes:
         raise BadModelFile(
