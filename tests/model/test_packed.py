@@ -26,10 +26,12 @@ from paceline.model.files.gguf_file import QUANTS, GgufTensor
 from paceline.model.files.kept_models import kept_models
 from paceline.model.files.packed_cache import SUFFIX, PackedCache, file_digest
 from paceline.model.files.packed_file import PIECE, Wanted, data_bytes, open_packed, read_table, write_packed
+from paceline.model.files.rearranged import head_order
 from paceline.model.shapes import read_shape
 from paceline.model.weights import LazyWeights
 from tests.model.helpers import pack as pack_rows
 from tests.model.helpers import run_pass
+from tests.tiny import tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +98,8 @@ def test_blocks_are_unpacked_to_the_bits_of_the_numpy_twin(quant, heads: int, tm
     raw = np.random.default_rng(0).integers(0, 256, (out, width // quant.block * quant.block_bytes), np.uint8)
     raw.tofile(tmp_path / "tensor")
     number = next(i for i, q in QUANTS.items() if q is quant)
-    tensor = GgufTensor(tmp_path / "tensor", number, (out, width), 0, heads)
+    order = head_order(tiny_config("llama", head_dim=out // heads), interleaved=True) if heads else ()
+    tensor = GgufTensor(tmp_path / "tensor", number, (out, width), 0, order)
     with np.errstate(all="ignore"):
         slow = tensor.read()
     matrix = pack(LazyWeights({"m": tensor}), "m", "f32", TEAM)
@@ -336,6 +339,7 @@ from paceline import kernels
 from paceline.backend.native.load import wanted_matrices
 from paceline.backend.native.packing import MappedWeights, kept
 from paceline.model.files import packed_cache
+from paceline.model.files.rearranged import head_order
 from paceline.model.shapes import read_shape
 from paceline.model.weights import LazyWeights
 packed_cache.LEAST_BYTES = 0

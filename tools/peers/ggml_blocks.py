@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, quantize
@@ -36,7 +36,7 @@ def pack_q4_k(rows: NDArray[float32]) -> NDArray[uint8]:
     return np.concatenate([*halves, *first, last, nibbles], axis=1).reshape(len(rows), -1)
 
 
-def _six_bits(sizes: NDArray[float32]) -> tuple[NDArray, NDArray[uint8]]:
+def _six_bits(sizes: NDArray[float32]) -> tuple[NDArray[Any], NDArray[uint8]]:
     """Return one float16 for each super-block, [n, 1], and what it is multiplied by."""
     d = (sizes.max(axis=1, keepdims=True) / 63).astype(np.float16)
     parts = np.rint(sizes / np.maximum(d.astype(np.float32), _SMALLEST))

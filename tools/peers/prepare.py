@@ -72,7 +72,7 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
         config = config_json(model.config)
         target.mkdir(parents=True, exist_ok=True)
         names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-        places = {}
+        places: dict[str, str] = {}
         for part, here in groupby(names, lambda name: ".".join(name.split(".")[:-1]) or name):
             file = f"model-{part}.safetensors"
             tensors = {names[n]: np.ascontiguousarray(model.weights[n], np.float32) for n in here}

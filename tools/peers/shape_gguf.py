@@ -48,7 +48,10 @@ def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
     shaped, kind = read_shape(shape), GGMLQuantizationType[kind_name]
     names = canonical_names(shaped.config, MODEL_NAMES, LAYER_NAMES, LAYER_PREFIX)
     unfinished = target.with_suffix(".part")
-    writer = GGUFWriter(unfinished, shaped.config.facts.gguf_arch)
+    architecture = shaped.config.facts.gguf_arch
+    if architecture is None:
+        raise UnsupportedModel(f"GGUF has no architecture for the family {shaped.config.family!r}")
+    writer = GGUFWriter(unfinished, architecture)
     _write_facts(writer, shaped.config, shape)
     tensors = shaped.tensors()
     kinds = {name: _kind(name, tensor, kind) for name, tensor in tensors.items()}

@@ -101,7 +101,8 @@ def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool
     raw = weights.raw(name) if isinstance(weights, LazyWeights) else None
     if raw is None or (raw.kind != weight_type and raw.kind not in _block_names()):
         return kernels.pack(as_float32(weights[name]), weight_type)
-    return kernels.pack_blocks(team, raw.data, raw.kind, *raw.shape, weight_type)
+    num_outputs, num_inputs = raw.shape
+    return kernels.pack_blocks(team, raw.data, raw.kind, num_outputs, num_inputs, weight_type)
 
 
 # Types --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from paceline.model.config import (
     plain_layers,
     tensor_shapes,
 )
+from paceline.model.files.gguf_file import GgufTensor
 from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-    from paceline.model.files.gguf_file import GgufFile, GgufTensor
+    from paceline.model.files.gguf_file import GgufFile
 
 # Names in the file by canonical name; those of a layer without its prefix.
 MODEL_NAMES: dict[str, str] = {
@@ -175,7 +176,8 @@ def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -
     interleaved = config.facts.gguf_permutes_qk or config.facts.interleaves_rope
     order = head_order(config, interleaved=interleaved)
     rotated = {there for name, there in names.items() if order and name.rpartition(".")[2] in ROTATED}
-    return tensors | {name: replace(tensors[name], row_order=order) for name in rotated & tensors.keys()}
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, GgufTensor)}
+    return found | {name: replace(found[name], row_order=order) for name in rotated & found.keys()}
 
 
 def _biases(file: GgufFile) -> frozenset[str]:

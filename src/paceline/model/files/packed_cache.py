@@ -123,7 +123,7 @@ class PackedCache:
                 with part.open("wb", buffering=0) as file:
                     part.chmod(0o600)
                     tell = partial(_tell_packing, progress, num_bytes)
-                    write_packed(file, key, recipe.about, recipe.wanted, recipe.make, tell)  # type: ignore[arg-type]
+                    write_packed(file, key, recipe.about, recipe.wanted, recipe.make, tell)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)

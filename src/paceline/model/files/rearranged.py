@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from paceline.model.files.stored import Stored
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
-    from paceline.model.files.stored import Stored
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -100,32 +101,10 @@ def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str
 
 
 @runtime_checkable
-class _HasRows(Protocol):
+class _HasRows(Stored, Protocol):
     """A matrix in a file that can give some of its rows."""
 
     def rows(self, first: int, end: int) -> Stored: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SomeRows:
-    """Some rows of a matrix that can only be read whole."""
-
-    stored: Stored
-    first: int
-    end: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after reading."""
-        return (self.end - self.first, *self.stored.shape[1:])
-
-    def read(self) -> NDArray[floating]:
-        """Return the rows."""
-        return self.stored.read()[self.first : self.end]
-
-
-def _rows(stored: Stored, first: int, end: int) -> Stored:
-    return stored.rows(first, end) if isinstance(stored, _HasRows) else SomeRows(stored, first, end)
 
 
 def unfuse(
@@ -147,8 +126,13 @@ def unfuse(
             whole = found.get(prefix.format(layer=layer) + name)
             own = [f"layers.{layer}.{part}" for part in parts]
             sizes = [shapes[part][0] for part in own]
-            if whole is None or names[own[0]] in found or len(whole.shape) != 2 or whole.shape[0] != sum(sizes):
+            if (
+                not isinstance(whole, _HasRows)
+                or names[own[0]] in found
+                or len(whole.shape) != 2
+                or whole.shape[0] != sum(sizes)
+            ):
                 continue  # `choose_tensors` says what is wrong, if anything is
             ends = np.cumsum(sizes).tolist()
-            result |= {names[n]: _rows(whole, e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
+            result |= {names[n]: whole.rows(e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
     return result

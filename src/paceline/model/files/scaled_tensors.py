@@ -197,8 +197,12 @@ class RowsOf:
         whole = self.matrix.four_bit()
         if whole is None:
             return None
-        parts = (whole.values, whole.scales, whole.minima)
-        return FourBit(*(np.ascontiguousarray(part[self.first : self.end]) for part in parts))
+        own = slice(self.first, self.end)
+        return FourBit(
+            np.ascontiguousarray(whole.values[own]),
+            np.ascontiguousarray(whole.scales[own]),
+            np.ascontiguousarray(whole.minima[own]),
+        )
 
     def rows(self, first: int, end: int) -> RowsOf:
         """Return some of these rows."""

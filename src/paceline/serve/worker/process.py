@@ -217,7 +217,8 @@ def warm_up(built: Built) -> None:
     prompt_ids = tuple(i % vocab_size for i in range(WARM_UP_PROMPT_TOKENS))
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     computing = [name for name, drafter in engine.drafting.drafters.items() if not drafter.needs.instant]
-    for drafter in computing or [None]:
+    drafters: list[str | None] = [*computing]
+    for drafter in drafters or [None]:
         engine.controller = FixedK(drafter, WARM_UP_K)  # the engine's own would trace these steps
         engine.add(Request("warm-up", prompt_ids, params, seed=0, salt=drafter or ""))  # no prefix hit
         while engine.has_work:
