@@ -140,6 +140,12 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
             "longrope needs",
         ),
         ({"no_rope_layers": [2]}, BadModelFile, "0 or 1 for every layer"),
+        ({"layer_types": ["linear_attention"]}, UnsupportedModel, "kind linear_attention"),
+        (
+            {"model_type": "granitemoehybrid", "num_local_experts": 4},
+            UnsupportedModel,
+            "with num_local_experts = 0, not 4",
+        ),
         ({"residual_multiplier": 0}, BadModelFile, "no positive numbers"),
         ({"attention_multiplier": -1.0}, BadModelFile, "positive number"),
         ({"final_logit_softcapping": -1.0}, BadModelFile, "no positive numbers"),

@@ -67,6 +67,10 @@ class Family:
     interleaves_rope: bool = False  # so do all its files: RoPE rotates numbers beside each other
     mixed_layers: MixedLayers | None = None  # layers with a sliding window, if `sliding_window` is given
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where it lacks the key
+    fixed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of config.json and the one value that is supported
+    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json that have another name there
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors in safetensors, where unusual
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
 
@@ -108,6 +112,14 @@ FAMILIES: dict[str, Family] = {
             mixed_layers=MixedLayers(period=2, query_scalars={46: 144.0}),
             defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         ),
+        Family(
+            "gemma",
+            "gemma",
+            activation="gelu_tanh",
+            norms_from_one=True,
+            scales_embedding=True,
+            defaults={"tie_word_embeddings": True, "head_dim": 256},
+        ),
         Family("qwen2_5_vl_text", "qwen2vl", biases=QKV),
         Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
         Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),
@@ -124,7 +136,15 @@ FAMILIES: dict[str, Family] = {
             },
         ),
         Family("phi3", "phi3", mixed_layers=ALL_SLIDE),
-        Family("granite", "granite", gguf_permutes_qk=True),
+        Family("granite", "granite", gguf_permutes_qk=True, defaults={"attention_multiplier": 1.0}),
+        Family(
+            "granitemoehybrid",  # those without experts and recurrent layers, such as Granite 4.0 Micro
+            None,
+            defaults={"attention_multiplier": 1.0},
+            fixed={"num_local_experts": 0},
+            keys={"intermediate_size": "shared_intermediate_size"},
+            names={"mlp_down": "shared_mlp.output_linear.weight"},
+        ),
         Family(
             "olmo2",
             "olmo2",

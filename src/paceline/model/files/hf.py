@@ -81,6 +81,7 @@ POST_NORM_NAMES: dict[str, str] = {
 FUSED = {
     "self_attn.qkv_proj.weight": ("attn_q", "attn_k", "attn_v"),
     "mlp.gate_up_proj.weight": ("mlp_gate", "mlp_up"),
+    "shared_mlp.input_linear.weight": ("mlp_gate", "mlp_up"),
 }
 # Where a folder may keep its text model beside an encoder of images, which is not read.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "language_model.")
@@ -88,6 +89,7 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER_PREFIX = "model.layers.{layer}."
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_KINDS = {_SLIDING, _FULL, "attention"}
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _TEXT = "text_config"  # a model of text and images keeps the text's config here
 _SHARED_KEYS = ("bos_token_id", "eos_token_id")  # these stand beside it, complete
@@ -122,7 +124,8 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     """
     values = text_values(values)
     facts = family(str(values.get("model_type")))
-    read = JsonReader({**facts.defaults, **values}, "config.json")
+    renamed = {key: values.get(there) for key, there in facts.keys.items()}
+    read = JsonReader({**facts.defaults, **values, **renamed}, "config.json")
     _refuse_unsupported(values, facts)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     sliding = _sliding(read, facts)
@@ -178,6 +181,12 @@ def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
             f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
             f" {facts.activation}"
         )
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list) and (others := sorted({str(k)[:40] for k in kinds} - _KINDS)):
+        raise UnsupportedModel(f"layers of the kind {', '.join(others[:4])} are not supported; known: attention")
+    for key, known in facts.fixed.items():
+        if values.get(key, known) != known:
+            raise UnsupportedModel(f"{facts.name} models run with {key} = {known}, not {str(values[key])[:80]}")
     if values.get("use_bidirectional_attention"):
         raise UnsupportedModel("config.json has use_bidirectional_attention, which is not supported")
 
@@ -228,6 +237,8 @@ def _unrotated(read: JsonReader, facts: Family, sliding: Sliding | None) -> froz
     """Return the layers without RoPE: by `no_rope_layers`, where 1 is a layer with it, else by the family."""
     num_layers = min(read.integer("num_hidden_layers"), MAX_LAYERS)
     listed, period = read.values.get("no_rope_layers"), read.integer(PLAIN_PERIOD, 0)
+    if read.values.get("position_embedding_type", "rope") != "rope":
+        return frozenset(range(num_layers))
     if listed is not None:
         if not isinstance(listed, list) or len(listed) < num_layers or not all(i in (0, 1) for i in listed):
             raise BadModelFile("no_rope_layers in config.json must have 0 or 1 for every layer")
