@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral all slide": ("Ministral", {"sliding_window": 30}),
     "ministral3": ("Ministral3", {"rope_parameters": GROWING}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "smollm3 as usual": ("SmolLM3", {}),
     "smollm3 listed": ("SmolLM3", {"no_rope_layers": [1, 0, 0, 1]}),
     "phi3": ("Phi3", {"sliding_window": 60, "head_dim": 12}),
     "phi4 mini": (

@@ -69,6 +69,7 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
         {**YARN_KEYS, "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
         {},
     ),
+    "smollm3 as usual": ({}, {}),
     "phi3": ({}, {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), **FUSED_UP}),
     "phi4 mini": (
         {"rope.dimension_count": 12, "rope.scaling.attn_factor": 1.0},
