@@ -12,8 +12,9 @@ import torch
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
+from paceline.model.config import FAMILIES
 from paceline.model.heads.cut_model import load_cut_model
-from paceline.train.cut_model_recipe import CutModelRecipe, choose_layers
+from paceline.train.cut_model_recipe import CutModelRecipe, can_be_cut, choose_layers
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.recipe import write_drafter
 from paceline.train.run_folder import read_metrics, save_whole, write_json
@@ -35,6 +36,11 @@ class Tokens:
 
     token_ids = torch.tensor([*IDS[0], *IDS[1]])
     bounds = (TextBounds(0, 1, 6), TextBounds(6, 7, 9))
+
+
+def test_targets_of_other_arithmetic_are_not_cut() -> None:
+    able = [family for family in FAMILIES if can_be_cut(tiny_config(family))]
+    assert able == ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text", "seed_oss"]
 
 
 @pytest.mark.parametrize("kind", ["fp16", "int8"])

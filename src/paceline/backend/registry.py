@@ -12,14 +12,14 @@ from paceline.core.errors import ConfigError, UnsupportedModel, suggest
 from paceline.core.system import available_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
 
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
+    from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
@@ -68,16 +68,18 @@ class BackendSpec:
     def load(self, numerics: str | None = None, num_ranks: int = 1) -> LoadDecoder:
         """Import the maker of its decoders. numerics: None for the usual."""
         loader = self._imported(self.loader)
-        loader = _with_ranks(partial(loader, numerics=numerics) if numerics else loader, num_ranks)
-        return partial(_load_checked, self, loader)
+        loader = partial(loader, numerics=numerics) if numerics else loader
+        return self._checked(_with_ranks(loader, num_ranks), lambda config: config)  # type: ignore[no-any-return]
 
     def load_head(self, num_ranks: int = 1) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""
-        return _with_ranks(self._imported(self.head_loader), num_ranks)  # type: ignore[no-any-return]
+        loader = _with_ranks(self._imported(self.head_loader), num_ranks)
+        return self._checked(loader, lambda head: head.config.layers)  # type: ignore[no-any-return]
 
     def load_cut_model(self, num_ranks: int = 1) -> LoadCutModel:
         """Import the maker of its decoders of draft models that share the target's tables."""
-        return _with_ranks(self._imported(self.cut_model_loader), num_ranks)  # type: ignore[no-any-return]
+        loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
+        return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
 
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""
@@ -187,6 +189,15 @@ class BackendSpec:
                 f" {', '.join(lacking)}: choose --backend {able}"
             )
 
+    def _checked(self, loader: Any, config_of: Callable[[Any], ModelConfig]) -> Any:
+        """Return a loader that first checks its first argument, a model's config or what has one."""
+
+        def load(model: Any, *arguments: Any, **named: Any) -> Any:
+            self.check_model(config_of(model))
+            return loader(model, *arguments, **named)
+
+        return load
+
     def _one_of(self, flag: str, known: tuple[str, ...], asked: str) -> str:
         if asked not in known:
             raise ConfigError(f"the {self.name} backend has no {flag} {asked}{suggest(asked, known)}")
@@ -202,13 +213,6 @@ class BackendSpec:
             raise ConfigError(
                 f"the {self.name} backend needs {self.needs}: pip install 'paceline[{self.extra or self.needs}]'"
             ) from None
-
-
-def _load_checked(
-    spec: BackendSpec, loader: LoadDecoder, config: ModelConfig, *arguments: Any, **named: Any
-) -> Decoder:
-    spec.check_model(config)
-    return loader(config, *arguments, **named)
 
 
 def _with_ranks(loader: Any, num_ranks: int) -> Any:

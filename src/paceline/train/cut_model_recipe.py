@@ -13,7 +13,7 @@ from torch.nn import functional
 from paceline.backend.reference.attention import cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
 from paceline.core.errors import ConfigError, UnsupportedModel
-from paceline.model.config import BIAS_SWITCHES, layer_shapes
+from paceline.model.config import layer_shapes
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.cut_model import SHARED, load_cut_model
 from paceline.train.head_recipe import file_name, rope_json, vocabulary_tensors
@@ -121,7 +121,7 @@ class CutModelRecipe:
             "vocab_size": c.vocab_size,
             "max_position_embeddings": c.max_context,
             **rope_json(c.rope),
-            **{key: True for key, names in BIAS_SWITCHES.items() if names <= c.biases},
+            **{key: names <= c.biases for key, names in c.facts.bias_switches.items()},
             "shares": list(SHARED),
             "target": self._target.name,
             "target_layers": list(self._layers),
@@ -155,8 +155,9 @@ class CutModelRecipe:
 
 def can_be_cut(config: ModelConfig) -> bool:
     """Return True if this recipe computes all that the model's layers do."""
-    whole = config.rope.share == 1.0 and not config.facts.interleaves_rope and config.logit_divisor == 1.0
-    return whole and config.sliding is None and config.facts.norms == "before" and not config.needs
+    facts, factors = config.facts, (config.rope.share, config.embed_scale, config.logit_divisor)
+    as_stored = not facts.interleaves_rope and not facts.norms_from_one and facts.norms == "before"
+    return as_stored and set(factors) == {1.0} and config.sliding is None and not config.needs
 
 
 def choose_layers(text: str, num_layers: int) -> list[int]:
