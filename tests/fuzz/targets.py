@@ -22,7 +22,7 @@ from paceline.model.files.tokenizer_file import parse_tokenizer
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.template import ChatTemplate, TemplateSource
 from paceline.model.tokenizer import Tokenizer
-from paceline.model.weights import LazyWeights
+from paceline.model.weights import LazyWeights, canonical_names
 from paceline.serve import app  # noqa: F401 (with the bodies of all routes)
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.fields import Body
@@ -70,7 +70,10 @@ def gguf(data: bytes) -> None:
         tensor.read()
         tensor.four_bit()
     with contextlib.suppress(PacelineError):
-        gguf_model.tensors_for(file, gguf_model.config_from_gguf(file))
+        config = gguf_model.config_from_gguf(file)
+        layer_names = gguf_model.layer_names(config)
+        names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
+        gguf_model.tensors_for(file, config, names)
     text = gguf_model.GgufText(file)
     with contextlib.suppress(PacelineError):
         text.template()

@@ -190,7 +190,7 @@ class BackendSpec:
             )
 
     def _checked(self, loader: Any, config_of: Callable[[Any], ModelConfig]) -> Any:
-        """Return a loader that first checks its first argument, a model's config or what has one."""
+        """Return a loader that first checks the config that its first argument has."""
 
         def load(model: Any, *arguments: Any, **named: Any) -> Any:
             self.check_model(config_of(model))

@@ -35,7 +35,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, factors: NDArray[floating] | 
 
 
 def magnitudes(rope: Rope, head_dim: int) -> NDArray[float32]:
-    """Return the factor of each pair's cosine and sine, [head_dim / 2] float32: 1 for pairs that do not turn."""
+    """Return factors of cosines and sines, [head_dim / 2] float32; 1 where nothing turns."""
     sizes = np.ones(head_dim // 2, np.float32)
     sizes[: rope.rotated(head_dim) // 2] = rope.magnitude
     return sizes
@@ -53,7 +53,7 @@ def _llama3(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
 
 
 def _yarn(plain: NDArray[float32], rope: Rope) -> NDArray[float32]:
-    """Stretch pairs that turn seldom by `factor`, keep those that turn often, blend between (arXiv 2309.00071)."""
+    """Stretch pairs that turn seldom by `factor`, keep the others, blend between (arXiv 2309.00071)."""
     size = 2 * len(plain)
 
     def pair_of(turns: float) -> float:

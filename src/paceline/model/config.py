@@ -350,7 +350,7 @@ class ModelConfig:
         return tuple(words for words, wanted in asked.items() if wanted)
 
     def for_texts_of(self, max_len: int) -> ModelConfig:
-        """Return the config for texts of at most `max_len` tokens: longrope has angles for short and long ones."""
+        """Return the config for texts of so many tokens: longrope has two sets of angles."""
         is_long = self.rope.scaling == "longrope" and min(self.max_context, max_len) > self.rope.original_context
         return replace(self, rope=replace(self.rope, is_long=is_long))
 
@@ -393,7 +393,7 @@ def family(name: str) -> Family:
 
 
 def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period: int) -> frozenset[int]:
-    """Return the layers without RoPE: the last of each period, or all that have no window beside others."""
+    """Return the layers without RoPE: the last of each period, or those without a window."""
     if facts.mixed_layers is not None and not facts.mixed_layers.rotates_others and sliding is not None:
         return frozenset(range(num_layers)) - sliding.layers
     return frozenset(i for i in range(num_layers) if period > 0 and (i + 1) % period == 0)

@@ -156,8 +156,14 @@ class CutModelRecipe:
 def can_be_cut(config: ModelConfig) -> bool:
     """Return True if this recipe computes all that the model's layers do."""
     facts, factors = config.facts, (config.rope.share, config.embed_scale, config.logit_divisor)
-    as_stored = not facts.interleaves_rope and not facts.norms_from_one and facts.norms == "before"
-    return as_stored and set(factors) == {1.0} and config.sliding is None and not config.needs
+    as_stored = not (facts.interleaves_rope or facts.norms_from_one or facts.names or facts.keys)
+    return (
+        as_stored
+        and facts.norms == "before"
+        and set(factors) == {1.0}
+        and config.sliding is None
+        and not config.needs
+    )
 
 
 def choose_layers(text: str, num_layers: int) -> list[int]:

@@ -194,7 +194,7 @@ def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def query_growth(positions: torch.Tensor, rope: Rope, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the factor of each token's queries, [num_tokens, 1, 1]; None where it is 1 everywhere."""
+    """Return the factor of queries, [num_tokens, 1, 1]; None if it is 1 everywhere."""
     if not rope.query_growth:
         return None
     contexts = torch.floor(positions.to(torch.float32) / rope.original_context)
@@ -210,7 +210,9 @@ def rotation_of(
 
 
 def cos_sin(positions: torch.Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of rotary angles times their magnitudes, [num_tokens, 1, head_dim / 2] of `dtype`.
+    """Return cosine and sine of rotary angles, times their magnitudes.
+
+    Each is [num_tokens, 1, head_dim / 2] of `dtype`.
 
     Angles are float32 products; a float64 model takes their cosine in float64, so that it does not depend on where
     in a vector register a token happens to lie.

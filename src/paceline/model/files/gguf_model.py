@@ -171,7 +171,10 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
 
 
 def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -> dict[str, GgufTensor]:
-    """Return the file's tensors, fused ones apart, rows of q and k in our order. names: by canonical name."""
+    """Return the file's tensors, fused ones apart, rows of q and k in our order.
+
+    names: by canonical name.
+    """
     tensors = unfuse(config, file.tensors, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
     interleaved = config.facts.gguf_permutes_qk or config.facts.interleaves_rope
     order = head_order(config, interleaved=interleaved)
@@ -222,7 +225,7 @@ def _divisors(tensor: GgufTensor | None, head_dim: int) -> tuple[float, ...]:
 
 
 def _yarn(read: _GgufReader, factor: float, _: int) -> float:
-    """Return YaRN's magnitude, which files tell as a factor or as a logarithm's weight that divides it."""
+    """Return YaRN's magnitude. Files have a factor of it, or a logarithm's weight."""
     weight = read.number("rope.scaling.yarn_log_multiplier", 0.0)
     if weight:
         return yarn_magnitude(factor) / yarn_magnitude(factor, weight)
@@ -237,7 +240,7 @@ _MAGNITUDES = {"yarn": _yarn, "longrope": _longrope}
 
 
 def _sliding(read: _GgufReader, facts: Family, head_dim: int) -> Sliding | None:
-    """Return the layers with a window: as listed, or all but the last of every `period` layers."""
+    """Return the layers with a window: as listed, or by the family's pattern."""
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
     if not window:
         return None
@@ -267,7 +270,7 @@ def _local_rope(read: _GgufReader, facts: Family, mixed: MixedLayers, head_dim: 
 
 
 def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
-    """Return the file's own, which is kept as a factor of scores, or what the family's largest model has."""
+    """Return the file's own, which it has as a factor, or that of the family."""
     scale = read.factor("attention.scale")
     if scale:
         return scale**-2

@@ -117,7 +117,7 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 
 def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, also of transformers 5, and of a model of text and images the text's.
+    """Read config.json, also of transformers 5; of a wrapped model the text's.
 
     generation: generation_config.json, which may hold further end-of-text ids. Raises `UnsupportedModel`,
     `BadModelFile`.
@@ -161,7 +161,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that is about text: all of it, but for models of text and images."""
+    """Return the part of config.json that is about text, for most models all of it."""
     inner = values.get(_TEXT)
     if not isinstance(inner, dict):
         return values
@@ -169,7 +169,7 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def reads_images(values: dict[str, Any]) -> bool:
-    """Return True if config.json is of a model of text and images, of which only the text's part is served."""
+    """Return True if config.json is of a model of text and images."""
     return isinstance(values.get(_TEXT), dict)
 
 
@@ -219,7 +219,7 @@ def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
 
 
 def _usual_kinds(read: JsonReader, mixed: MixedLayers, num_layers: int) -> list[str]:
-    """Return the kind of each layer where config.json does not list them: it may tell a period."""
+    """Return the kind of each layer by its period, which config.json may tell."""
     period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
     own = replace(mixed, period=max(period, 1))
     return [_SLIDING if own.slides(i) else _FULL for i in range(min(num_layers, MAX_LAYERS))]
@@ -234,7 +234,7 @@ def _local_rope(read: JsonReader, mixed: MixedLayers) -> Rope:
 
 
 def _unrotated(read: JsonReader, facts: Family, sliding: Sliding | None) -> frozenset[int]:
-    """Return the layers without RoPE: by `no_rope_layers`, where 1 is a layer with it, else by the family."""
+    """Return the layers without RoPE: by `no_rope_layers`, else by the family."""
     num_layers = min(read.integer("num_hidden_layers"), MAX_LAYERS)
     listed, period = read.values.get("no_rope_layers"), read.integer(PLAIN_PERIOD, 0)
     if read.values.get("position_embedding_type", "rope") != "rope":
@@ -290,7 +290,7 @@ def parts(config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, 
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name, norm weights as factors and heads in the order of our RoPE."""
+    """Return tensors by canonical name, norms as factors, heads in our order."""
     from_one = config.facts.norms_from_one
     order = head_order(config, interleaved=config.facts.interleaves_rope)
     used: dict[str, Stored] = {}

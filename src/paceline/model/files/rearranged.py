@@ -95,7 +95,7 @@ class Reordered:
 
 
 def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name; those that divide logits do so in the norm before them."""
+    """Return tensors by canonical name; the last norm divides logits."""
     norm, divisor = stored.get("final_norm"), config.logit_divisor
     return {**stored} if norm is None or divisor == 1.0 else {**stored, "final_norm": Divided(norm, divisor)}
 
