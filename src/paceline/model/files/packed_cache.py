@@ -45,7 +45,8 @@ SETTLED_NS = 2_000_000_000  # a file changed just now may change again within th
 MAX_REMEMBERED = 4096  # digests
 _CONTENTS = "contents.json"
 _CHUNK = 16 << 20  # bytes that one thread digests
-_CODE = ("model", "backend/native")  # folders whose code decides what the numbers are
+# Files whose code decides what is read and packed.
+_CODE = ("model/files/*.py", "model/*.py", "backend/native/load.py", "backend/native/packing.py")
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def file_digest(path: Path) -> str:
 def build_mark() -> str:
     """Return a digest of the code that decides how numbers are read and packed."""
     home = Path(paceline.__file__).parent
-    files = [kernels.EXTENSION, *sorted(p for folder in _CODE for p in (home / folder).rglob("*.py"))]
+    files = [kernels.EXTENSION, *sorted(path for pattern in _CODE for path in home.glob(pattern))]
     whole = hashlib.sha256()
     for path in files:
         whole.update(path.read_bytes())
