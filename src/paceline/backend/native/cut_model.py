@@ -61,7 +61,7 @@ class NativeCutModel:
         self._vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
         self._head = pack_target_head(self._vocabulary, target, weight_type)
         team = target.team if device is None else team_of(device)
-        wanted = wanted_matrices(c, weight_type)
+        wanted = wanted_matrices(c, model.weights, weight_type)
         own = {name: one for name, one in wanted.items() if name not in SHARED}
         weights = kept(model.weights, own, team)
         self._compiled = compile_decoder(

@@ -128,7 +128,7 @@ class PackedCache:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-                lock.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)  # who waits for it finds the file
             return self._mapped(key, pool, logs=True)
 
     def _make_room(self, num_bytes: int, path: Path) -> None:
