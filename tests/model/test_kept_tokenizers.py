@@ -116,7 +116,7 @@ def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
     async def scenario() -> None:
         cache = TokenizerCache()
         cache.expect(Language("{}", None))
-        with pytest.raises(Exception, match="version|missing|model"):
+        with pytest.raises(Exception, match=r"version|missing|model"):
             await cache.of(Ready("tiny", 256, 320, "{}", (319,), None, None, ()))
         cache.close()
 

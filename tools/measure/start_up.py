@@ -1,4 +1,4 @@
-"""Measure how long a server takes to be ready, cold and warm: `python -m tools.measure.start_up --model M`.
+"""Measure how long a start takes: `python -m tools.measure.start_up --model M`.
 
 Three starts of `paceline serve`, with a cache folder of their own that has the models only. The first packs the
 weights and measures what steps cost; the second finds both. The third comes while the second runs: the memory that

@@ -203,7 +203,7 @@ def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_
 def _head_matrices(
     config: HeadConfig, weights: Mapping[str, NDArray[floating]], weight_type: str
 ) -> dict[str, Wanted]:
-    """Return a head's own matrices but those that may be written to: rows of its vocabulary."""
+    """Return a head's own matrices, but no rows of its vocabulary: requests write there."""
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
     relay = {f"relay.{name}" for name in _RELAY_MATRICES}
     found = {
