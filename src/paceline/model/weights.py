@@ -62,7 +62,10 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         cache: PackedCache | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """sources: files and texts that it all comes from, which a cache needs. progress: told of what is read."""
+        """Read nothing yet.
+
+        sources: files and texts that it all comes from, which a cache needs. progress: told of what is read.
+        """
         self.sources = sources
         self.cache = cache if sources else None
         self.progress = progress
@@ -98,7 +101,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         return stored.four_bit() if isinstance(stored, KeepsFourBits) else None
 
     def raw(self, name: str) -> RawBlocks | None:
-        """Return a matrix as its file's own bytes, None if they have to be changed before use."""
+        """Return a matrix as its file's own bytes, None if these will not do."""
         stored = self._counted(name)
         return stored.raw() if isinstance(stored, GgufTensor | StoredTensor) else None
 
@@ -124,7 +127,7 @@ class TextSource(Protocol):
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
 
     def spelling(self) -> tokenizers.Tokenizer | None:
-        """Return a tokenizer that can only tell tokens; None where the whole is as fast. Raises as `tokenizer`."""
+        """Return a tokenizer that only tells tokens; None where the whole is as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return a digest of what the tokenizer is built from. Raises as `tokenizer`."""
@@ -177,7 +180,7 @@ def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
 
 
 def _kept_tokenizer(text: TextSource, digest: str) -> Tokenizer:
-    """Return a tokenizer that reads how tokens merge only when it needs it, if that is kept."""
+    """Return a tokenizer that reads merges only when it needs them, if kept."""
     spelling = text.spelling()
     if spelling is not None and kept_tokenizer(digest) is not None:
         return Tokenizer(spelling, whole=partial(read_kept, digest))

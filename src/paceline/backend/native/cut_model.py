@@ -16,11 +16,13 @@ from paceline.backend.native.load import (
     own_bytes,
     pack_target_head,
     team_of,
+    wanted_matrices,
 )
-from paceline.backend.native.packing import pack_layer
+from paceline.backend.native.packing import kept, pack_layer
 from paceline.backend.seam import Capabilities
 from paceline.backend.target import Deferred
 from paceline.model.config import layer_shapes
+from paceline.model.heads.cut_model import SHARED
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -59,12 +61,15 @@ class NativeCutModel:
         self._vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
         self._head = pack_target_head(self._vocabulary, target, weight_type)
         team = target.team if device is None else team_of(device)
+        wanted = wanted_matrices(c, model.weights, weight_type)
+        own = {name: one for name, one in wanted.items() if name not in SHARED}
+        weights = kept(model.weights, own, team)
         self._compiled = compile_decoder(
             c,
             team,
             embed=target.tables.embed,
-            output=Output(self._head, as_float32(model.weights["final_norm"]), self._vocabulary.mapped_ids),
-            layers=[pack_layer(i, layer_shapes(c), model.weights, weight_type, team) for i in range(c.num_layers)],
+            output=Output(self._head, as_float32(weights["final_norm"]), self._vocabulary.mapped_ids),
+            layers=[pack_layer(i, layer_shapes(c), weights, weight_type, team) for i in range(c.num_layers)],
         )
 
     def describe(self) -> str:

@@ -21,6 +21,7 @@ from paceline.core.system import on_cores, usable_cores
 from paceline.model.config import ModelConfig, layer_shapes, tensor_shapes
 from paceline.model.files.packed_file import Wanted
 from paceline.model.heads.config import head_shapes
+from paceline.model.weights import LazyWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
 _FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
 
+_RELAY_MATRICES = ("place", "known", "tell")
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
 _MAX_INT_KV_HEAD_DIM = 256
@@ -125,6 +127,7 @@ def load_runner(
     weight_type = draft_weight_type(weight_type, target.weight_type)
     check_types(config.layers, weight_type, target.kv_type)
     team = target.team if device is None else team_of(device)
+    weights = kept(weights, _head_matrices(config, weights, weight_type), team)
     vectors = {name: as_float32(weights[name]) for name in _vector_names(config)}
     fc = pack(weights, "fc", weight_type, team)
     own_table = "embed" in weights
@@ -134,7 +137,9 @@ def load_runner(
         written = pack_target_head(vocabulary, target, weight_type)
     else:
         written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
-    relay, packed_relay = _pack_relay(head, vocabulary, weight_type, team) if config.relay_size else (None, None)
+    relay, packed_relay = (
+        _pack_relay(weights, vocabulary, weight_type, team) if config.relay_size else (None, None)
+    )
     compiled = compile_decoder(
         replace(config.layers, vocab_size=target.config.vocab_size),
         team,
@@ -166,12 +171,15 @@ def load_runner(
 
 
 def _pack_relay(
-    head: Head, vocabulary: DraftVocabulary, weight_type: str, team: kernels.ThreadPool
+    weights: Mapping[str, NDArray[floating]],
+    vocabulary: DraftVocabulary,
+    weight_type: str,
+    team: kernels.ThreadPool,
 ) -> tuple[Relay, PackedLayer]:
-    out = as_float32(head.weights["relay.out"])
-    written = _pack_own_head(vocabulary, as_float32(head.weights["head"]) @ out, weight_type)
-    matrices = {n: pack(head.weights, f"relay.{n}", weight_type, team) for n in ("place", "known", "tell")}
-    norm = as_float32(head.weights["relay.embed_norm"])
+    out = as_float32(weights["relay.out"])
+    written = _pack_own_head(vocabulary, as_float32(weights["head"]) @ out, weight_type)
+    matrices = {n: pack(weights, f"relay.{n}", weight_type, team) for n in _RELAY_MATRICES}
+    norm = as_float32(weights["relay.embed_norm"])
     return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
 
 
@@ -190,6 +198,22 @@ def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_
     for row, token_id in zip(rows, vocabulary.token_ids[: vocabulary.num_fixed].tolist(), strict=False):
         target.tables.head.row(token_id, row)
     return kernels.pack(rows, weight_type)
+
+
+def _head_matrices(
+    config: HeadConfig, weights: Mapping[str, NDArray[floating]], weight_type: str
+) -> dict[str, Wanted]:
+    """Return a head's own matrices, but no rows of its vocabulary: requests write there."""
+    shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
+    relay = {f"relay.{name}" for name in _RELAY_MATRICES}
+    found = {
+        name: Wanted(weight_type, *shape)
+        for name, shape in shapes.items()
+        if name == "fc" or name in relay or name.startswith("layers.")
+    }
+    if "embed" in weights and isinstance(weights, LazyWeights):
+        found["embed"] = Wanted(table_type(weight_type), *weights.stored("embed").shape)
+    return found
 
 
 def _last_norms(config: HeadConfig, vectors: Mapping[str, NDArray[float32]]) -> NDArray[float32]:

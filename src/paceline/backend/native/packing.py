@@ -1,4 +1,4 @@
-"""Packing of matrices for the `native` backend: mapped from the cache, or made from the model's files."""
+"""Matrices of the `native` backend: mapped from the cache, or packed now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.backend.native.decoder import as_float32
 from paceline.backend.registry import FILE
 from paceline.core.system import available_bytes
 from paceline.model.config import tensor_shapes
-from paceline.model.files.packed_cache import Recipe
+from paceline.model.files.packed_cache import Packing
 from paceline.model.files.packed_file import Wanted
 from paceline.model.weights import LazyWeights
 
@@ -44,7 +44,7 @@ class _KnowsKinds(Protocol):
 
 
 class MappedWeights(Mapping[str, "NDArray[floating]"]):
-    """Weights whose matrices lie packed in a mapped file; other tensors are read from their own."""
+    """Weights whose matrices lie packed in a mapped file, and no other tensors."""
 
     def __init__(self, weights: Weights, file: PackedFile) -> None:
         self.file = file
@@ -65,12 +65,12 @@ class MappedWeights(Mapping[str, "NDArray[floating]"]):
 
 
 def kept(weights: Weights, wanted: Mapping[str, Wanted], team: kernels.ThreadPool) -> Weights:
-    """Return weights with the wanted matrices mapped from their cache; as they are if they have none."""
+    """Return weights with matrices mapped from their cache, if they have one."""
     if not isinstance(weights, LazyWeights) or weights.cache is None:
         return weights
     types = sorted({one.dtype for one in wanted.values()})
     about = {"model": weights.label, "types": ", ".join(types), "isa": kernels.isa()}
-    recipe = Recipe(weights.sources, wanted, partial(pack, weights, team=team), about)
+    recipe = Packing(weights.sources, wanted, partial(pack, weights, team=team), about)
     file = weights.cache.opened(recipe, team, weights.progress)
     return weights if file is None else MappedWeights(weights, file)
 
@@ -91,7 +91,10 @@ def pack_layer(
 
 
 def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool) -> kernels.Matrix:
-    """Return a packed matrix: the mapped one, else made now, row by row from the file's blocks if possible."""
+    """Return a packed matrix: the mapped one, else made now.
+
+    It is made row by row from the file's blocks if possible.
+    """
     weight_type = matrix_type(weights, name, weight_type)
     if isinstance(weights, MappedWeights) and (mapped := weights.file.matrix(name, weight_type)):
         return mapped

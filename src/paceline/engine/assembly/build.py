@@ -378,6 +378,7 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
     load_head = config.backend_spec.load_head(config.draft_tensor_parallel)
+    head = replace(head, weights=_kept(head.weights, PackedCache(config.packed_cache_bytes)))
     return load_head(head, target, config.placement.draft, weight_type)
 
 
@@ -385,6 +386,7 @@ def _run_cut_model(
     config: EngineConfig, target: Decoder, model: CutModel, weight_type: str | None
 ) -> CutModelDecoder:
     load_cut_model = config.backend_spec.load_cut_model(config.draft_tensor_parallel)
+    model = replace(model, weights=_kept(model.weights, PackedCache(config.packed_cache_bytes)))
     return load_cut_model(model, target, config.placement.draft, weight_type)
 
 

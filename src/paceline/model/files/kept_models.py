@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.files.catalogue import PACKAGED
-from paceline.model.files.packed_cache import SUFFIX, packed_folder
+from paceline.model.files.packed_cache import PART, SUFFIX, packed_folder
 from paceline.model.files.packed_file import read_table
 from paceline.model.files.pull import cache_folder, kept_file
 from paceline.model.files.wheel_download import partial_file
@@ -65,13 +65,14 @@ def kept_models() -> list[KeptModel]:
 
 def _packed() -> Iterator[KeptModel]:
     """Yield packed weights, each with the name of what it was packed from and its types."""
-    for path in sorted(packed_folder().glob(f"*{SUFFIX}")):
+    folder = packed_folder()
+    for path in sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{PART}")]):  # and what a killed engine left
         try:
             about = read_table(path).about
         except (BadModelFile, OSError):
             about = {}
         name = f"packed:{about.get('model', path.stem)}"
-        note = f"{about['types']}, {about['isa']}" if about else "broken; it is packed anew when needed"
+        note = f"{about['types']}, {about['isa']}" if about else "broken or not finished; packed anew when needed"
         yield KeptModel(name, path, path.stat().st_size, f"packed weights, {note}")
 
 

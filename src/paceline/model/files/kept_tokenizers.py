@@ -1,4 +1,4 @@
-"""Tokenizers kept as JSON: a later start reads one instead of building it from a model's metadata."""
+"""Tokenizers kept as JSON, so that a later start need not build them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 def kept_tokenizer(digest: str) -> str | None:
-    """Return a tokenizer's JSON by the digest of what it is built from; None if it is not kept, or broken."""
+    """Return a tokenizer's JSON, None if it is not kept or broken.
+
+    digest: of what it is built from.
+    """
     path = _path(digest)
     try:
         if path.stat().st_size > MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Packed weights kept for later starts: one file for what was packed, shared by all engines of a machine.
+"""Packed weights kept for later starts, in files that all engines of a machine share.
 
 A file's name is a digest of the content of the model's files, of the types and names of its matrices and of the
 instruction set, and one of the build. The digest of a file's content is of every byte. It is remembered while the
@@ -45,7 +45,8 @@ SETTLED_NS = 2_000_000_000  # a file changed just now may change again within th
 MAX_REMEMBERED = 4096  # digests
 _CONTENTS = "contents.json"
 _CHUNK = 16 << 20  # bytes that one thread digests
-_CODE = ("model", "backend/native")  # folders whose code decides what the numbers are
+# Files whose code decides what is read and packed.
+_CODE = ("model/files/*.py", "model/*.py", "backend/native/load.py", "backend/native/packing.py")
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def packed_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recipe:
-    """What a file holds and how it is made."""
+class Packing:
+    """Content of a file and how it is made."""
 
     sources: tuple[Source, ...]
     wanted: Mapping[str, Wanted]
@@ -73,8 +74,8 @@ class PackedCache:
     folder: Path = field(default_factory=packed_folder)
     mapped_bytes: int = 0  # that this engine has mapped
 
-    def opened(self, recipe: Recipe, pool: kernels.ThreadPool, progress: Progress | None) -> PackedFile | None:
-        """Return a file of the recipe's matrices, packed now if need be; None if it cannot be kept."""
+    def opened(self, recipe: Packing, pool: kernels.ThreadPool, progress: Progress | None) -> PackedFile | None:
+        """Return a file, packed now if need be; None if it cannot be kept."""
         num_bytes = data_bytes(recipe.wanted.values())
         if self.max_bytes == 0 or num_bytes < LEAST_BYTES:
             return None
@@ -89,7 +90,7 @@ class PackedCache:
             self.mapped_bytes += found.table.data_bytes
         return found
 
-    def _key(self, recipe: Recipe) -> str:
+    def _key(self, recipe: Packing) -> str:
         wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
         content = [source if isinstance(source, str) else self._digest(source) for source in recipe.sources]
         facts = json.dumps((content, wanted, kernels.isa())).encode()
@@ -110,7 +111,7 @@ class PackedCache:
         return found
 
     def _packed(
-        self, key: str, recipe: Recipe, num_bytes: int, pool: kernels.ThreadPool, progress: Progress | None
+        self, key: str, recipe: Packing, num_bytes: int, pool: kernels.ThreadPool, progress: Progress | None
     ) -> PackedFile | None:
         """Write the file, or wait for the engine that does."""
         path, lock = self.folder / f"{key}{SUFFIX}", self.folder / f"{key}{LOCK}"
@@ -127,7 +128,7 @@ class PackedCache:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-                lock.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)  # who waits for it finds the file
             return self._mapped(key, pool, logs=True)
 
     def _make_room(self, num_bytes: int, path: Path) -> None:
@@ -203,7 +204,7 @@ def _tell_packing(progress: Progress | None, total: int, done: int) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of a file: SHA-256 of the SHA-256 of its chunks, made on several cores."""
+    """Return the SHA-256 of the SHA-256 of a file's chunks, made on several cores."""
     size = file_size(path)
 
     def digest(start: int) -> bytes:
@@ -219,7 +220,7 @@ def file_digest(path: Path) -> str:
 def build_mark() -> str:
     """Return a digest of the code that decides how numbers are read and packed."""
     home = Path(paceline.__file__).parent
-    files = [kernels.EXTENSION, *sorted(p for folder in _CODE for p in (home / folder).rglob("*.py"))]
+    files = [kernels.EXTENSION, *sorted(path for pattern in _CODE for path in home.glob(pattern))]
     whole = hashlib.sha256()
     for path in files:
         whole.update(path.read_bytes())

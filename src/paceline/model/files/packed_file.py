@@ -1,4 +1,4 @@
-"""File of packed matrices: written once in a stream, checked whole when opened, then mapped read-only.
+"""File of packed matrices: written in a stream, checked when opened, mapped read-only.
 
 First the buffers of all matrices, each at a multiple of a cache line, and room behind them; then a table in JSON
 with their places, the sums of all pieces of the file and the key of what is in it; last the table's length and
@@ -54,7 +54,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a file says of itself."""
+    """Description of a file, at its own end."""
 
     key: str
     about: dict[str, str]  # for people
@@ -71,7 +71,7 @@ class PackedFile:
     data: NDArray[uint8]
 
     def matrix(self, name: str, dtype: str) -> kernels.Matrix | None:
-        """Return a matrix over the mapped bytes, None if it is not there in this type."""
+        """Return a matrix over mapped bytes, None if there is none of this type."""
         wanted, starts = self.table.matrices.get(name, (None, []))
         if wanted is None or wanted.dtype != dtype:
             return None
@@ -158,11 +158,11 @@ def write_packed(
     make: Callable[[str, str], kernels.Matrix],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Pack one matrix after another into a file; each is dropped once it is written. Raises `OSError`.
+    """Pack one matrix after another into a file, and drop it. Raises `OSError`.
 
     make: returns a matrix by name and type. on_bytes: called with the bytes written so far.
     """
-    pieces = _Pieces(file)
+    pieces = _PieceWriter(file)
     matrices = {}
     for name, one in wanted.items():
         starts = [pieces.append(buffer) for buffer in kernels.buffers(make(name, one.dtype))]
@@ -181,8 +181,11 @@ def write_packed(
     file.write(text + _END.pack(len(text), hashlib.sha256(text).digest(), _MAGIC))
 
 
-class _Pieces:
-    """Writes a stream in whole pieces, so that the system may keep it in large pages, and sums each up."""
+class _PieceWriter:
+    """Writer of whole pieces, with their sums.
+
+    The system may then keep the file in large pages.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.sums: list[int] = []

@@ -40,6 +40,22 @@ class Stored(Protocol):
         """Return the tensor in float32, or in float64 if the file stores that."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A tensor that was read and checked already."""
+
+    tensor: NDArray[floating]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.tensor.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the tensor."""
+        return self.tensor
+
+
 def model_file_size(path: Path) -> int:
     """Return the size of a model's file. Raises `BadModelFile` for folders and pipes."""
     try:

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.core.errors import BadModelFile, DrafterMismatch, ModelNotFound
 from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
 from paceline.model.files.safetensors_file import join_scales
+from paceline.model.files.stored import Held
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.shapes import PREFIX, is_shape, random_tensors
 from paceline.model.weights import LazyWeights
@@ -92,7 +93,8 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     config = head_config(folder, target)
     if is_shape(folder):
         ids = np.arange(config.draft_vocab_size) * (target.vocab_size // config.draft_vocab_size)
-        return Head(config, LazyWeights(random_tensors(head_shapes(config), 0)), ids)
+        source = f"{folder} for {target.hidden_size}x{target.vocab_size}"
+        return Head(config, LazyWeights(random_tensors(head_shapes(config), 0), (source,)), ids)
     found = {
         canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
     }
@@ -107,8 +109,9 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
             f"the head is {config.layers.hidden_size} numbers wide and has no embedding of its own; the target's "
             f"has {target.hidden_size}"
         )
-    weights = {name: _read(whole, name, shape, folder) for name, shape in shapes.items()}
-    return Head(config, weights, _token_ids(found, config, target, folder))
+    weights = {name: Held(_read(whole, name, shape, folder)) for name, shape in shapes.items()}
+    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    return Head(config, LazyWeights(weights, sources), _token_ids(found, config, target, folder))
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model.files import hf
 from paceline.model.files.safetensors_file import join_scales
-from paceline.model.weights import canonical_names, choose_tensors
+from paceline.model.weights import LazyWeights, canonical_names, choose_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,8 +67,8 @@ def load_cut_model(folder: Path, target: ModelConfig) -> CutModel:
     own = replace(config, tie_embeddings=True)
     names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
-    weights = {name: tensor.read() for name, tensor in hf.as_used(own, stored).items()}
-    return CutModel(config, weights, _token_ids(found, target, folder))
+    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    return CutModel(config, LazyWeights(hf.as_used(own, stored), sources), _token_ids(found, target, folder))
 
 
 def _token_ids(found: Mapping[str, StoredTensor], target: ModelConfig, folder: Path) -> NDArray[int64]:

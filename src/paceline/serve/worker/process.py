@@ -205,7 +205,7 @@ def _template(template: ChatTemplate | None) -> Template | None:
 
 
 def warm_up(built: Built) -> None:
-    """Answer one short request with each drafter that computes, then forget them and reset the counters.
+    """Answer a short request with each drafter that computes, and forget all of it.
 
     The first pass of a fresh engine takes 4 to 6 times as long as the next: it touches all weights, work space and
     KV for the first time. Texts do not depend on it, and the prefix cache is emptied again.

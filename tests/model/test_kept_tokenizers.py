@@ -1,0 +1,123 @@
+"""Tokenizers that are kept, shared, and whole only when a text becomes ids."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ModelNotFound
+from paceline.model import weights
+from paceline.model.files import kept_tokenizers
+from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
+from paceline.model.weights import load_model, load_tokenizer, tokenizer_json
+from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.worker.messages import Language, Ready
+from tests.model.helpers import byte_level_metadata, write_gguf
+from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
+
+TEXT = "the engine there, and another one"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[Path]:
+    """Two models with the same tokenizer."""
+    config = tiny_config()
+    return [
+        write_gguf(tmp_path / f"{seed}.gguf", config, tiny_weights(config, seed), extra=byte_level_metadata())
+        for seed in (0, 1)
+    ]
+
+
+def test_a_kept_tokenizer_reads_and_writes_as_the_first(models: list[Path]) -> None:
+    model = load_model(models[0])
+    built = load_tokenizer(model)
+    ids, text = built.encode(TEXT), tokenizer_json(model, built)
+    del built
+    later = load_tokenizer(model)
+    assert later.decode(ids) == TEXT
+    assert later._whole is not None, "no text was encoded yet"
+    assert tokenizer_json(model, later) == text
+    assert later._whole is not None
+    assert later.encode(TEXT) == ids
+    assert later._whole is None
+    assert later.min_num_tokens(TEXT) == load_tokenizer(model).min_num_tokens(TEXT) > 0
+
+
+def test_models_with_one_tokenizer_share_it(models: list[Path]) -> None:
+    first, second = map(load_model, models)
+    ours, theirs = load_tokenizer(first), load_tokenizer(second)
+    assert ours.pieces is theirs.pieces
+    assert ours.ending((1,), None).eos_ids == (1,)
+    del ours, theirs
+    assert not len(weights._TOKENIZERS)
+
+
+def test_a_broken_one_is_built_anew(models: list[Path], tmp_path: Path) -> None:
+    model = load_model(models[0])
+    ids = load_tokenizer(model).encode(TEXT)
+    (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    good = path.read_bytes()
+    for broken in (b"", good[:-1], good + b" ", good.replace(b"the", b"teh"), b"\xff" * 100):
+        path.write_bytes(broken)
+        assert kept_tokenizer(model.text.tokenizer_digest()) is None
+        assert load_tokenizer(model).encode(TEXT) == ids
+        assert path.read_bytes() == good
+
+
+def test_one_that_is_gone_says_what_to_do(models: list[Path], tmp_path: Path) -> None:
+    model = load_model(models[0])
+    load_tokenizer(model)
+    later = load_tokenizer(model)
+    (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    path.unlink()
+    with pytest.raises(ModelNotFound, match="start again"):
+        later.encode(TEXT)
+
+
+def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kept_tokenizers, "MAX_KEPT", 3)
+    text = tiny_raw_tokenizer().to_str()
+    for number in range(5):
+        keep_tokenizer(f"digest {number}", text)
+    assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
+    assert read_kept("digest 4").to_str() == text
+
+
+def test_no_room_costs_a_message_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    keep_tokenizer("digest", "text")
+    assert "not kept" in caplog.text
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> None:
+    """Also if the engine that becomes ready has another one."""
+    text = tiny_raw_tokenizer().to_str()
+    ready = Ready("tiny", 256, 320, text, (319,), None, None, ())
+
+    async def scenario() -> None:
+        cache = TokenizerCache()
+        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None))
+        prompts = await cache.of(ready)
+        assert prompts.tokenizer.vocab_size == 320
+        cache.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
+    async def scenario() -> None:
+        cache = TokenizerCache()
+        cache.expect(Language("{}", None))
+        with pytest.raises(Exception, match=r"version|missing|model"):
+            await cache.of(Ready("tiny", 256, 320, "{}", (319,), None, None, ()))
+        cache.close()
+
+    asyncio.run(scenario())
