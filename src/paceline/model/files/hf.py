@@ -245,7 +245,7 @@ def _query_scalar(read: JsonReader) -> float | None:
 
 
 def _plain_sliding(read: JsonReader) -> Sliding | None:
-    """Return the window of a family that mixes no layers; None if there is none or it holds all positions."""
+    """Return the window of layers of a family that mixes none, if it matters."""
     used = read.flag("use_sliding_window", default=True) and read.values.get("sliding_window") is not None
     window = read.integer("sliding_window") if used else 0
     if not 0 < window < _positions(read):
