@@ -27,8 +27,8 @@ MIB, GIB = 2**20, 2**30
 def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tuple[str, str]:
     """Return the type of KV, and why if it is not the usual one.
 
-    It is the backend's small type where free memory, weights taken off, would not hold the KV asked for; unasked, a
-    share of that memory would not hold one request of the greatest length. Raises `ConfigError`.
+    It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
+    it is so where a share of that memory would not hold one request of the greatest length. Raises `ConfigError`.
     """
     usual, small = config.kv_type, config.backend_spec.small_kv
     if config.kv not in (None, AUTO) or small is None or small == usual:
