@@ -18,7 +18,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine import kv_disk
 from paceline.engine.assembly.kv_choices import as_bytes
 from paceline.engine.kv_disk import KvDisk
-from paceline.engine.page_files import PageFiles
+from paceline.engine.kv_files import PageFiles
 from tests.engine.same_text import Settings, assert_same, make_engine, run, target
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine
 

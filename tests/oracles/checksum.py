@@ -6,16 +6,17 @@ LANES = 8
 
 def checksum(data: bytes) -> int:
     lanes = list(range(1, LANES + 1))
-    padded = data + bytes(-len(data) % (8 * LANES))
+    block = 8 * LANES
+    padded = data + bytes(block - len(data) % block)
     for at in range(0, len(padded), 8):
         lane = at // 8 % LANES
-        lanes[lane] = _stir(lanes[lane], int.from_bytes(padded[at : at + 8], "little"))
+        lanes[lane] = _mixed(lanes[lane], int.from_bytes(padded[at : at + 8], "little"))
     total = len(data)
     for lane in lanes:
-        total = _stir(total, lane)
-    return total ^ total >> 32
+        total = _mixed(total, lane)
+    return total
 
 
-def _stir(total: int, word: int) -> int:
+def _mixed(total: int, word: int) -> int:
     product = (total ^ word) * FACTOR & MASK
-    return (product << 31 | product >> 33) & MASK
+    return product ^ product >> 32

@@ -57,7 +57,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is measured."""
+    """Engine and prompt that are measured."""
 
     config: EngineConfig
     loaded: Loaded
@@ -105,7 +105,7 @@ class FromDisk(NamedTuple):
 
 
 def from_disk(study: Study, folder: Path) -> FromDisk:
-    """Compute and write a prefix, then read it back in a fresh engine. Raises `ConfigError` if that fails."""
+    """Compute and write a prefix; read it back in a fresh engine. Raises `ConfigError`."""
     config = replace(study.config, draft=OFF, kv_disk=str(folder), kv_disk_bytes=1 << 40)
     writer = assemble(config, study.loaded).engine
     computed = answer(writer, study, None)

@@ -18,7 +18,7 @@ from paceline.core.nouns import noun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy import float64, floating, int64, uint8
+    from numpy import float64, floating, int64
     from numpy.typing import NDArray
 
     from paceline import kernels
@@ -72,27 +72,6 @@ class KV(Protocol):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all its layers."""
-        ...
-
-
-class PageBytes(KV, Protocol):
-    """Keys and values whose pages can be taken out as bytes and put back later.
-
-    A store of the same model, types and build takes them. Any thread may call it, beside passes that touch other
-    pages.
-    """
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        ...
-
-    def read_page(self, page: int, to: NDArray[uint8]) -> None:
-        """Copy a page's bytes out, [page_bytes]."""
-        ...
-
-    def write_page(self, page: int, data: NDArray[uint8]) -> None:
-        """Copy a page's bytes in, [page_bytes]."""
         ...
 
 
@@ -179,7 +158,7 @@ class Capabilities:
     masks: bool = False  # chooses under masks that are filled in beside the pass
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
     token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
-    moves_pages: bool = False  # its stores are `PageBytes`
+    moves_pages: bool = False  # its stores of KV are `PageBytes`
     device: str = ""  # device and numerics that its times hold for; empty: the machine's processor tells
 
 

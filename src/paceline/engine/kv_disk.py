@@ -1,4 +1,4 @@
-"""The prefix cache on disk: full pages are written in the background, and read back instead of computed.
+"""The prefix cache on disk: full pages are written, and read back instead of computed.
 
 The engine's thread only names pages. One thread copies and writes them, the first published first; another reads
 pages for the request that is next. A page is written once, soon after it is full: so it is on disk before it is
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy import uint8
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import PageBytes
-    from paceline.engine.page_files import PageFiles
+    from paceline.backend.page_bytes import PageBytes
+    from paceline.engine.kv_files import PageFiles
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class KvDisk:
                 self._changed.notify()
 
     def withdraw(self, page: int) -> None:
-        """Give up a page that is about to be overwritten; wait if it is being copied."""
+        """Give up a page about to be overwritten; wait if it is being copied."""
         with self._changed:
             lost = self._wanted.pop(page, None) is not None
             being_copied = self._copying == page
@@ -121,7 +121,7 @@ class KvDisk:
         self._readings.put(self.reading)
 
     def learn(self, num_tokens: int, pass_s: float) -> None:
-        """Take in what a pass took, if it was long enough to tell what a token takes."""
+        """Take in the time of a pass, if it was long enough to tell."""
         if num_tokens >= LEARNT_TOKENS:
             self._token_s = _mean(0.0 if self._token_s == inf else self._token_s, pass_s / num_tokens)
 

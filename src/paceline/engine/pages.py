@@ -75,7 +75,7 @@ class PagePool:
 
     @property
     def slides(self) -> bool:
-        """True if nobody reads pages behind the window; a drafter's store may see all of its own."""
+        """True if nobody reads pages behind the window, as a drafter's store may."""
         return self.window > 0 and not self._valid
 
     def first_page(self, num_pages: int) -> int:
@@ -118,9 +118,9 @@ class PagePool:
         return pages
 
     def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Find the longest prefix of a hash chain of which all pages that will be read are cached.
+        """Find the longest prefix whose pages that will be read are all cached.
 
-        Returns the first of these pages, and them, held for the caller.
+        Returns the first of these, and all of them, held for the caller.
         """
         if not self.slides:
             return 0, self.match(hashes)

@@ -330,7 +330,7 @@ class Scheduler:
         return state
 
     def _begin_reading(self, state: RequestState, hits: list[int], left: list[bytes]) -> bool:
-        """Begin to read a request's further pages from disk, if that is worth it, holding all."""
+        """Begin to read a request's further pages from disk, if it pays; hold all."""
         disk = self.pool.disk
         count = 0 if disk is None or state.was_read else disk.worth(left)
         if disk is None or not count:
@@ -340,7 +340,7 @@ class Scheduler:
         return True
 
     def _end_reading(self) -> bool:
-        """Put pages that were read into the prefix cache; return False while more are to come."""
+        """Put pages that were read into the prefix cache; False while they come."""
         disk = self.pool.disk
         reading = None if disk is None else disk.reading
         if disk is None or reading is None:
@@ -396,7 +396,7 @@ class Scheduler:
 
     @property
     def _most_pages(self) -> int:
-        """Most pages that a row with a window holds in prefill: two chunks, as one may be in flight."""
+        """Most pages of a sliding row in prefill: a window and two chunks."""
         return pages_for(self.pool.window + WINDOW_STEP) + 2 * pages_for(self.limits.prefill_tokens) + 1
 
     def _give_back_past(self, state: RequestState) -> None:
@@ -406,7 +406,7 @@ class Scheduler:
             state.num_past = past
 
     def _hold_chunk(self, state: RequestState, budget: int) -> bool:
-        """Hold pages for a row's next chunk, as far as there are any; False without room for a token."""
+        """Hold pages for a row's next chunk, if any; False without room for a token."""
         end = min(state.scheduled_len + budget, len(state.token_ids))
         missing = pages_for(end) - len(state.pages)
         if missing > 0:

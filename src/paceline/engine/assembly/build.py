@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
-    from paceline.engine.page_files import PageFiles
+    from paceline.engine.kv_files import PageFiles
     from paceline.engine.scheduler import Limits
     from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig

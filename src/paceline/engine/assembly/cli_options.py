@@ -101,11 +101,10 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     ):
         group.add_argument(flag, type=int, metavar="N", default=1, help=f"processes that share {what}; {ranks}")
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
-    _add_limits(parser)
+    _add_limits(parser.add_argument_group("limits"))
 
 
-def _add_limits(parser: ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits")
+def _add_limits(limits: ArgumentGroup) -> None:
     limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
     limits.add_argument(
         "--prefix-cache",

@@ -1,4 +1,4 @@
-"""Choices about the KV cache: its type where memory decides, and the prefix cache on disk."""
+"""Choices about the KV cache: its type where memory decides, and its disk."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from paceline.backend.registry import AUTO, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.system import commit, machine
 from paceline.engine.kv_disk import KvDisk
-from paceline.engine.page_files import PageFiles
+from paceline.engine.kv_files import PageFiles
 from paceline.model.config import num_weights
 
 if TYPE_CHECKING:
-    from paceline.backend.seam import Decoder, PageBytes
+    from paceline.backend.page_bytes import PageBytes
+    from paceline.backend.seam import Decoder
     from paceline.engine.assembly.config import EngineConfig
     from paceline.model.config import ModelConfig
 
@@ -24,10 +25,10 @@ MIB, GIB = 2**20, 2**30
 
 
 def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tuple[str, str]:
-    """Return the type of KV, and why if it is not the usual one. Raises `ConfigError`.
+    """Return the type of KV, and why if it is not the usual one.
 
-    It is the backend's small type where free memory, weights taken off, would not hold the KV asked for; unasked,
-    a share of that memory would not hold one request of the greatest length.
+    It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
+    it is so where a share of that memory would not hold one request of the greatest length. Raises `ConfigError`.
     """
     usual, small = config.kv_type, config.backend_spec.small_kv
     if config.kv not in (None, AUTO) or small is None or small == usual:
@@ -67,9 +68,9 @@ def as_bytes(kv: object) -> PageBytes:
 
 
 def identity(decoder: Decoder, content: str, numerics: str | None) -> str:
-    """Return all that a page's bytes depend on beside its tokens, for pages that outlive the process.
+    """Return all that a page's bytes depend on beside its tokens.
 
-    content: key of the model's files.
+    For pages that outlive the process. content: key of the model's files.
     """
     extension = hashlib.sha256(kernels.EXTENSION.read_bytes()).hexdigest()
     here = machine()

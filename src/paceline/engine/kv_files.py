@@ -1,7 +1,7 @@
-"""Files of KV pages: one page each, named by its hash, checked when read, least recently used out first.
+"""Files of KV pages: one page each, named by its hash, checked when read.
 
-A file is written beside its place and then renamed, so a crash leaves whole files and remains that the next start
-removes. What is no page, or not whole, is never used.
+Least recently used ones are removed first. A file is written beside its place and then renamed, so a crash leaves
+whole files, and remains that the next start removes. What is no page, or not whole, is never used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPEN_TO_OTHERS = 0o022
 
 
 class PageFiles:
-    """Pages in a folder of their own, at most so many bytes. Any thread may call it."""
+    """Pages in a folder of their own, within a bound. Any thread may call it."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Open or make the folder, and hold it until `close`. Raises `ConfigError`."""
@@ -65,7 +65,7 @@ class PageFiles:
         self._keep_bound()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Give the folder free."""
         self._held.close()
 
     def __contains__(self, page_hash: bytes) -> bool:
@@ -101,7 +101,7 @@ class PageFiles:
         self._keep_bound()
 
     def read(self, page_hash: bytes, to: NDArray[uint8]) -> bool:
-        """Read a page; return False, and remove the file, if it is not that page as it was written."""
+        """Read a page; return False, and remove the file, if it is not that page."""
         path, header = self._path(page_hash), bytearray(HEADER.size)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,7 +173,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield what lies in the folders that pages are in, with the name of its folder."""
+    """Yield the entries of the folders that pages are in, with the folder's name."""
     for number in range(256):
         part = f"{number:02x}"
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / part) as entries:

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from paceline import kernels
 from paceline.core.errors import ConfigError
-from paceline.engine import page_files
-from paceline.engine.page_files import HEADER, PageFiles
+from paceline.engine import kv_files
+from paceline.engine.kv_files import HEADER, PageFiles
 from tests.oracles.checksum import checksum
 
 PAGE_BYTES = 100
@@ -143,7 +143,7 @@ def test_a_file_of_another_size_or_name_is_not_read(tmp_path: Path) -> None:
 
 
 def test_one_engine_has_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_files, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(kv_files, "LOCK_WAIT_S", 0.1)
     first = PageFiles(tmp_path, 1 << 20)
     with pytest.raises(ConfigError, match="a folder of its own"):
         PageFiles(tmp_path, 1 << 20)
@@ -175,8 +175,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 WRITER = """
 import sys, itertools
 from pathlib import Path
-from paceline.engine.page_files import PageFiles
-from tests.engine.test_page_files import name, page
+from paceline.engine.kv_files import PageFiles
+from tests.engine.test_kv_files import name, page
 files = PageFiles(Path(sys.argv[1]), 1 << 20)
 print("ready", flush=True)
 for number in itertools.count():
