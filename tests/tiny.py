@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding, tensor_shapes
+from paceline.model.experts import Experts
 from paceline.model.tokenizer import Tokenizer
 
 END = "<|end|>"
@@ -25,6 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope": Rope(scaling="longrope", share=0.75, divisors=(1.0, 1.1, 1.2), long_divisors=(2.0, 3.0, 4.0))
     },
     "granite": {"embed_factor": 7.0, "residual_factor": 0.3, "query_scalar": 30.0},
+    "gpt_oss": {"sliding": Sliding(40, frozenset({0}), Rope())},
     "exaone4": {"sliding": Sliding(40, frozenset({0}), Rope()), "unrotated": frozenset({1})},
     "glm4": {"rope": Rope(share=0.5)},
 }
@@ -45,6 +47,11 @@ def tiny_config(
         "biases": FAMILIES[family].biases,
         **FEATURES.get(family, {}),
     }
+    mixture = FAMILIES[family].mixture
+    if mixture is not None:
+        shared_size = 40 if mixture.shared else 0
+        own = {"experts": Experts(8, 3, mixture.normed, shared_size, mixture.biased), "intermediate_size": 24}
+        fields |= own
     return ModelConfig(family=family, vocab_size=vocab_size, num_layers=num_layers, **(fields | changes))
 
 

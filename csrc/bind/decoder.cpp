@@ -14,7 +14,8 @@ namespace {
 
 Activation activation(const std::string& name) {
     using enum Activation;
-    return named<Activation>(name, {{"silu", silu}, {"gelu_tanh", gelu_tanh}}, "the activation is silu or gelu_tanh");
+    return named<Activation>(name, {{"silu", silu}, {"gelu_tanh", gelu_tanh}, {"clamped_silu", clamped_silu}},
+                             "the activation is silu, gelu_tanh or clamped_silu");
 }
 
 std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {
@@ -40,6 +41,33 @@ std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_
     return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
 }
 
+bool has_floats(const Matrix& m) { return m.type() == WeightType::f32 || m.type() == WeightType::bf16; }
+
+// The experts of a layer; null without a router.
+std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+    if (!matrices.contains("router")) return nullptr;
+    const auto router = matrix_at(matrices, "router");
+    const size_t num = router->out(), size = matrix_at(matrices, "experts.0.gate")->out();
+    require(num <= kMaxExperts && 0 < shape.experts_per_token && shape.experts_per_token <= std::min(num, kMaxExpertsPerToken),
+            "a layer has at most 512 experts, and a token at most 32 of them");
+    Mixture found{shape.experts_per_token, shape.norms_shares, matrix_of(matrices, "router", num, shape.hidden),
+                  maybe_vector(vectors, "router_bias", num), nullptr, {}};
+    if (matrices.contains("shared_gate")) found.shared_gate = matrix_of(matrices, "shared_gate", 1, shape.hidden);
+    require(has_floats(*router) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
+    for (size_t i = 0; i < num; ++i) {
+        const std::string name = "experts." + std::to_string(i) + ".";
+        const auto matrix = [&](const char* part, size_t out, size_t in) { return matrix_of(matrices, (name + part).c_str(), out, in); };
+        const auto bias = [&](const char* part, size_t n) { return maybe_vector(vectors, (name + part).c_str(), n); };
+        found.experts.push_back({matrix("gate", size, shape.hidden), matrix("up", size, shape.hidden), matrix("down", shape.hidden, size),
+                                 bias("gate_bias", size), bias("up_bias", size), bias("down_bias", shape.hidden)});
+        const Expert &one = found.experts.back(), &first = found.experts[0];
+        const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
+        require(alike(one.gate, first.gate) && alike(one.up, first.gate) && alike(one.down, first.down),
+                "the experts of a layer must have one type, or types of a file's blocks");
+    }
+    return std::make_shared<const Mixture>(std::move(found));
+}
+
 // norms_all: the norms of q and k go over all heads together.
 Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused, bool norms_all) {
     const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
@@ -53,6 +81,7 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     layer.mlp_post_norm = maybe("mlp_post_norm", shape.hidden);
     if (first && !fused) layer.feature_norm = maybe("hidden_norm", shape.hidden);
     const size_t inputs = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
+    layer.sinks = maybe("attn_sinks", shape.num_heads);
     (norms_all ? layer.all_q_norm : layer.q_norm) = maybe("attn_q_norm", norms_all ? q : shape.head_dim);
     (norms_all ? layer.all_k_norm : layer.k_norm) = maybe("attn_k_norm", norms_all ? kv : shape.head_dim);
     layer.q_bias = maybe("attn_q_bias", q);
@@ -66,11 +95,14 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     layer.k = matrix_of(matrices, "attn_k", kv, inputs);
     layer.v = matrix_of(matrices, "attn_v", kv, inputs);
     layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
-    layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
-    layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
-    layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
+    layer.mixture = mixture_of(shape, matrices, vectors);
+    if (!layer.mixture || layer.mixture->shared_gate) {
+        layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
+        layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
+        layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
+    }
     const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
-    require(alike(layer.q, layer.k) && alike(layer.q, layer.v) && alike(layer.gate, layer.up),
+    require(alike(layer.q, layer.k) && alike(layer.q, layer.v) && (!layer.gate || alike(layer.gate, layer.up)),
             "matrices that read the same activations must have one type, or types of a file's blocks");
     return layer;
 }
@@ -118,7 +150,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
-                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids) {
+                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -127,6 +159,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
         require(std::isfinite(x) && x >= 0.0f, "factors and caps are finite and not negative");
     require(query_context >= 1.0f, "a context has at least one position");
     shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
+    shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
     require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
     check_shape(shape);
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
@@ -167,12 +200,13 @@ void bind_decoder(nb::module_& m) {
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
-             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none())
+             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true)
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
+        .def_prop_ro("touched_experts", &Decoder::touched_experts)
         .def("set_token_id", [](Decoder& self, size_t index, size_t id) {
             require(self.maps_ids() && index < self.shape().head_size && id < self.shape().vocab, "no such row or token");
             self.set_token_id(index, static_cast<uint32_t>(id));

@@ -110,6 +110,7 @@ struct LayerKernels {
     void (*rotate)(const float* x, const float* cosines, const float* sines, size_t n, float scale, float* out);
     void (*silu_mul)(float* gate, const float* up, size_t n);
     void (*gelu_mul)(float* gate, const float* up, size_t n);
+    void (*clamped_mul)(float* gate, const float* up, size_t n);
     void (*cap)(float* x, size_t n, float cap);  // x = cap * tanh(x / cap); n is a multiple of 16
     void (*to_halves)(const float* x, size_t n, uint16_t* out);
     void (*from_halves)(const uint16_t* x, size_t n, float* out);

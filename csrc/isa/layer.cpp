@@ -151,6 +151,15 @@ void gelu_mul(float* gate, const float* up, size_t n) {
     }
 }
 
+// gate = (up + 1) * g * logistic(1.702 g) with gate at most 7 and up between -7 and 7; NaN of `up` becomes a bound.
+void clamped_mul(float* gate, const float* up, size_t n) {
+    const f32v limit = splat(7.0f);
+    for (size_t i = 0; i < n; i += kLanes) {
+        const f32v x = -larger(-load(gate + i), -limit), u = larger(-larger(-load(up + i), -limit), -limit);
+        store(gate + i, gated(x, x * splat(1.702f)) * (u + 1.0f));
+    }
+}
+
 void cap(float* x, size_t n, float most) { cap_all(x, n, most); }
 
 // To float16, clamped to its largest finite number; NaN stays NaN.
@@ -176,6 +185,7 @@ void from_halves(const uint16_t* x, size_t n, float* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add, scale, quantise, hadamard, rotate, silu_mul, gelu_mul, cap, to_halves, from_halves};
+const LayerKernels layer_kernels = {rms_norm, add,      scale,    quantise,    hadamard, rotate,
+                                    silu_mul, gelu_mul, clamped_mul, cap,         to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA

@@ -1,5 +1,6 @@
 // Attention of a pass, tile by tile. The kernels of one span are in isa/attention.cpp.
 #include <algorithm>
+#include <cmath>
 
 #include "model/scratch.h"
 
@@ -26,7 +27,7 @@ void Decoder::attend_tiles(const Pass& pass, const KVStore& kv, size_t layer, si
         gather_queries(pass, kv, layer, tile, 0, thread);
         if (const size_t span = first_of_tile(pass, tile, weights_.layers[layer].window) / kSpan; span + 1 == tile.num_spans) {
             attend_span(pass, kv, layer, tile, span, 0, thread, own.tops.data(), own.totals.data(), own.mixed.data());
-            return finish_tile(tile, own.totals.data(), own.mixed.data());  // one span: nothing to merge
+            return finish_tile(tile, layer, own.tops.data(), own.totals.data(), own.mixed.data());  // one span: nothing to merge
         }
         merge_spans(pass, kv, layer, tile, thread, [&](size_t span) {
             attend_span(pass, kv, layer, tile, span, num_before(pass, tile, span), thread, own.tops.data(), own.totals.data(), own.mixed.data());
@@ -79,7 +80,7 @@ void Decoder::merge_spans(const Pass& pass, const KVStore& kv, size_t layer, con
                   &own.mixed_so_far[i * dim]);
         }
     }
-    finish_tile(tile, own.total_so_far.data(), own.mixed_so_far.data());
+    finish_tile(tile, layer, own.top_so_far.data(), own.total_so_far.data(), own.mixed_so_far.data());
 }
 
 // Bring the queries of a tile's tokens, from token `from` on, into this thread's scratch: normed, rotated and scaled.
@@ -115,12 +116,15 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t layer, con
                          mixed + first * padded, shape_.score_cap});
 }
 
-void Decoder::finish_tile(const Tile& tile, const float* totals, const float* mixed) {
+void Decoder::finish_tile(const Tile& tile, size_t layer, const float* tops, const float* totals, const float* mixed) {
+    const std::vector<float>& sinks = weights_.layers[layer].sinks;
     const size_t group = shape_.num_heads / shape_.num_kv_heads, dim = shape_.head_dim;
     const size_t padded = round_up(dim, kPageTokens), stride = round_up(shape_.num_heads * dim, kInt8Group);
     for (size_t i = 0; i < tile.count * group; ++i) {
-        float* to = &scratch_->mixed[(tile.first + i / group) * stride + (tile.kv_head * group + i % group) * dim];
-        kernels().layer.scale(mixed + i * padded, dim, 1.0f / totals[i], to);
+        const size_t head = tile.kv_head * group + i % group;
+        float* to = &scratch_->mixed[(tile.first + i / group) * stride + head * dim];
+        const float total = sinks.empty() ? totals[i] : totals[i] + std::exp(sinks[head] - tops[i]);
+        kernels().layer.scale(mixed + i * padded, dim, 1.0f / total, to);
     }
 }
 

@@ -23,8 +23,11 @@ size_t Decoder::weight_bytes() const {
     if (weights_.fuse) total += weights_.fuse->bytes();
     if (const Relay& relay = weights_.relay; relay.size)
         for (const auto* m : {&relay.position, &relay.previous, &relay.message, &relay.message_head}) total += (*m)->bytes();
-    for (const Layer& layer : weights_.layers)
-        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down}) total += (*m)->bytes();
+    for (const Layer& layer : weights_.layers) {
+        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
+            if (*m) total += (*m)->bytes();
+        if (layer.mixture) total += layer.mixture->bytes();
+    }
     return total;
 }
 
@@ -67,6 +70,7 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.hidden_q.reserve(std::max(n, pass.wanted.size()), (shape_.reads_features ? 2 : 1) * shape_.hidden);
     s.attn_q.reserve(n, q_size);
     s.ffn_q.reserve(n, shape_.intermediate);
+    plan_experts(pass);
     plan_tiles(pass, kv);
     plan_choices(pass);
 }
@@ -124,24 +128,41 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
 void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
     Scratch& s = *scratch_;
     const Layer& layer = weights_.layers[index];
-    const size_t n = pass.num_tokens, stride = round_up(shape_.intermediate, kInt8Group);
-    const auto activate = shape_.activation == Activation::gelu_tanh ? kernels().layer.gelu_mul : kernels().layer.silu_mul;
+    const size_t n = pass.num_tokens;
     pool_->each(n, [&](size_t t) {
         float* const normed = s.threads[thread].normed.data();
         add_delta(t, layer.attn_post_norm);
         norm(&s.hidden[t * shape_.hidden], layer.mlp_norm, shape_.hidden, shape_.norm_eps, normed);
         pad(normed, shape_.hidden);
-        s.hidden_q.set(t, normed, layer.gate->type(), shape_.hidden);
+        s.hidden_q.set(t, normed, layer.feed_type(), shape_.hidden);
+        if (layer.mixture) route_token(*layer.mixture, t, normed);
     });
+    layer.mixture ? run_experts(pass, index) : run_dense(layer, n);
+}
+
+// Run the feed-forward network that all tokens share, from `hidden_q` to `delta`.
+void Decoder::run_dense(const Layer& layer, size_t n) {
+    Scratch& s = *scratch_;
+    const size_t stride = round_up(shape_.intermediate, kInt8Group);
     const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
     multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
     pool_->each(n, [&](size_t t) {
         float* gate = &s.gate[t * stride];
-        activate(gate, &s.up[t * stride], round_up(shape_.intermediate, kPageTokens));
-        std::fill(gate + shape_.intermediate, gate + stride, 0.0f);
+        activate(gate, &s.up[t * stride], shape_.intermediate, stride);
         s.ffn_q.set(t, gate, layer.down->type(), shape_.intermediate);
     });
     multiply_all(*pool_, {{layer.down.get(), &s.ffn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.down_bias}}, n);
+}
+
+// Multiply a row of `up` by the activation of `gate`, in place; zeros follow as far as products read.
+void Decoder::activate(float* gate, const float* up, size_t size, size_t stride) const {
+    const auto& kernel = kernels().layer;
+    switch (const size_t padded = round_up(size, kPageTokens); shape_.activation) {
+        case Activation::silu: kernel.silu_mul(gate, up, padded); break;
+        case Activation::gelu_tanh: kernel.gelu_mul(gate, up, padded); break;
+        case Activation::clamped_silu: kernel.clamped_mul(gate, up, padded);
+    }
+    std::fill(gate + size, gate + stride, 0.0f);
 }
 
 void Decoder::start_token(const Pass& pass, size_t token) {

@@ -30,6 +30,9 @@ class Decoder {
     // Start a pass and return. It ends with `finish`, or when another pass starts. `kv` and the arrays of the pass must stay.
     void begin(Pass pass, const KVStore& kv);
     void finish();
+    // Of the last pass that has ended, summed over layers: distinct experts of all tokens, then the mean number of those of one token,
+    // of 2 neighbours, of 4, and so on. Layers that did not run count as the mean of those that did.
+    std::vector<double> touched_experts() const;
     void norm_last(float* state) const;  // apply `final_norm` in place, [hidden]
 
     // The part of a message that depends on positions alone: sums [num positions, 2 * Relay::inner padded to 32].
@@ -50,6 +53,8 @@ class Decoder {
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     bool run_attention(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
     void run_ffn(const Pass& pass, size_t layer, size_t thread);
+    void run_dense(const Layer& layer, size_t num_tokens);
+    void activate(float* gate, const float* up, size_t size, size_t stride) const;
     void start_token(const Pass& pass, size_t token);
     void begin_layer(const Pass& pass, size_t layer, size_t token);
     void add_delta(size_t token, const std::vector<float>& norm);
@@ -60,6 +65,10 @@ class Decoder {
     void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
     void store_all(const Pass& pass, const KVStore& kv, size_t layer);
     size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
+    // experts.cpp
+    void plan_experts(const Pass& pass);
+    void route_token(const Mixture& mixture, size_t token, const float* normed);
+    void run_experts(const Pass& pass, size_t layer);
     // tiling.cpp
     void plan_tiles(const Pass& pass, const KVStore& kv);
     void balance_tiles(const Pass& pass, size_t num_queries, size_t dim);
@@ -75,7 +84,7 @@ class Decoder {
     void gather_queries(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t from, size_t thread);
     void attend_span(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t span, size_t from, size_t thread,
                      float* tops, float* totals, float* mixed);
-    void finish_tile(const Tile& tile, const float* totals, const float* mixed);
+    void finish_tile(const Tile& tile, size_t layer, const float* tops, const float* totals, const float* mixed);
     // lm_head.cpp
     void plan_choices(const Pass& pass);
     void choose(const Pass& pass, size_t thread);

@@ -294,8 +294,6 @@ void Matrix::multiply(size_t panel, size_t num_panels, const Activations& x, siz
     }
 }
 
-namespace {
-
 void multiply_panels(const Product& p, size_t panel, size_t num_panels, size_t first, size_t end) {
     float* out = p.out + first * p.stride + panel * kPanel;
     p.matrix->multiply(panel, num_panels, *p.x, first, end, out, p.stride);
@@ -304,8 +302,6 @@ void multiply_panels(const Product& p, size_t panel, size_t num_panels, size_t f
     for (size_t row = first; row < end; ++row, out += p.stride)
         kernels().layer.add(out, p.bias->data() + panel * kPanel, count);
 }
-
-}  // namespace
 
 void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, size_t num_tokens) {
     const size_t chunks = std::max<size_t>((num_tokens + kChunkRows - 1) / kChunkRows, 1);

@@ -131,6 +131,9 @@ struct Product {
     const std::vector<float>* bias;  // null or empty: none
 };
 
+// Compute adjacent panels of a product, of rows first..end.
+void multiply_panels(const Product& product, size_t panel, size_t num_panels, size_t first, size_t end);
+
 // Compute products in one phase, inside `ThreadPool::run`.
 void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, size_t num_tokens);
 

@@ -4,11 +4,12 @@
 #include <memory>
 #include <vector>
 
+#include "model/experts.h"
 #include "model/matrix.h"
 
 namespace paceline {
 
-enum class Activation { silu, gelu_tanh };
+enum class Activation { silu, gelu_tanh, clamped_silu };
 
 struct Shape {
     size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
@@ -22,6 +23,8 @@ struct Shape {
     size_t head_size = 0;         // rows of the LM head: `vocab`, or a draft vocabulary
     bool reads_features = false;  // a draft head, which reads a feature beside each token
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
+    size_t experts_per_token = 0;
+    bool norms_shares = true;  // shares of a token's experts sum to 1
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };
 
@@ -31,10 +34,14 @@ struct Layer {
     std::vector<float> attn_norm, mlp_norm;            // attn_norm empty: the layer reads its input as it is
     std::vector<float> attn_post_norm, mlp_post_norm;  // norms of a block's output, or empty
     std::vector<float> feature_norm;                   // of an EAGLE layer, which reads [normed token, normed feature]; or empty
+    std::vector<float> sinks;                          // [num_heads] score of a key without a value, which every token sees; or empty
     std::vector<float> q_norm, k_norm;                 // [head_dim], or empty
     std::vector<float> all_q_norm, all_k_norm;         // of all heads together, or empty
     std::vector<float> q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;  // or empty
-    std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;
+    std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;  // with experts the last three are those of the shared one, or null
+    std::shared_ptr<const Mixture> mixture;                    // experts, or null
+
+    WeightType feed_type() const { return (gate ? gate : mixture->experts[0].gate)->type(); }
 };
 
 // The recurrence of a parallel draft head: each guess sends a message to the next, see `relay` in backend/reference/head.py.

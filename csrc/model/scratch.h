@@ -55,6 +55,7 @@ struct Decoder::Scratch {
     AlignedVector<float> mixed;           // [num_tokens, num_heads * head_dim to 64] output of attention
     AlignedVector<float> gate, up;        // [num_tokens, intermediate to 64]
     Activations hidden_q, attn_q, ffn_q;  // quantised: of the residual stream, of attention, of the feed-forward network
+    ExpertScratch experts;
     bool stores_itself;                   // each row is one tile per KV head, so that a tile can store its own keys and values
     std::vector<Tile> tiles;
     std::vector<Part> parts;                      // of the tiles, where their spans are computed apart

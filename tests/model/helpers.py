@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import KV, Executor, Packed, PassRequest, PassResult
 from paceline.core.nouns import SamplingSpec
 from paceline.model.config import ModelConfig
+from paceline.model.experts import PARTS
 from paceline.model.files import gguf_model
 from paceline.model.files.rearranged import ROTATED, head_order
 from paceline.model.weights import canonical_names
@@ -103,6 +105,26 @@ def fuse(
     return joined
 
 
+def stack_experts(
+    config: ModelConfig, tensors: dict[str, np.ndarray], names: dict[str, str], writer: gguf.GGUFWriter
+) -> dict[str, np.ndarray]:
+    """Stack each layer's experts, as GGUF files have them, and write down what they are."""
+    if config.experts is None:
+        return tensors
+    writer.add_expert_count(config.experts.num)
+    writer.add_expert_used_count(config.experts.per_token)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(config.num_layers):
+        for part, kind in product(PARTS, ("weight", "bias") if config.experts.biased else ("weight",)):
+            own = part if kind == "weight" else f"{part}_bias"
+            name = f"layers.{layer}.all_{own}"
+            names[name] = f"blk.{layer}.ffn_{part}_exps.{kind}"
+            one_by_one = (tensors[f"layers.{layer}.experts.{i}.{own}"] for i in range(config.experts.num))
+            kept[name] = np.stack(list(one_by_one))
+    return kept
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,
@@ -141,10 +163,11 @@ def write_gguf(
     tensors = {name: as_stored(config, name, np.asarray(w, np.float32)) for name, w in weights.items()}
     if fused:
         tensors = fuse(config, tensors, names, fused)
+    tensors = stack_experts(config, tensors, names, writer)
     for name, data in tensors.items():
         if name in skip:
             continue
-        if quant is not None and data.ndim == 2:
+        if quant is not None and data.ndim > 1:
             writer.add_tensor(names[name], gguf.quantize(data, quant), raw_dtype=quant)
         else:
             writer.add_tensor(names[name], data)

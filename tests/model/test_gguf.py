@@ -148,7 +148,7 @@ def test_sizes_agree_with_the_gguf_package() -> None:
         ({"tokenizer.ggml.tokens": [str(i) for i in range(321)]}, BadModelFile, "321 tokens"),
         ({"tokenizer.ggml.tokens": 7}, BadModelFile, "must be a list of texts"),
         ({"tokenizer.ggml.tokens": True}, BadModelFile, "must be a list of texts"),
-        ({"llama.expert_count": 8}, UnsupportedModel, "mixture"),
+        ({"llama.expert_count": 8}, BadModelFile, "expert_used_count"),
         ({"llama.rope.scaling.type": "ntk"}, UnsupportedModel, "ntk"),
         ({"llama.rope.dimension_count": 3}, BadModelFile, "go in pairs"),
         ({"split.count": 3}, UnsupportedModel, "merge"),

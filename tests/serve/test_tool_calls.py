@@ -20,7 +20,7 @@ from paceline.model import grammar as grammars
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tool_calls.plan import AnswerForms
-from paceline.serve.api.tool_calls.reasoning import KNOWN_MARKS, marks_of
+from paceline.serve.api.tool_calls.reasoning import KNOWN_MARKS, ReasoningSplit, marks_of
 from paceline.serve.api.tool_calls.registry import BY_NAME, family_of
 from paceline.serve.conversation import Tool, ToolUse
 from tests.tiny import tiny_raw_tokenizer
@@ -315,3 +315,32 @@ def test_reasoning_is_found_by_template_and_vocabulary() -> None:
     assert marks_of("</think>", (), "none") is None
     with pytest.raises(ConfigError, match="unknown reasoning parser"):
         marks_of("", (), "thnk")
+
+
+HARMONY = next(marks for marks in KNOWN_MARKS if marks.name == "harmony")
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{HARMONY.open}Let me see.<|end|>{FINAL}Hello <b>", ("Let me see.", "Hello <b>")),
+        ("<|channel|>final<|message|>Hello", ("", "Hello")),
+        (f"{HARMONY.open}so <|end", ("so <|end", "")),
+        (f"{HARMONY.open}so<|end|><|start|>assist", ("so", "<|start|>assist")),
+        ("Hello", ("", "Hello")),
+    ],
+)
+def test_messages_by_channel(text: str, expected: tuple[str, str]) -> None:
+    """The channels of gpt-oss, however the text is cut."""
+    for size in (1, 2, 5, len(text)):
+        split, events, content = ReasoningSplit(HARMONY, opened=False), [], ""
+        for start in range(0, len(text), size):
+            content += split.push(text[start : start + size], events)
+        content += split.finish(events)
+        assert ("".join(event.text for event in events), content) == expected
+
+
+def test_channels_are_found_by_the_template_and_not_by_an_end() -> None:
+    assert marks_of("<|start|>assistant<|channel|>analysis<|message|>", ()) == HARMONY
+    assert marks_of("<|user|>{{ content }}<|end|>", ("<|end|>",)) is None

@@ -136,6 +136,9 @@ class PassResult:
     margins: NDArray[floating] | None = None  # [len(specs)] logits by which each is ahead, NaN where not known
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
+    # Distinct experts that the pass touched, summed over layers; then the mean number of those of one token, of 2
+    # neighbours, of 4, and so on. Empty without experts, or where they are not counted.
+    touched: tuple[float, ...] = ()
 
 
 class Pending(Protocol):

@@ -162,4 +162,13 @@ def _scores(asked: HostPass, result: PassResult) -> Scores:
         specs = asked.scoring.specs
         result, prompts = asked.scoring.split(result)
     taps = Taps(result.taps, packed.cu_len, packed.slots, asked.starts) if result.taps else None
-    return Scores(asked.cu_len, specs, result.token_ids, result.logits, result.logit_idx, taps, prompts=prompts)
+    return Scores(
+        asked.cu_len,
+        specs,
+        result.token_ids,
+        result.logits,
+        result.logit_idx,
+        taps,
+        prompts=prompts,
+        touched=result.touched,
+    )

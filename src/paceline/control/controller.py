@@ -173,7 +173,7 @@ class ClosedLoop:
         times = step.times
         seconds = times.draft_s, times.target_s, times.host_s, times.wait_s
         outcomes, prefill = outcomes_of(
-            step.batch, step.proposed, step.draft, step.verdict, self._index_of, seconds
+            step.batch, step.proposed, step.draft, step.verdict, self._index_of, seconds, times.touched
         )
         accounting = self.learn(outcomes, prefill, step.view, step.decision)
         if accounting:

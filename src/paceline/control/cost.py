@@ -78,6 +78,14 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertCost:
+    """Price of an expert, and the number touched by passes as they were measured."""
+
+    read_s: float  # of one more expert in one layer
+    touched: Curve  # experts of all layers against the tokens of a pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TargetCost:
     """Seconds of a target pass."""
 
@@ -85,6 +93,7 @@ class TargetCost:
     unscored_s: float = 0.0  # saved by a token row whose successor is not asked for
     kv_token_s: float = 0.0  # of reading a key
     pair_s: float = 0.0  # of a pair of query and key
+    experts: ExpertCost | None = None  # None: all tokens read the same weights
 
     def __call__(self, work: Work) -> NDArray[float64]:
         """Return the seconds of each pass."""
@@ -255,27 +264,35 @@ class TimedPass:
 
     work: Work
     seconds: float
+    touched: float = 0.0  # distinct experts of all layers
 
 
-def fit_target(passes: Sequence[TimedPass], buckets: Sequence[int] = ()) -> TargetCost:
+def fit_target(
+    passes: Sequence[TimedPass], buckets: Sequence[int] = (), touched: Curve | None = None
+) -> TargetCost:
     """Return the prices with the least squared relative error, none negative.
 
     The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
     have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
     buckets: counts that the backend pads passes to, ascending; the curve is then a staircase with these steps.
+    touched: experts that passes are expected to touch, where the model has any. The curve is of such passes.
     """
     tokens = [_padded(int(p.work.tokens), buckets) for p in passes]
     counts = sorted({n for n, p in zip(tokens, passes, strict=True) if not p.work.unscored})
     stepped = bool(buckets)
     rises = np.array([[_share(n, counts, i, stepped=stepped) for i in range(len(counts))] for n in tokens])
-    others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored] for p in passes], np.float64)
+    others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored, p.touched] for p in passes], np.float64)
     if all(int(p.work.pairs) < SHORT_CONTEXT * int(p.work.tokens) for p in passes):
         others[:, :2] = 0.0
     seconds = np.array([p.seconds for p in passes])
     prices = non_negative(np.hstack([rises, others]) / seconds[:, None], np.ones(len(passes)))
-    kv_token_s, pair_s, unscored_s = prices[len(counts) :]
-    curve = Curve.of(counts, np.cumsum(prices[: len(counts)]).tolist(), stepped=stepped)
-    return TargetCost(curve, float(unscored_s), float(kv_token_s), float(pair_s))
+    kv_token_s, pair_s, unscored_s, read_s = prices[len(counts) :]
+    by_tokens_s = np.cumsum(prices[: len(counts)])
+    experts = None if touched is None else ExpertCost(float(read_s), touched)
+    if experts:
+        by_tokens_s += experts.read_s * experts.touched(np.array(counts))
+    curve = Curve.of(counts, by_tokens_s.tolist(), stepped=stepped)
+    return TargetCost(curve, float(unscored_s), float(kv_token_s), float(pair_s), experts)
 
 
 def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.controller import ClosedLoop
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
+from paceline.control.cost import Curve, DraftCost, ExpertCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
@@ -175,7 +175,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "format": PROFILE_FORMAT,
         "about": dict(profile.about),
         "target": _curve(target.by_tokens)
-        | {"unscored_s": target.unscored_s, "kv_token_s": target.kv_token_s, "pair_s": target.pair_s},
+        | {"unscored_s": target.unscored_s, "kv_token_s": target.kv_token_s, "pair_s": target.pair_s}
+        | ({"experts": _curve(e.touched) | {"read_s": e.read_s}} if (e := target.experts) else {}),
         "drafters": {
             name: [_curve(c) for c in drafter.by_rows]
             for name, drafter in zip(profile.drafters, cost.drafters, strict=True)
@@ -217,7 +218,9 @@ def _read_own(values: Mapping[str, Any]) -> Profile:
     passes, unscored_s = _positive(_read_curve(t)), _price(t, "unscored_s")
     if passes.seconds[0] <= unscored_s * passes.counts[0]:
         raise ValueError(f"unscored_s is {unscored_s}: not to score a token saves more than its pass takes")
-    target = TargetCost(passes, unscored_s, _price(t, "kv_token_s"), _price(t, "pair_s"))
+    touched = t.get("experts")
+    experts = touched and ExpertCost(_price(touched, "read_s"), _read_curve(touched))
+    target = TargetCost(passes, unscored_s, _price(t, "kv_token_s"), _price(t, "pair_s"), experts or None)
     _price({"host_s": 0.0} | values["about"], "host_s")
     drafters = {
         name: DraftCost(tuple(_read_curve(c) for c in curves)) for name, curves in values["drafters"].items()
@@ -296,6 +299,7 @@ class Tracer:
         seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
         drafted = None if o.num_drafted is None else o.num_drafted.tolist()
         got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
+        got |= {"touched": list(o.touched)} if o.touched else {}
         self._write(outcomes=got, prefill=list(prefill.as_ints), group=group)
 
     def _write(self, **values: Any) -> None:
@@ -463,4 +467,5 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         confidence=None if got["confidence"] is None else np.array(got["confidence"], np.float64),
         wait_s=float(got.get("wait_s", 0.0)),
         num_drafted=None if got.get("num_drafted") is None else np.array(got["num_drafted"], np.int64),
+        touched=tuple(map(float, got.get("touched", ()))),
     )

@@ -28,6 +28,7 @@ from paceline.control.cost import (
     PassTable,
     draft_tables,
 )
+from paceline.control.expert_cost import ExpertPrices
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import MIN_PLAIN_TOKENS, NONE, Allocation, Work
 from paceline.control.protocols import StepAccounting, StepChoice
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
 MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
 MAX_ERROR = 2.0  # of a prediction, as a share of a step's time; larger errors count as this one
+MAX_SURPLUS = 0.5  # of a pass, that may be for unexpected experts
 PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
 SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 
@@ -85,6 +87,8 @@ class OnlineCost:
         self.measured = measured
         self.host = HostTime(host_s)
         self.passes = PassTable.of(measured.target.by_tokens(np.arange(TABLE_TOKENS)))
+        experts = measured.target.experts
+        self.experts = None if experts is None else ExpertPrices(experts, self.passes)
         self.num_passes = np.zeros(1, np.int64)
         self.key_price = np.array([measured.target.kv_token_s, 1.0])  # seconds; variance in `key_unit_s` squared
         self.draft_factor = np.ones(len(measured.drafters))  # time of each drafter, relative to its measurement
@@ -219,8 +223,20 @@ class OnlineCost:
         if ks is None:
             ks, drafters = decision.ks, decision.drafters
         rows = view.rows, view.lengths, o.rows, o.num_verified, o.num_accepted, ks, drafters
-        seconds, few_rows = (o.draft_s, o.target_s, o.host_s), len(o.rows) < MANY_ROWS
-        return StepAccounting(*self.compiled.learn(*rows, prefill.as_ints, seconds, settled, few_rows))
+        surplus_s, few_rows = self._surplus_s(o, prefill), len(o.rows) < MANY_ROWS
+        seconds = o.draft_s, o.target_s - surplus_s, o.host_s
+        measured_s, *others = self.compiled.learn(*rows, prefill.as_ints, seconds, settled, few_rows)
+        if self.experts is not None and o.touched:
+            self.experts.observe(o.touched, prefills=bool(prefill.tokens))
+        return StepAccounting(measured_s + surplus_s, *others)
+
+    def _surplus_s(self, outcomes: Outcomes, prefill: Work) -> float:
+        """Return the seconds of a pass that unexpected experts explain."""
+        if self.experts is None or not outcomes.touched:
+            return 0.0
+        tokens = len(outcomes.rows) + int(outcomes.num_verified.sum()) + int(prefill.tokens)
+        surplus_s = self.experts.surplus_s(tokens, outcomes.touched, self.machine_drift)
+        return min(surplus_s, MAX_SURPLUS * outcomes.target_s)
 
 
 @dataclass(slots=True)

@@ -112,6 +112,7 @@ class Outcomes:
     confidence: NDArray[float64] | None = None  # [n, depth] of all proposed drafts, NaN where unknown
     wait_s: float = 0.0  # time in which these rows waited for the other group's step
     num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: those planned
+    touched: tuple[float, ...] = ()  # as `StepTimes.touched`
 
     @property
     def step_s(self) -> float:
@@ -171,10 +172,12 @@ def outcomes_of(
     verdict: Verdict,
     indices: dict[str, int],
     seconds: tuple[float, float, float, float],
+    touched: tuple[float, ...] = (),
 ) -> tuple[Outcomes, Work]:
     """Return the outcome of a round, and the work of its prefill chunks.
 
     indices: as for `drafted_of`. seconds: of drafting, of the target pass, of the host, and of waiting.
+    touched: as `StepTimes.touched`.
     """
     draft_s, target_s, host_s, wait_s = seconds
     arrays, confidence, prefill = kernels.outcome_arrays(
@@ -183,6 +186,6 @@ def outcomes_of(
     rows, drafters, num_drafted, num_verified, num_accepted = arrays
     said = confidence if confidence.size else None
     outcomes = Outcomes(
-        rows, drafters, num_verified, num_accepted, draft_s, target_s, host_s, said, wait_s, num_drafted
+        rows, drafters, num_verified, num_accepted, draft_s, target_s, host_s, said, wait_s, num_drafted, touched
     )
     return outcomes, Work(*prefill) if prefill[0] else NO_WORK

@@ -31,6 +31,7 @@ class StepTimes:
     target_s: float
     host_s: float
     wait_s: float = 0.0  # time in which these rows waited for the other group's step
+    touched: tuple[float, ...] = ()  # experts of the pass, as `PassResult.touched`
 
     @property
     def total_s(self) -> float:

@@ -295,6 +295,7 @@ class Scores:
     draft: Draft | None = None  # as scored, where a device has made it; None: as asked
     made: Draft | None = None  # all that the device has made, as far as it may be scored
     prompts: Mapping[int, PromptScores] | None = None  # by row of the batch; None: no prompt is scored
+    touched: tuple[float, ...] = ()  # experts of the pass, as `PassResult.touched`
 
     def check(self) -> None:
         """Assert that offsets and lengths agree."""

@@ -47,12 +47,12 @@ class StepInput:
     mask_room: PassMasks | None = None  # of a pass that chooses under masks
     masks: RowMasks = NO_MASKS  # of rows with a grammar
 
-    def times(self, target_s: float) -> StepTimes:
-        """Return what the step took until now. target_s: of its pass."""
+    def times(self, target_s: float, touched: tuple[float, ...] = ()) -> StepTimes:
+        """Return what the step took until now. target_s, touched: of its pass."""
         host_s = self.host_s
         if host_s is None:
             host_s = perf_counter() - self.begun_s - self.draft_s - target_s - self.idle_s
-        return StepTimes(self.draft_s, target_s, host_s, self.idle_s)
+        return StepTimes(self.draft_s, target_s, host_s, self.idle_s, touched)
 
     def take_made(self, made: Draft, scored: Draft) -> None:
         """Replace bounds by the drafts that the device has made, and by those scored."""
@@ -243,7 +243,7 @@ class Verbs:
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.learn(batch.num_known_tokens, scored.target_s)
-        start, times = perf_counter(), drafted.times(scored.target_s)
+        start, times = perf_counter(), drafted.times(scored.target_s, scored.scores.touched)
         if self.outputs.book.wanted:  # before the controller learns: what it expected
             num_waiting = len(self.scheduler.waiting)
             self.outputs.book.add(drafted.controller, batch, proposed, draft, verdict, kept, times, num_waiting)

@@ -139,7 +139,11 @@ class Decoder:
         relay_matrices: dict[str, Matrix] = ...,
         relay_vectors: dict[str, _F32] = ...,
         token_ids: _Ids | None = None,
+        experts_per_token: int = 0,
+        norms_shares: bool = True,
     ) -> None: ...
+    @property
+    def touched_experts(self) -> list[float]: ...
     @property
     def vocab(self) -> int: ...
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
+from paceline.model.experts import PARTS, Experts, MixtureFacts, feed_forward_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,6 +74,8 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json that have another name there
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors in safetensors, where unusual
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
+    mixture: MixtureFacts | None = None  # its layers have experts
+    sinks: bool = False  # each head has the score of a key without a value, which every token sees
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -89,6 +92,30 @@ FAMILIES: dict[str, Family] = {
         Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
         Family("qwen2", "qwen2", biases=QKV),
         Family("qwen3", "qwen3", qk_norm="head"),
+        Family("qwen3_moe", "qwen3moe", qk_norm="head", mixture=MixtureFacts(normed=True)),
+        Family("qwen2_moe", "qwen2moe", biases=QKV, mixture=MixtureFacts(normed=False, shared=True)),
+        Family(
+            "mixtral",
+            "llama",
+            gguf_permutes_qk=True,
+            mixture=MixtureFacts(
+                normed=True,
+                size_key="intermediate_size",
+                block="block_sparse_moe",
+                parts=("w1", "w3", "w2"),
+            ),
+        ),
+        Family(
+            "gpt_oss",
+            "gpt-oss",
+            activation="clamped_silu",
+            biases=QKV | {"attn_o"},
+            mixed_layers=MixedLayers(period=2),
+            defaults={GLOBAL_THETA: 150000.0, "head_dim": 64},
+            gguf_names={"mlp_norm": "post_attention_norm.weight"},
+            mixture=MixtureFacts(normed=True, biased=True, size_key="intermediate_size", router="router"),
+            sinks=True,
+        ),
         Family(
             "gemma3_text",
             "gemma3",
@@ -278,7 +305,7 @@ class ModelConfig:
     family: str  # key of FAMILIES
     vocab_size: int  # rows of the embedding, padding included
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of the feed-forward network, or of each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -288,6 +315,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     biases: frozenset[str] = frozenset()  # projections with a bias, by canonical name without the layer
     sliding: Sliding | None = None  # None: every layer sees all tokens
+    experts: Experts | None = None  # None: one feed-forward network for all tokens
     query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
     unrotated: frozenset[int] = frozenset()  # layers without RoPE
     embed_factor: float = 1.0  # of embeddings, beside what the family says
@@ -346,6 +374,8 @@ class ModelConfig:
             "a factor of what blocks add": self.residual_factor != 1.0,
             "norms behind its blocks only": self.facts.norms == "after",
             "norms over all heads together": self.facts.qk_norm == "whole",
+            "a mixture of experts": self.experts is not None,
+            "attention sinks": self.facts.sinks,
         }
         return tuple(words for words, wanted in asked.items() if wanted)
 
@@ -356,7 +386,7 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raise `BadModelFile` or `UnsupportedModel` unless the numbers fit each other."""
-        _ = self.facts
+        self._check_experts()
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -382,6 +412,12 @@ class ModelConfig:
         special = self.eos_ids if self.bos_id is None else (self.bos_id, *self.eos_ids)
         if not all(0 <= i < self.vocab_size for i in special):
             raise BadModelFile(f"special token ids {special} lie outside a vocabulary of {self.vocab_size}")
+
+    def _check_experts(self) -> None:
+        if (self.facts.mixture is None) != (self.experts is None):
+            raise BadModelFile(f"a {self.family} model has experts in every layer, or in none: this one differs")
+        if self.experts is not None:
+            self.experts.check()
 
 
 def family(name: str) -> Family:
@@ -410,11 +446,15 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attn_v": (kv_size, c.hidden_size),
         "attn_o": (c.hidden_size, q_size),
         "mlp_norm": (c.hidden_size,),
-        "mlp_gate": (c.intermediate_size, c.hidden_size),
-        "mlp_up": (c.intermediate_size, c.hidden_size),
-        "mlp_down": (c.hidden_size, c.intermediate_size),
     }
+    if c.experts is None:
+        dense = feed_forward_shapes(c.hidden_size, c.intermediate_size)
+        shapes |= {f"mlp_{part}": shape for part, shape in zip(PARTS, dense, strict=True)}
+    else:
+        shapes |= c.experts.shapes(c.hidden_size, c.intermediate_size)
     shapes |= {f"{name}_bias": shapes[name][:1] for name in sorted(c.biases)}
+    if c.facts.sinks:
+        shapes["attn_sinks"] = (c.num_heads,)
     if c.facts.qk_norm:
         whole = c.facts.qk_norm == "whole"
         shapes |= {

@@ -27,6 +27,7 @@ from paceline.model.config import (
     tensor_shapes,
 )
 from paceline.model.detokenizer import byte_alphabet
+from paceline.model.experts import Experts
 from paceline.model.template import TemplateSource
 
 if TYPE_CHECKING:
@@ -94,6 +95,15 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-0.6b": replace(
         _QWEN3, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
     ),
+    "qwen3-30b-a3b": replace(
+        _QWEN3,
+        family="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=768,
+        num_layers=48,
+        num_kv_heads=4,
+        experts=Experts(128, 8),
+    ),
 }
 _SMALL = ModelConfig(  # where no name is given
     family="llama",
@@ -108,7 +118,9 @@ _SMALL = ModelConfig(  # where no name is given
     max_context=8192,
 )
 _SIZES = tuple(f.name for f in fields(ModelConfig) if str(f.type) == "int")  # `ModelConfig.check` bounds them
-_OTHER_KEYS = ("family", "tied", "window", "slides", "seed")
+# Fields of `Experts` by the keys of a shape.
+_EXPERT_KEYS = {"num_experts": "num", "experts_per_token": "per_token", "shared_size": "shared_size"}
+_OTHER_KEYS = ("family", "tied", "window", "slides", "seed", *_EXPERT_KEYS)
 _MAX_DIGITS = 9
 
 
@@ -163,13 +175,21 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
         facts = FAMILIES[value]
         caps = (facts.defaults.get("attn_logit_softcapping"), facts.defaults.get("final_logit_softcapping"))
         rope = replace(config.rope, share=facts.defaults.get("partial_rotary_factor", 1.0))
-        return replace(config, family=value, biases=facts.biases, rope=rope, score_cap=caps[0], logit_cap=caps[1])
+        experts = Experts(8, 2, facts.mixture.normed, biased=facts.mixture.biased) if facts.mixture else None
+        own = replace(config, family=value, biases=facts.biases, rope=rope, experts=experts)
+        return replace(own, score_cap=caps[0], logit_cap=caps[1])
     if key == "family":
         raise ModelNotFound(f"{name}: there is no family {value!r}{suggest(value, FAMILIES)}")
     if key == "tied":
         return replace(config, tie_embeddings=bool(_integer(name, key, value)))
     if key == "window":
         return replace(config, sliding=Sliding(_integer(name, key, value), frozenset(), Rope()))
+    if key in _EXPERT_KEYS:
+        if config.experts is None:
+            with_experts = ", ".join(f.name for f in FAMILIES.values() if f.mixture)
+            raise ModelNotFound(f"{name}: {key} is for a family with experts, named before it: {with_experts}")
+        experts = replace(config.experts, **{_EXPERT_KEYS[key]: _integer(name, key, value)})  # type: ignore[arg-type]
+        return replace(config, experts=experts)
     if key not in _SIZES:
         raise ModelNotFound(f"{name}: a shape has no {key!r}{suggest(key, [*_SIZES, *_OTHER_KEYS])}")
     return replace(config, **{key: _integer(name, key, value)})  # type: ignore[arg-type]

@@ -71,6 +71,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         self.progress = progress
         self._stored = stored
         self._num_read = 0
+        self._total = 4 * sum(prod(one.shape) for one in stored.values()) if progress else 0
 
     @property
     def label(self) -> str:
@@ -108,9 +109,8 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def _counted(self, name: str) -> Stored:
         stored = self._stored[name]
         if self.progress:
-            total = 4 * sum(prod(one.shape) for one in self._stored.values())
-            self._num_read = min(total, self._num_read + 4 * prod(stored.shape))
-            self.progress("loading the model", self._num_read, total)
+            self._num_read = min(self._total, self._num_read + 4 * prod(stored.shape))
+            self.progress("loading the model", self._num_read, self._total)
         return stored
 
     def __iter__(self) -> Iterator[str]:
@@ -205,7 +205,7 @@ def canonical_names(
         if name in model:
             names[name] = model[name]
         else:
-            _, number, short = name.split(".")
+            _, number, short = name.split(".", 2)
             names[name] = prefix.format(layer=number) + layer[short]
     return names
 

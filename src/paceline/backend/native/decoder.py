@@ -90,13 +90,20 @@ class NativeDecoder:
     def _finish(self, request: PassRequest, result: PassResult) -> PassResult:
         with self.alone:
             self.compiled.finish()
-        return self._padded(request, result)
+            touched = self._touched()
+        return self._padded(request, replace(result, touched=touched) if touched else result)
 
     def _run(self, request: PassRequest) -> PassResult:
         run = run_steps if request.steps else run_pass
         with self.alone:
             result = run(self.compiled, request, self._num_choices(request), self._num_layers(request))
+            touched = () if request.steps else self._touched()
+        result = replace(result, touched=touched) if touched else result
         return self._padded(request, result)
+
+    def _touched(self) -> tuple[float, ...]:
+        """Return the experts that the last pass touched."""
+        return () if self.config.experts is None else tuple(self.compiled.touched_experts)
 
     def _padded(self, request: PassRequest, result: PassResult) -> PassResult:
         """Add logits for the padding rows of a target's larger vocabulary."""

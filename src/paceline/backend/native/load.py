@@ -313,7 +313,7 @@ def compile_decoder(
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=(config.experts and config.experts.shared_size) or config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -343,4 +343,6 @@ def compile_decoder(
         relay_matrices=relay_matrices,
         relay_vectors=relay_vectors,
         token_ids=output.token_ids,
+        experts_per_token=config.experts.per_token if config.experts else 0,
+        norms_shares=config.experts is None or config.experts.normed,
     )

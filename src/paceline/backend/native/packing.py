@@ -15,6 +15,7 @@ from paceline.backend.native.decoder import as_float32
 from paceline.backend.registry import FILE
 from paceline.core.system import available_bytes
 from paceline.model.config import tensor_shapes
+from paceline.model.experts import ROUTER_NAMES
 from paceline.model.files.packed_cache import Packing
 from paceline.model.files.packed_file import Wanted
 from paceline.model.weights import LazyWeights
@@ -111,7 +112,8 @@ def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool
 # Types --------------------------------------------------------------------------------------------
 
 _EXACT = {"Q4_0": "int4", "Q4_1": "int4", "BF16": "bf16"}  # kinds that another type holds without a change
-_READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"))  # they share their activations
+_READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"), ("gate", "up"))  # share their activations
+ROUTER_TYPE = "f32"  # its rounding would send tokens to other experts; it is small
 _MIN_SHARE = 0.5  # of a model's weights, from which on `auto` keeps them
 _INT8_SHARE = 0.5  # of free memory, up to which `auto` takes int8 where tiles multiply
 
@@ -121,9 +123,11 @@ def matrix_type(weights: Weights, name: str, weight_type: str) -> str:
 
     Matrices that read the same activations, and whose kinds do not go together, become float32.
     """
+    prefix, _, short = name.rpartition(".")
+    if short in ROUTER_NAMES:
+        return ROUTER_TYPE
     if weight_type != FILE:
         return weight_type
-    prefix, _, short = name.rpartition(".")
     beside = next((group for group in _READ_ALIKE if short in group), (short,))
     own = _kept_type(weights, name)
     types = {_kept_type(weights, f"{prefix}.{other}") for other in beside} if prefix else {own}

@@ -153,10 +153,12 @@ def attend(
     planned: Sequence[Tiles],
     scale: float | None = None,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from every packed token to its own row's keys up to its position.
 
     scale: factor of the scores, 1 / sqrt(head_dim) by default. cap: of the scores, see `capped`.
+    sinks: [num_heads] score of a further key that every token sees, whose value is 0.
 
     query: [num_tokens, num_heads, head_dim]; layer_kv: [2, num_slots, num_kv_heads, head_dim], this pass's own
     keys and values already written. Returns [num_tokens, num_heads * head_dim].
@@ -170,22 +172,32 @@ def attend(
         folded = query[tiles.tokens].view(num_tiles, num_queries, num_kv_heads, -1, head_dim)
         folded = folded.transpose(1, 2).reshape(num_tiles, num_kv_heads, -1, head_dim)
         key, value = _gather(layer_kv[0], tiles), _gather(layer_kv[1], tiles)
-        if cap is None:
+        if cap is None and sinks is None:
             mixed = scaled_dot_product_attention(folded, key, value, attn_mask=tiles.mask, scale=scale)
         else:
-            mixed = _capped_attention(folded * (scale or head_dim**-0.5), key, value, tiles.mask, cap)
+            further = None
+            if sinks is not None:  # [num_kv_heads, queries, 1]
+                further = sinks.view(num_kv_heads, 1, -1).expand(-1, num_queries, -1).reshape(num_kv_heads, -1, 1)
+            mixed = _readable_attention(folded * (scale or head_dim**-0.5), key, value, tiles.mask, cap, further)
         mixed = mixed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim).transpose(1, 2)
         result[tiles.tokens] = mixed.reshape(num_tiles, num_queries, num_heads, head_dim)
     return result.view(num_tokens, -1)
 
 
-def _capped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cap: float
+def _readable_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     scores = capped(query @ key.transpose(-1, -2), cap)
     scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores).expand(*scores.shape[:-1], 1)), -1)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
-    return wide.to(value.dtype) @ value
+    return wide[..., : key.shape[-2]].to(value.dtype) @ value
 
 
 def capped(x: torch.Tensor, cap: float | None) -> torch.Tensor:

@@ -26,6 +26,7 @@ from paceline.backend.reference.attention import (
     rotate,
     rotation_of,
 )
+from paceline.backend.reference.mixture import mix
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.target import Deferred
@@ -33,6 +34,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import LayerView, ModelConfig, layer_shapes
+from paceline.model.experts import SWIGLU
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +106,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
     """Multiply by the named matrix and add its bias if it has one."""
     return functional.linear(x, weights[name], weights.get(f"{name}_bias"))
+
+
+def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return what a feed-forward network multiplies with `down`. One activation bounds both sides."""
+    if activation in ACTIVATIONS:
+        return ACTIVATIONS[activation](gate) * up
+    limit, factor = SWIGLU
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(factor * gate) * (up + 1)
 
 
 def to_numpy(states: torch.Tensor) -> NDArray[floating]:
@@ -228,9 +239,17 @@ class ReferenceDecoder:
         added = self._attention(layer, normed, layer_kv, places)
         hidden = hidden + self._norm(layer, "attn_post_norm", added) * self.config.residual_factor
         normed = self._norm(layer, "mlp_norm", hidden)
-        gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "mlp_gate", normed))
-        added = linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        experts = self.config.experts
+        if experts is None:
+            added = self._feed_forward(layer, "mlp_", normed)
+        else:
+            added = mix(experts, layer, normed, self._feed_forward)
         return hidden + self._norm(layer, "mlp_post_norm", added) * self.config.residual_factor
+
+    def _feed_forward(self, layer: Mapping[str, torch.Tensor], prefix: str, normed: torch.Tensor) -> torch.Tensor:
+        """Gated feed-forward network of the matrices whose names begin with a prefix."""
+        gate, up = linear(layer, f"{prefix}gate", normed), linear(layer, f"{prefix}up", normed)
+        return linear(layer, f"{prefix}down", gated(self.config.facts.activation, gate, up))
 
     def _norm(self, layer: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
         """Norm over the last axis where the layer has that norm."""
@@ -246,7 +265,9 @@ class ReferenceDecoder:
         query = query if places.growth is None else query * places.growth
         layer_kv[0].index_copy_(0, places.slots, key)
         layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(key.shape))
-        return linear(layer, "attn_o", attend(query, layer_kv, places.tiles, c.query_scale, c.score_cap))
+        sinks = layer.get("attn_sinks")
+        mixed = attend(query, layer_kv, places.tiles, c.query_scale, c.score_cap, sinks)
+        return linear(layer, "attn_o", mixed)
 
     def _heads(self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor) -> torch.Tensor:
         """Return queries or keys [num_tokens, heads, head_dim], normed one by one or all together."""

@@ -147,6 +147,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
+    config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), load_template(model), ""
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), template)

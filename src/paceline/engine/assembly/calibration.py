@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.control.cost import MeasuredCost, TargetCost, TimedPass, fit_drafting, fit_target
+from paceline.control.expert_cost import mean_touched
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core.errors import ConfigError, QueueFull
@@ -43,6 +44,7 @@ CONTEXT_SHARE = 0.1  # of the time, to prefill the long text
 ENOUGH = 4096  # tokens of KV with which everything can be measured
 AHEAD = 4  # tokens that a row gains before a timed step: its first, two in the step before, one in the step itself
 MANY = 32  # rows for which costs are extrapolated where only one was measured
+SAME, VARIED = "always", "varied"  # names of free drafters
 NO_ROOM = (
     "there is no room to measure what a step costs: raise --max-len or --kv-tokens, or give a --profile that "
     "was measured with more"
@@ -118,6 +120,7 @@ class _StepKind(NamedTuple):
 
     drafter: str | None  # whose drafts are made and not verified; None: free drafts, which are verified
     k: int
+    varied: bool = False  # the free drafts are not all one token
 
 
 class _Rows(NamedTuple):
@@ -131,7 +134,7 @@ class _Rows(NamedTuple):
 def _script(kind: _StepKind) -> ScriptedK:
     if kind.drafter is not None:
         return ScriptedK(kind.drafter, kind.k, verifies=False)
-    return ScriptedK(AlwaysDrafter.name, kind.k) if kind.k else ScriptedK()
+    return ScriptedK(VARIED if kind.varied else SAME, kind.k) if kind.k else ScriptedK()
 
 
 class _Calibrator:
@@ -144,13 +147,15 @@ class _Calibrator:
         self.passes: list[TimedPass] = []
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
         self.hosts: list[float] = []
+        self.mixes = engine.target.config.experts is not None
+        self.touched: list[tuple[float, ...]] = []  # experts of passes over tokens that vary
         self._num_added = 0
         self._rows: _Rows | None = None  # the last that were added
         self._following: str | None = None  # the drafter that has caught up with the rows
 
     def run(self) -> None:
         e, vocab_size = self.engine, self.engine.target.config.vocab_size
-        drafters = [*self.drafters.values(), AlwaysDrafter()]
+        drafters = [*self.drafters.values(), AlwaysDrafter(), AlwaysDrafter(VARIED, vocab_size)]
         e.drafting = DrafterPool(drafters, vocab_size, e.scheduler.pool.empty_store)
         max_rows = e.scheduler.limits.num_rows
         fewest, *others = [n for n in self.grid.num_rows if n <= max_rows] or [max_rows]
@@ -182,7 +187,7 @@ class _Calibrator:
         if length < SHORTEST or self._spent() + CONTEXT_SHARE >= 1:
             return
         long, short = _Rows(1, min(length, LONGEST), again=True), _Rows(1, self._prompt_len)
-        kinds = [_StepKind(None, 0), _StepKind(None, min(self.grid.ks[-1], self._deepest))]
+        kinds = [_StepKind(None, 0), _StepKind(None, min(self.grid.ks[-1], self._deepest), self.mixes)]
         timed = self._measure(kinds, (long, short), until)
         decodes = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
         known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: one row
@@ -191,7 +196,7 @@ class _Calibrator:
             steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])
             if before and steps and beside:
                 times = median(a.target_s / b.target_s for a, b in zip(steps, beside, strict=False))
-                self.passes.append(TimedPass(steps[-1].work, before * times))
+                self.passes.append(TimedPass(steps[-1].work, before * times, _num_touched(steps)))
 
     @property
     def _longest(self) -> int:
@@ -243,7 +248,10 @@ class _Calibrator:
             verified = sorted({0, *(k for k in filling if k <= min(MAX_K, self._deepest))})
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
         drafting = [_StepKind(name, k) for name, max_k in slow for k in drafter_ks if 0 < k <= max_k]
-        return [*(_StepKind(None, k) for k in verified), *drafting]
+        free = [_StepKind(None, k, self.mixes and k > 0) for k in verified]
+        if self.mixes and verified[-1:] > [0]:  # its drafts touch fewer experts: the difference is their price
+            free.append(_StepKind(None, verified[-1]))
+        return [*free, *drafting]
 
     def _measure(
         self, kinds: Sequence[_StepKind], each: Sequence[_Rows], until: float
@@ -276,7 +284,9 @@ class _Calibrator:
         if kind.drafter is not None:
             self.drafting[kind.drafter][num_rows, kind.k] = median(s.draft_s for s in steps)
             return
-        self.passes.append(TimedPass(steps[-1].work, median(s.target_s for s in steps)))
+        self.passes.append(TimedPass(steps[-1].work, median(s.target_s for s in steps), _num_touched(steps)))
+        if kind.varied or not kind.k:
+            self.touched += [s.touched for s in steps]
         self.hosts.append(median(s.host_s for s in steps))
 
     def _time(self, kind: _StepKind, rows: _Rows) -> _Timed | None:
@@ -309,7 +319,7 @@ class _Calibrator:
             e.step()
             self.whole = True
         gained = e.stats().since(before)
-        done = [(r, len(d)) for b, draft in script.seen for r, d in zip(b.rows, draft.rows, strict=True)]
+        done = [(r, len(d)) for b, draft, _ in script.seen for r, d in zip(b.rows, draft.rows, strict=True)]
         num_prefilled = sum(r.num_known for r, _ in done if not r.decodes)
         decodes = [(r, k) for r, k in done if r.decodes]
         work = _decoding(decodes)
@@ -317,7 +327,8 @@ class _Calibrator:
             work += prefill
         foreseen = num_prefilled == int(prefill.tokens)
         ks = tuple(r.max_drafts for r, _ in decodes)
-        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, ks, num_prefilled, foreseen)
+        touched = script.seen[-1][2] if script.seen else ()
+        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, ks, num_prefilled, foreseen, touched)
 
     def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
         """Replace all rows by new ones; return True if all of them decode.
@@ -331,7 +342,8 @@ class _Calibrator:
             self._add(rows)
             step = self._step(ScriptedK())
             if passes is not None and step.foreseen and step.target_s > 0:
-                passes.append(TimedPass(step.work, step.target_s))
+                passes.append(TimedPass(step.work, step.target_s, _num_touched([step])))
+                self.touched.append(step.touched)
             self._show()
             if len(self.engine.scheduler.decoding()) >= rows.num:
                 return True
@@ -367,7 +379,8 @@ class _Calibrator:
     def result(self) -> Calibration:
         if self.progress:
             self.progress(WHAT, 100, 100)
-        target = fit_target(self.passes, self.buckets)
+        touched = mean_touched(self.touched) if any(self.touched) else None
+        target = fit_target(self.passes, self.buckets, touched)
         costs = tuple(fit_drafting(_more_rows(timed, target)) for timed in self.drafting.values())
         cost = MeasuredCost(target, costs)
         return Calibration(cost, tuple(self.drafting), median(self.hosts), tuple(self.passes))
@@ -383,6 +396,12 @@ class _Timed(NamedTuple):
     ks: tuple[int, ...]  # [rows that decoded] drafts each was allowed
     num_prefilled: int  # prompt tokens
     foreseen: bool  # prefill was as expected; else `work` is not what was done
+    touched: tuple[float, ...] = ()  # as `StepTimes.touched`
+
+
+def _num_touched(steps: Sequence[_Timed]) -> float:
+    """Return the median number of distinct experts that steps touched."""
+    return median(s.touched[0] if s.touched else 0.0 for s in steps)
 
 
 def _decoding(rows: Sequence[tuple[BatchRow, int]]) -> Work:
@@ -406,20 +425,27 @@ def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Ma
 
 
 class AlwaysDrafter:
-    """A free drafter that proposes token 0 as often as planned."""
+    """A free drafter that proposes as often as planned: token 0, or tokens that vary."""
 
-    name = "always"
     needs = Needs()
+
+    def __init__(self, name: str = SAME, vocab_size: int = 1) -> None:
+        self.name = name
+        self._vocab_size = vocab_size
+        self._num_proposed = 0
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Ignore the row: it keeps nothing."""
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Propose token 0 for each planned draft."""
+        """Propose a token for each planned draft."""
         del plan
-        return Draft(
-            tuple(RowDraft((0,) * r.max_drafts, self.name) if r.max_drafts else NO_DRAFT for r in batch.rows)
-        )
+        return Draft(tuple(self._drafts(r.max_drafts) if r.max_drafts else NO_DRAFT for r in batch.rows))
+
+    def _drafts(self, count: int) -> RowDraft:
+        first, self._num_proposed = self._num_proposed, self._num_proposed + count
+        ids = tuple(i * 7919 % self._vocab_size for i in range(first, first + count))
+        return RowDraft(ids, self.name)
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Ignore the row: it keeps nothing."""
@@ -445,7 +471,8 @@ class ScriptedK(FixedK):
     """A controller with a constant plan. Records the steps, as pages may not allow it."""
 
     verifies: bool = True  # False: drafts are dropped, as far as the law allows, so that the pass is the cheapest
-    seen: list[tuple[Batch, Draft]] = field(default_factory=list)  # each step with rows, and its verified drafts
+    # Of each step with rows: its verified drafts, and the experts that it touched.
+    seen: list[tuple[Batch, Draft, tuple[float, ...]]] = field(default_factory=list)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Keep everything or nothing."""
@@ -455,5 +482,5 @@ class ScriptedK(FixedK):
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes
     ) -> tuple[()]:
         """Record the step."""
-        self.seen.append((batch, draft))
+        self.seen.append((batch, draft, times.touched))
         return ()

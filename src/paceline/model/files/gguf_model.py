@@ -20,6 +20,8 @@ from paceline.model.config import (
     plain_layers,
     tensor_shapes,
 )
+from paceline.model.experts import PARTS, Experts, expert_names
+from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor
 from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
@@ -62,12 +64,20 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_up_bias": "ffn_up.bias",
     "mlp_down_bias": "ffn_down.bias",
 }
+# The shared expert has the names of a dense network.
+SHARED_EXPERT_NAMES: dict[str, str] = {
+    "mlp_gate": "ffn_gate_shexp.weight",
+    "mlp_up": "ffn_up_shexp.weight",
+    "mlp_down": "ffn_down_shexp.weight",
+    "shared_gate": "ffn_gate_inp_shexp.weight",
+}
 LAYER_PREFIX = "blk.{layer}."
 FUSED = {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), "ffn_up.weight": ("mlp_gate", "mlp_up")}
 # Divisors of angles for texts up to the trained context, and for longer ones.
 LONGROPE_NAMES = ("rope_factors_short.weight", "rope_factors_long.weight")
 
-# Mistral's files say "llama", so the first family of an architecture stands for all of it.
+# Mistral's files say "llama": the first family of an architecture, with or without experts, stands for all of it.
+_FAMILIES = {(f.gguf_arch, f.mixture is not None): f for f in reversed(FAMILIES.values())}
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values()) if f.gguf_arch}
 _SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
 END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -110,6 +120,12 @@ class _GgufReader:
         value = self._get(key, None)
         return value if isinstance(value, list) and all(type(v) is bool for v in value) else None
 
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be true or false")
+        return value
+
     def word(self, key: str, default: str) -> str:
         return str(self._get(key, default))[:80]
 
@@ -123,8 +139,11 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     if arch not in ARCHITECTURES:
         raise UnsupportedModel(f"{file.path} has the architecture {arch!r}{suggest(arch, ARCHITECTURES)}")
     read = _GgufReader(file, arch)
-    if read.integer("expert_count", 0):
-        raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
+    has_experts = read.integer("expert_count", 0) > 0
+    facts = _FAMILIES.get((arch, has_experts))
+    if facts is None:
+        mixed = "with" if has_experts else "without"
+        raise UnsupportedModel(f"{file.path}: the architecture {arch!r} {mixed} experts is not supported")
     embed = file.tensors.get(MODEL_NAMES["embed"])
     if embed is None or len(embed.shape) != 2:
         raise BadModelFile(f"{file.path} lacks the tensor {MODEL_NAMES['embed']!r}")
@@ -133,13 +152,12 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     if head_dim != read.integer("attention.value_length", head_dim):
         raise UnsupportedModel(f"{file.path}: heads whose keys and values differ in size are not supported")
     bos = _ids(file, "tokenizer.ggml.bos_token_id")
-    facts = ARCHITECTURES[arch]
     sliding, num_layers = _sliding(read, facts, head_dim), min(read.integer("block_count"), MAX_LAYERS)
     config = ModelConfig(
         family=facts.name,
         vocab_size=embed.shape[0],
         hidden_size=hidden,
-        intermediate_size=read.integer("feed_forward_length"),
+        intermediate_size=_feed_forward(read, facts),
         num_layers=read.integer("block_count"),
         num_heads=heads,
         num_kv_heads=read.integer("attention.head_count_kv", heads),
@@ -149,6 +167,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         tie_embeddings=MODEL_NAMES["head"] not in file.tensors,
         biases=facts.biases | _biases(file),
         sliding=sliding,
+        experts=_experts(read, facts),
         query_scalar=_query_scalar(read, facts),
         unrotated=plain_layers(facts, num_layers, sliding, facts.defaults.get(PLAIN_PERIOD, 0)),
         embed_factor=read.number("embedding_scale", 1.0),
@@ -167,7 +186,13 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """Return the names of a layer's tensors in the file, by canonical name."""
-    return {**LAYER_NAMES, **config.facts.gguf_names}
+    names = {**LAYER_NAMES, **config.facts.gguf_names}
+    if config.experts is None:
+        return names
+    names |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
+    names["attn_sinks"] = "attn_sinks.weight"
+    names |= expert_names(config.experts, "ffn_{part}.{index}.{kind}", {part: part for part in PARTS})
+    return names | SHARED_EXPERT_NAMES
 
 
 def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -> dict[str, GgufTensor]:
@@ -175,12 +200,43 @@ def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -
 
     names: by canonical name.
     """
-    tensors = unfuse(config, file.tensors, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
+    if config.experts is None:
+        tensors = unfuse(config, file.tensors, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
+    else:
+        tensors = unstacked(file.tensors)
     interleaved = config.facts.gguf_permutes_qk or config.facts.interleaves_rope
     order = head_order(config, interleaved=interleaved)
     rotated = {there for name, there in names.items() if order and name.rpartition(".")[2] in ROTATED}
     found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, GgufTensor)}
     return found | {name: replace(found[name], row_order=order) for name in rotated & found.keys()}
+
+
+def _feed_forward(read: _GgufReader, facts: Family) -> int:
+    """Return the size of the feed-forward network, or of each expert."""
+    if facts.mixture is None:
+        return read.integer("feed_forward_length")
+    return read.integer("expert_feed_forward_length", read.integer("feed_forward_length", 0))
+
+
+def _experts(read: _GgufReader, facts: Family) -> Experts | None:
+    mixture = facts.mixture
+    if mixture is None:
+        return None
+    if read.integer("leading_dense_block_count", 0):
+        raise UnsupportedModel(f"{read.file.path}: experts in some layers only are not supported")
+    return Experts(
+        num=read.integer("expert_count"),
+        per_token=read.integer("expert_used_count"),
+        normed=read.flag("expert_weights_norm", default=mixture.normed),
+        shared_size=_shared_size(read) if mixture.shared else 0,
+        biased=mixture.biased,
+    )
+
+
+def _shared_size(read: _GgufReader) -> int:
+    """Return the size of the shared expert; older files tell it by its tensor alone."""
+    gate = read.file.tensors.get(LAYER_PREFIX.format(layer=0) + SHARED_EXPERT_NAMES["mlp_gate"])
+    return read.integer("expert_shared_feed_forward_length", gate.shape[0] if gate else 0)
 
 
 def _biases(file: GgufFile) -> frozenset[str]:

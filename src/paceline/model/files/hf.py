@@ -21,6 +21,8 @@ from paceline.model.config import (
     plain_layers,
     tensor_shapes,
 )
+from paceline.model.experts import PARTS, SWIGLU, Experts, expert_names
+from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
 from paceline.model.files.rearranged import (
     ROTATED,
@@ -88,9 +90,18 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER_PREFIX = "model.layers.{layer}."
 
+SHARED_EXPERT_NAMES: dict[str, str] = {
+    "mlp_gate": "mlp.shared_expert.gate_proj.weight",
+    "mlp_up": "mlp.shared_expert.up_proj.weight",
+    "mlp_down": "mlp.shared_expert.down_proj.weight",
+    "shared_gate": "mlp.shared_expert_gate.weight",
+}
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts")  # a file has one of these keys, whatever its family
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KINDS = {_SLIDING, _FULL, "attention"}
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# By their names in config.json; the clamped one is called by that of the plain one.
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "clamped_silu": "silu"}
 _TEXT = "text_config"  # a model of text and images keeps the text's config here
 _SHARED_KEYS = ("bos_token_id", "eos_token_id")  # these stand beside it, complete
 
@@ -133,7 +144,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         family=facts.name,
         vocab_size=read.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
+        intermediate_size=read.integer(facts.mixture.size_key if facts.mixture else "intermediate_size"),
         num_layers=read.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=read.integer("num_key_value_heads", heads),
@@ -143,6 +154,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         tie_embeddings=read.flag("tie_word_embeddings"),
         biases=facts.biases.union(*(names for key, names in facts.bias_switches.items() if read.flag(key))),
         sliding=sliding,
+        experts=_experts(read, facts),
         query_scalar=_query_scalar(read),
         unrotated=_unrotated(read, facts, sliding),
         embed_factor=read.number("embedding_multiplier", 1.0),
@@ -175,8 +187,11 @@ def reads_images(values: dict[str, Any]) -> bool:
 
 def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
     """Raise `UnsupportedModel` for features that would otherwise be ignored silently."""
+    if values.get("swiglu_limit", SWIGLU[0]) != SWIGLU[0] or values.get("swiglu_alpha", SWIGLU[1]) != SWIGLU[1]:
+        raise UnsupportedModel(f"the clamped activation has the limit and the factor {SWIGLU} only")
     activation = values.get("hidden_activation") or values.get("hidden_act") or facts.activation
-    if not isinstance(activation, str) or _ACTIVATIONS.get(activation, activation) != facts.activation:
+    known = facts.activation, _ACTIVATIONS.get(facts.activation)
+    if not isinstance(activation, str) or _ACTIVATIONS.get(activation, activation) not in known:
         raise UnsupportedModel(
             f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
             f" {facts.activation}"
@@ -246,6 +261,24 @@ def _unrotated(read: JsonReader, facts: Family, sliding: Sliding | None) -> froz
     return plain_layers(facts, num_layers, sliding, period)
 
 
+def _experts(read: JsonReader, facts: Family) -> Experts | None:
+    """Return the experts of every layer. Raises `UnsupportedModel` if only some layers have any."""
+    mixture = facts.mixture
+    if mixture is None:
+        return None
+    if read.values.get("mlp_only_layers") or read.integer("decoder_sparse_step", 1) != 1:
+        raise UnsupportedModel(
+            "experts in some layers only (mlp_only_layers, decoder_sparse_step) are not supported"
+        )
+    return Experts(
+        num=read.integer(_NUM_EXPERTS[read.values.get(_NUM_EXPERTS[0]) is None]),
+        per_token=read.integer("num_experts_per_tok"),
+        normed=read.flag("norm_topk_prob", default=mixture.normed),
+        shared_size=read.integer("shared_expert_intermediate_size") if mixture.shared else 0,
+        biased=mixture.biased,
+    )
+
+
 def _query_scalar(read: JsonReader) -> float | None:
     multiplier = read.factor("attention_multiplier")
     if multiplier is None:
@@ -272,8 +305,15 @@ def _positions(read: JsonReader) -> int:
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """Return the names of a layer's tensors in the files, by canonical name."""
-    facts = config.facts
-    return {**LAYER_NAMES, **(POST_NORM_NAMES if facts.norms != "before" else {}), **facts.names}
+    facts, mixture = config.facts, config.facts.mixture
+    names = {**LAYER_NAMES, **(POST_NORM_NAMES if facts.norms != "before" else {}), **facts.names}
+    if mixture is None:
+        return names
+    pattern = mixture.block + ".experts.{index}.{part}.{kind}"
+    names |= expert_names(config.experts, pattern, dict(zip(PARTS, mixture.parts, strict=True)))
+    names |= {"attn_sinks": "self_attn.sinks", "router": f"{mixture.block}.{mixture.router}.weight"}
+    names["router_bias"] = f"{mixture.block}.{mixture.router}.bias"
+    return names | (SHARED_EXPERT_NAMES if mixture.shared else {})
 
 
 def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -286,6 +326,8 @@ def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def parts(config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, str]) -> dict[str, Stored]:
     """Return tensors by name, fused ones apart. names: by canonical name."""
+    if config.experts is not None:
+        return unfused(found)
     return unfuse(config, found, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
 
 

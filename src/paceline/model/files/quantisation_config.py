@@ -158,6 +158,7 @@ _METHODS: dict[str, Callable[[_Said], Quantisation]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq_config,
     "awq": _awq_config,
+    "mxfp4": lambda _: Quantisation((), ()),  # experts only, which expert_parts.py reads
 }
 _KEYS = ("quantization_config", "compression_config")
 

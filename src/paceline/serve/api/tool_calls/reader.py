@@ -104,7 +104,7 @@ class ReaderPlan:
         """Return the special tokens whose text the reader needs, by id."""
         wanted = set(self.family.markers if self.family else ())
         if self.marks is not None:
-            wanted |= {self.marks.open, self.marks.close}
+            wanted |= set(self.marks.special)
         ids = {self.tokenizer.raw.token_to_id(text): text for text in wanted}
         return {i: text for i, text in ids.items() if i is not None and self.tokenizer.is_special(i)}
 

@@ -1,0 +1,94 @@
+"""Mixture of experts: facts of families, numbers of configs, shapes of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import BadModelFile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_EXPERTS = 512  # of a layer
+MAX_PER_TOKEN = 32
+MAX_SHARED_SIZE = 1 << 19
+SWIGLU = (7.0, 1.702)  # limit and factor of the activation `clamped_silu`
+ROUTER_NAMES = frozenset({"router", "shared_gate"})
+PARTS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureFacts:
+    """Facts of a family with experts, and its names in Hugging Face folders."""
+
+    normed: bool  # the weights of a token's experts sum to 1, unless config.json says otherwise
+    shared: bool = False  # one more expert serves every token, behind a gate of its own
+    biased: bool = False  # router and experts add biases
+    size_key: str = "moe_intermediate_size"
+    router: str = "gate"  # the module in `block`
+    block: str = "mlp"  # the module that holds router and experts
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order of `PARTS`
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts of every layer: the router sends each token to a few of them."""
+
+    num: int
+    per_token: int
+    normed: bool = True  # the weights of a token's experts sum to 1; else they are shares among all experts
+    shared_size: int = 0  # outputs of the gate of the shared expert; 0: there is none
+    biased: bool = False  # router and experts add biases
+
+    def check(self) -> None:
+        """Raise `BadModelFile` for numbers that no model has."""
+        if not 1 <= self.num <= MAX_EXPERTS or not 1 <= self.per_token <= min(self.num, MAX_PER_TOKEN):
+            raise BadModelFile(
+                f"the model says that {self.per_token} of {self.num} experts serve a token; it must be 1 to"
+                f" {MAX_PER_TOKEN} of at most {MAX_EXPERTS}"
+            )
+        if not 0 <= self.shared_size <= MAX_SHARED_SIZE:
+            raise BadModelFile(f"the model says that its shared expert has the size {self.shared_size}")
+
+    def shapes(self, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of one layer's feed-forward network. size: of each expert.
+
+        The shared expert has the names of a dense network.
+        """
+        shapes: dict[str, tuple[int, ...]] = {"router": (self.num, hidden)}
+        for index in range(self.num):
+            own = feed_forward_shapes(hidden, size)
+            shapes |= {expert_name(index, part): shape for part, shape in zip(PARTS, own, strict=True)}
+        if self.shared_size:
+            shared = feed_forward_shapes(hidden, self.shared_size)
+            shapes |= {f"mlp_{part}": shape for part, shape in zip(PARTS, shared, strict=True)}
+            shapes["shared_gate"] = (1, hidden)
+        if self.biased:
+            shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
+        return shapes
+
+
+def feed_forward_shapes(hidden: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of a gated feed-forward network, in the order of `PARTS`."""
+    return (size, hidden), (size, hidden), (hidden, size)
+
+
+def expert_name(index: int, part: str) -> str:
+    """Return the canonical name of an expert's matrix, without the layer."""
+    return f"experts.{index}.{part}"
+
+
+def expert_names(experts: Experts | None, pattern: str, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of all experts' matrices in a file, by canonical name.
+
+    pattern: with the fields `index`, `part` and `kind`. parts: the file's word for each of `PARTS`.
+    """
+    if experts is None:
+        return {}
+    return {
+        expert_name(index, part) + suffix: pattern.format(index=index, part=word, kind=kind)
+        for index in range(experts.num)
+        for part, word in parts.items()
+        for suffix, kind in (("", "weight"), ("_bias", "bias"))
+    }
