@@ -347,7 +347,7 @@ def test_a_pair_drafts_in_our_rows(model, prompts, tmp_path):
     flags += ["--quality-prompts", "1", "--quality-tokens", "2"]
     assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
     found = {row["name"]: row for row in json.loads(json_file.read_text())["rows"]}
-    assert set(found) == {"Paceline int8, draft model"}
+    assert set(found) == {"Paceline int8 with draft model"}
     assert all(row["error"] is None and row["kl_nats"] < 0.1 for row in found.values())
 
 
