@@ -53,11 +53,9 @@ def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
     """Write a `shape:` model. Raises `UnsupportedModel` for what cannot be written."""
     shaped = read_shape(shape)
     unfinished = target.with_suffix(".part")
-    architecture = shaped.config.facts.gguf_arch
-    if architecture is None:
-        raise UnsupportedModel(f"GGUF has no architecture for the family {shaped.config.family!r}")
-    writer = GGUFWriter(unfinished, architecture)
-    _write_facts(writer, shaped.config, shape)
+    writer = GGUFWriter(unfinished, _architecture(shaped.config, shape))
+    writer.add_name(shape)
+    _write_facts(writer, shaped.config)
     stacks = _stacks(shaped, GGMLQuantizationType[kind_name])
     for stack in stacks:
         writer.add_tensor_info(stack.name, stack.shape, np.dtype(np.float32), stack.num_bytes, stack.kind)
@@ -79,7 +77,7 @@ def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A tensor of the file: one of the model, or one of each of a layer's experts."""
+    """A tensor of the file: one of the model's, or one of each expert."""
 
     name: str  # in the file
     kind: GGMLQuantizationType
@@ -156,10 +154,15 @@ def _rope_factors(config: ModelConfig) -> NDArray[float32] | None:
     return plain / inverse_frequencies(config.rope, config.head_dim)
 
 
-def _write_facts(writer: GGUFWriter, config: ModelConfig, name: str) -> None:
-    if config.sliding is not None or config.family not in FAMILIES:
+def _architecture(config: ModelConfig, name: str) -> str:
+    """Return a family's name in GGUF. Raises `UnsupportedModel` if it is not written."""
+    architecture = config.facts.gguf_arch
+    if architecture is None or config.sliding is not None or config.family not in FAMILIES:
         raise UnsupportedModel(f"{name} is not written as GGUF: only {', '.join(FAMILIES)} without windows are")
-    writer.add_name(name)
+    return architecture
+
+
+def _write_facts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
