@@ -331,23 +331,13 @@ def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
 
 def test_a_pair_drafts_in_our_rows(model, prompts, tmp_path):
     json_file = tmp_path / "out.json"
-    flags = [
-        "--speculate",
-        "2",
-        "--pair",
-        str(model),
-        "--rows",
-        "paceline int8",
-        "--repeat",
-        "1",
-        "--new-tokens",
-        "6",
-    ]
+    flags = ["--speculate", "2", "--pair", str(model), "--rows", "int8 with draft", "--repeat", "1"]
+    flags += ["--new-tokens", "6"]
     flags += ["--threads", "1", "--engines", str(tmp_path / "e"), "--json", str(json_file)]
     flags += ["--quality-prompts", "1", "--quality-tokens", "2"]
     assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
     found = {row["name"]: row for row in json.loads(json_file.read_text())["rows"]}
-    assert set(found) == {"Paceline int8, draft model"}
+    assert set(found) == {"Paceline int8 with draft model"}
     assert all(row["error"] is None and row["kl_nats"] < 0.1 for row in found.values())
 
 

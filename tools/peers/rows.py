@@ -67,6 +67,7 @@ OURS = tuple(
     for name, weights, kv in (
         ("int8", "int8", "i16"),
         ("int4", "int4", "i16"),
+        ("file", "file", "i16"),
         ("int8 with KV in 8 bits", "int8", "i8"),
     )
 )

@@ -7,9 +7,12 @@ rows are in memory as floats.
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from argparse import ArgumentParser
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import UnsupportedModel
 from paceline.core.system import usable_cores
 from paceline.model.config import Rope
-from paceline.model.files.gguf_model import LAYER_NAMES, LAYER_PREFIX, MODEL_NAMES
+from paceline.model.files.gguf_model import LAYER_PREFIX, MODEL_NAMES, layer_names
 from paceline.model.shapes import LEAST_TOKENS, ByteText, read_shape
 from paceline.model.weights import canonical_names
 from paceline.serve.terminal.display import progress
@@ -30,14 +33,17 @@ from tools.peers.ggml_blocks import PACKERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy import float32, intp
+    from numpy import float32, intp, uint8
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
     from paceline.model.shapes import RandomTensor, ShapedModel
 
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose facts are all among the keys written here
 TYPES = sorted(kind.name for kind in PACKERS)
 BESIDE_FOUR_BITS = {GGMLQuantizationType.Q4_K: GGMLQuantizationType.Q6_K}  # type of embedding and output
+_FLOATS = ("router", "shared_gate")  # matrices that choose experts, which such files keep as floats
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.\d+\.(weight|bias)")
 _ROWS_AT_ONCE = 64
 _NORMAL, _CONTROL = 1, 3  # kinds of tokens
 _MERGE = ("\u0120", "t")  # llama.cpp refuses a list without merges
@@ -45,19 +51,14 @@ _MERGE = ("\u0120", "t")  # llama.cpp refuses a list without merges
 
 def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
     """Write a `shape:` model. Raises `UnsupportedModel` for what cannot be written."""
-    shaped, kind = read_shape(shape), GGMLQuantizationType[kind_name]
-    names = canonical_names(shaped.config, MODEL_NAMES, LAYER_NAMES, LAYER_PREFIX)
+    shaped = read_shape(shape)
     unfinished = target.with_suffix(".part")
-    architecture = shaped.config.facts.gguf_arch
-    if architecture is None:
-        raise UnsupportedModel(f"GGUF has no architecture for the family {shaped.config.family!r}")
-    writer = GGUFWriter(unfinished, architecture)
-    _write_facts(writer, shaped.config, shape)
-    tensors = shaped.tensors()
-    kinds = {name: _kind(name, tensor, kind) for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        size = _num_bytes(tensor, kinds[name])
-        writer.add_tensor_info(names[name], tensor.shape, np.dtype(np.float32), size, kinds[name])
+    writer = GGUFWriter(unfinished, _architecture(shaped.config, shape))
+    writer.add_name(shape)
+    _write_facts(writer, shaped.config)
+    stacks = _stacks(shaped, GGMLQuantizationType[kind_name])
+    for stack in stacks:
+        writer.add_tensor_info(stack.name, stack.shape, np.dtype(np.float32), stack.num_bytes, stack.kind)
     factors = _rope_factors(shaped.config)
     if factors is not None:
         writer.add_tensor_info(MODEL_NAMES["rope_factors"], factors.shape, factors.dtype, factors.nbytes)
@@ -65,17 +66,67 @@ def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     with ThreadPoolExecutor(len(usable_cores())) as pool, progress(f"writing {shape}") as update:
-        for done, (name, tensor) in enumerate(tensors.items()):
-            update(done, len(tensors))
-            writer.write_tensor_data(_packed(tensor, kinds[name], _row_order(name, shaped), pool))
+        for done, stack in enumerate(stacks):
+            update(done, len(stacks))
+            writer.write_tensor_data(stack.packed(pool))
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
     unfinished.replace(target)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A tensor of the file: one of the model's, or one of each expert."""
+
+    name: str  # in the file
+    kind: GGMLQuantizationType
+    parts: list[tuple[RandomTensor, NDArray[intp]]]  # and the order of their rows in the file
+    is_stacked: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        own = self.parts[0][0].shape
+        return (len(self.parts), *own) if self.is_stacked else own
+
+    @property
+    def num_bytes(self) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block * block_bytes
+
+    def packed(self, pool: ThreadPoolExecutor) -> NDArray[Any]:
+        """Return the tensor as the file has it, packed a few rows at a time."""
+        if self.kind == GGMLQuantizationType.F32:
+            return np.concatenate([tensor.read() for tensor, _ in self.parts])
+        num_rows = sum(len(order) for _, order in self.parts)
+        found = np.empty((num_rows, self.num_bytes // num_rows), np.uint8)
+        places = [(part, i) for part in self.parts for i in range(0, len(part[1]), _ROWS_AT_ONCE)]
+
+        def pack(place: tuple[tuple[RandomTensor, NDArray[intp]], int]) -> NDArray[uint8]:
+            (tensor, order), first = place
+            return PACKERS[self.kind](tensor.rows(order[first : first + _ROWS_AT_ONCE]).astype(np.float32))
+
+        done = 0
+        for rows in pool.map(pack, places):
+            found[done : done + len(rows)] = rows
+            done += len(rows)
+        return found
+
+
+def _stacks(shaped: ShapedModel, kind: GGMLQuantizationType) -> list[_Stack]:
+    """Return the tensors of the file, experts together as such files have them."""
+    names = canonical_names(shaped.config, MODEL_NAMES, layer_names(shaped.config), LAYER_PREFIX)
+    stacks: dict[str, _Stack] = {}
+    for name, tensor in shaped.tensors().items():
+        expert = _EXPERT.fullmatch(names[name])
+        here = f"{expert[1]}_exps.{expert[2]}" if expert else names[name]
+        stack = stacks.setdefault(here, _Stack(here, _kind(name, tensor, kind), [], expert is not None))
+        stack.parts.append((tensor, _row_order(name, tensor, shaped.config)))
+    return list(stacks.values())
+
+
 def _kind(name: str, tensor: RandomTensor, kind: GGMLQuantizationType) -> GGMLQuantizationType:
-    if len(tensor.shape) == 1:
+    if len(tensor.shape) == 1 or name.endswith(_FLOATS):
         return GGMLQuantizationType.F32
     if name in MODEL_NAMES:
         kind = BESIDE_FOUR_BITS.get(kind, kind)
@@ -86,30 +137,8 @@ def _kind(name: str, tensor: RandomTensor, kind: GGMLQuantizationType) -> GGMLQu
     return kind
 
 
-def _num_bytes(tensor: RandomTensor, kind: GGMLQuantizationType) -> int:
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    return tensor.num_rows * tensor.shape[-1] // block * block_bytes
-
-
-def _packed(
-    tensor: RandomTensor, kind: GGMLQuantizationType, order: NDArray[intp], pool: ThreadPoolExecutor
-) -> NDArray[Any]:
-    """Return a tensor as the file has it, packed a few rows at a time."""
-    if kind == GGMLQuantizationType.F32:
-        return tensor.read()
-    found = np.empty((len(order), _num_bytes(tensor, kind) // len(order)), np.uint8)
-
-    def pack(first: int) -> None:
-        rows = tensor.rows(order[first : first + _ROWS_AT_ONCE]).astype(np.float32)
-        found[first : first + len(rows)] = PACKERS[kind](rows)
-
-    list(pool.map(pack, range(0, len(order), _ROWS_AT_ONCE)))
-    return found
-
-
-def _row_order(name: str, shaped: ShapedModel) -> NDArray[intp]:
+def _row_order(name: str, tensor: RandomTensor, config: ModelConfig) -> NDArray[intp]:
     """Return a tensor's rows as in the file: some families interleave q and k."""
-    config, tensor = shaped.config, shaped.tensors()[name]
     order = np.arange(tensor.num_rows)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(name.rpartition(".")[2])
     if heads is None or not config.facts.gguf_permutes_qk:
@@ -125,10 +154,15 @@ def _rope_factors(config: ModelConfig) -> NDArray[float32] | None:
     return plain / inverse_frequencies(config.rope, config.head_dim)
 
 
-def _write_facts(writer: GGUFWriter, config: ModelConfig, name: str) -> None:
-    if config.sliding is not None:
-        raise UnsupportedModel(f"{name} has layers with a window; such shapes are not written as GGUF")
-    writer.add_name(name)
+def _architecture(config: ModelConfig, name: str) -> str:
+    """Return a family's name in GGUF. Raises `UnsupportedModel` if it is not written."""
+    architecture = config.facts.gguf_arch
+    if architecture is None or config.sliding is not None or config.family not in FAMILIES:
+        raise UnsupportedModel(f"{name} is not written as GGUF: only {', '.join(FAMILIES)} without windows are")
+    return architecture
+
+
+def _write_facts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
@@ -141,6 +175,11 @@ def _write_facts(writer: GGUFWriter, config: ModelConfig, name: str) -> None:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    experts = getattr(config, "experts", None)
+    if experts is not None:
+        writer.add_expert_count(experts.num)
+        writer.add_expert_used_count(experts.per_token)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     words = _words(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

@@ -75,28 +75,31 @@ _PAIR_DRAFTS = {
     "auto": f"auto:suffix+draft-model:model={PAIR}",
 }
 _PAIR_OURS = tuple(
-    PeerRow(f"Paceline {weights}, {name}", PACELINE, "ours", AS_IS, {"weights": weights, "draft": draft})
-    for weights in ("int8", "int4")
+    PeerRow(f"Paceline {weights} with {name}", PACELINE, "ours", AS_IS, {"weights": weights, "draft": draft})
+    for weights in ("int8", "file")
     for name, draft in _PAIR_DRAFTS.items()
 )
 _PAIR_LLAMA_CPP = tuple(
-    PeerRow(f"llama.cpp as it is ({FILE}), {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
+    PeerRow(f"llama.cpp as it is ({FILE}) with {name}", LLAMA_CPP, "llama_cpp", AS_IS, {"flash": True, **options})
     for name, options in (
         ("lookup of 2", {"lookup": 2}),
         ("lookup of 10", {"lookup": 10}),
-        ("draft model, at most 4", {DRAFT_MODEL: PAIR, "max_drafts": 4}),
-        ("draft model, at most 16", {DRAFT_MODEL: PAIR, "max_drafts": 16}),
+        ("draft model of 4", {DRAFT_MODEL: PAIR, "max_drafts": 4}),
+        ("draft model of 16", {DRAFT_MODEL: PAIR, "max_drafts": 16}),
     )
+)
+_PAIR_PLAIN = tuple(
+    row for row in OURS if row.options["weights"] in ("int8", "file") and row.options["kv"] == "i16"
 )
 _PAIR_THEIRS = (*_PLAIN[1:], *_PAIR_LLAMA_CPP, *_OPENVINO)
 PAIR_STUDY = PeerStudy(
-    rows=(*OURS[:2], *_PLAIN[1:], *_PAIR_OURS, *_PAIR_LLAMA_CPP, *_OPENVINO),
-    ours=(*OURS[:2], *_PAIR_OURS),
+    rows=(*_PAIR_PLAIN, *_PLAIN[1:], *_PAIR_OURS, *_PAIR_LLAMA_CPP, *_OPENVINO),
+    ours=(*_PAIR_PLAIN, *_PAIR_OURS),
     required=(
-        RequiredRatio("plain decoding", names_of(_PAIR_OURS), names_of(OURS[:2]), {}),
+        RequiredRatio("plain decoding", names_of(_PAIR_OURS), names_of(_PAIR_PLAIN), {}),
         RequiredRatio(
             "the best of llama.cpp and OpenVINO, with speculation or without",
-            names_of((*OURS[:2], *_PAIR_OURS)),
+            names_of((*_PAIR_PLAIN, *_PAIR_OURS)),
             names_of(_PAIR_THEIRS),
             {"one request": 1.5},
         ),
