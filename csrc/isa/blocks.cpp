@@ -115,6 +115,13 @@ struct Bases {
     }
 };
 
+// Prefetch the lines of a stretch and its share of the header, four at a time, beside some of its quads.
+template <BlockForm F>
+PACELINE_INLINE void fetch_beside(Prefetch& ahead, int quad) {
+    constexpr int times = (F.stretch_bytes() + F.header_bytes() * kStretch / kSuper + 255) / 256;
+    if (quad == 0 || quad * times / kQuads > (quad - 1) * times / kQuads) fetch(ahead);
+}
+
 // Multiply one stretch of R rows: into `whole` go the products of each group with its scale.
 template <BlockForm F, int R>
 PACELINE_INLINE void stretch_rows(const uint8_t* w, const uint8_t* scales, const int32_t* const (&sums)[R], size_t stretch,
@@ -129,7 +136,7 @@ PACELINE_INLINE void stretch_rows(const uint8_t* w, const uint8_t* scales, const
         }
         PACELINE_UNROLL for (int i = 0; i < quads; ++i) {
             const int quad = part * quads + i;
-            if (quad % 4 == 0) fetch(ahead);
+            fetch_beside<F>(ahead, quad);
             i32v x[kVectors];
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_values<F>(w + v * kLanes * 4, quad);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
@@ -179,6 +186,7 @@ PACELINE_INLINE void add_super(const uint8_t* header, size_t start, const int32_
 template <BlockForm F, int R>
 PACELINE_APART void block_rows(const uint8_t* panel, const BlockRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
     constexpr size_t scale_bytes = F.floats() ? 2 : 1;
+    const uint8_t* const soon = ahead.from;
     for (size_t start = 0; start < kPanel; start += kStep) {
         const uint8_t* at = panel;
         f32v totals[R][kVectors];
@@ -193,6 +201,7 @@ PACELINE_APART void block_rows(const uint8_t* panel, const BlockRows& rows, size
         }
         for (size_t left = rows.num_stretches; left > 0;) {
             const size_t count = left < kSuper / kStretch ? left : kSuper / kStretch;
+            ahead.from = soon + (at - panel) * ahead.lines / 4;
             const uint8_t *scales = at + F.scales_at() + start * scale_bytes, *w = at + F.header_bytes() + start * 4;
             Whole<F> whole[R][kVectors];
             PACELINE_UNROLL for (int r = 0; r < R; ++r)

@@ -9,11 +9,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
 
 from paceline import kernels
+from paceline.backend.native import load as native
+from paceline.backend.native.packing import choose_weights, matrix_type
+from paceline.backend.registry import BACKENDS, FILE
+from paceline.core.errors import ConfigError
+from paceline.model.weights import LoadedModel, load_model
+from tests.model.helpers import write_gguf
 from tests.oracles.blocks import dequantised, file_block, product, random_blocks
+from tests.tiny import tiny_config, tiny_weights
+from tools.measure.quality import QualityText, log_probs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy import float32, uint8
     from numpy.typing import NDArray
 
@@ -141,3 +153,45 @@ def test_other_instruction_sets_agree(isa: str) -> None:
     name, digest = _digest(isa)
     if name == "avx2" and kernels.isa() in ("avx512", "amx"):
         assert digest == _digest(kernels.isa())[1]
+
+
+# Whole models ------------------------------------------------------------------------------------
+
+
+def written(folder: Path, quant: Type | None) -> LoadedModel:
+    config = tiny_config(hidden_size=64, intermediate_size=96, num_heads=4, head_dim=16)
+    return load_model(write_gguf(folder / "m.gguf", config, tiny_weights(config, dtype=torch.float32), quant))
+
+
+@pytest.mark.parametrize("quant", [Type.Q8_0, Type.Q5_0, Type.Q4_0, Type.BF16, None])
+def test_a_file_is_computed_as_it_is(quant: Type | None, tmp_path: Path) -> None:
+    """As float32 of the same file, but for the rounding of activations."""
+    model, text = written(tmp_path, quant), QualityText(tuple(range(40)), 39)
+    found, exact = (
+        log_probs(native.load_decoder(model.config, model.weights, kind, "f32", 1), text) for kind in (FILE, "f32")
+    )
+    divergence = (np.exp(exact) * (exact - found)).sum(axis=1).mean()
+    assert abs(divergence) < (1e-3 if quant in (Type.Q8_0, Type.Q5_0, Type.Q4_0) else 1e-12)
+
+
+def test_types_of_matrices(tmp_path: Path) -> None:
+    model = written(tmp_path, Type.Q5_0)
+    assert matrix_type(model.weights, "layers.0.attn_q", FILE) == "Q5_0"
+    assert matrix_type(model.weights, "embed", "int8") == "int8"
+    assert matrix_type({}, "embed", FILE) == "f32"  # no file
+
+
+@pytest.mark.parametrize(("quant", "kind"), [(Type.Q5_0, FILE), (Type.Q4_0, "int8"), (None, "int8")])
+def test_auto_keeps_blocks_that_kernels_know(quant: Type | None, kind: str, tmp_path: Path) -> None:
+    model = written(tmp_path, quant)
+    expected = "int8" if kernels.isa() == "amx" else kind
+    assert choose_weights(model.config, model.weights)[0] == expected
+    chosen, why = BACKENDS["native"].settled_weights("auto", model.config, model.weights)
+    assert chosen == expected
+    assert why.startswith("auto: ")
+    assert BACKENDS["native"].settled_weights(None, model.config, model.weights) == ("int8", "the default")
+
+
+def test_a_backend_without_a_chooser_has_no_auto() -> None:
+    with pytest.raises(ConfigError, match="no --weights auto"):
+        BACKENDS["reference"].weight_type("auto")
