@@ -38,7 +38,7 @@ def mix(
     """
     chosen, weights = route(experts, functional.linear(normed, layer["router"], layer.get("router_bias")))
     parts = normed.new_zeros(*chosen.shape, normed.shape[-1])
-    for index in chosen.unique().tolist():
+    for index in sorted({*chosen.flatten().tolist()}):
         tokens, places = (chosen == index).nonzero(as_tuple=True)
         parts[tokens, places] = network(layer, expert_name(index, ""), normed[tokens])
     mixed = (parts * weights[..., None]).sum(1)

@@ -74,7 +74,8 @@ class FourBitFloats:
         table = np.concatenate([_FOUR_BIT_VALUES, -_FOUR_BIT_VALUES])
         values = np.stack([table[codes & 15], table[codes >> 4]], axis=-1).reshape(*self.scales.shape, _BLOCK)
         with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
-            return np.ldexp(values, powers.reshape(*self.scales.shape, 1)).reshape(self.shape)
+            numbers: NDArray[float32] = np.ldexp(values, powers.reshape(*self.scales.shape, 1))
+        return numbers.reshape(self.shape)
 
 
 def unfused(found: Mapping[str, Stored]) -> dict[str, Stored]:

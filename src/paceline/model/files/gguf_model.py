@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from paceline.model.files.gguf_file import GgufFile
+    from paceline.model.files.stored import Stored
 
 # Names in the file by canonical name; those of a layer without its prefix.
 MODEL_NAMES: dict[str, str] = {
@@ -200,6 +201,7 @@ def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -
 
     names: by canonical name.
     """
+    tensors: Mapping[str, Stored]
     if config.experts is None:
         tensors = unfuse(config, file.tensors, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
     else:
