@@ -427,6 +427,7 @@ def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Ma
 class AlwaysDrafter:
     """A free drafter that proposes as often as planned: token 0, or tokens that vary."""
 
+    name = SAME
     needs = Needs()
 
     def __init__(self, name: str = SAME, vocab_size: int = 1) -> None:
