@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from tools.measure.quality import QualityText, log_probs
 
 from paceline import kernels
 from paceline.backend.native import load as native
@@ -21,7 +22,6 @@ from paceline.model.weights import LoadedModel, load_model
 from tests.model.helpers import write_gguf
 from tests.oracles.blocks import dequantised, file_block, product, random_blocks
 from tests.tiny import tiny_config, tiny_weights
-from tools.measure.quality import QualityText, log_probs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +33,8 @@ KINDS = kernels.kept_names()
 OUT = 70  # two whole panels and part of one
 
 
-def packed(kind: str, rows: NDArray[uint8], width: int, heads: int = 0) -> kernels.Matrix:
-    return kernels.pack_blocks(kernels.ThreadPool(1), rows.reshape(-1), kind, len(rows), width, kind, heads)
+def packed(kind: str, rows: NDArray[uint8], width: int) -> kernels.Matrix:
+    return kernels.pack_blocks(kernels.ThreadPool(1), rows.reshape(-1), kind, len(rows), width, kind)
 
 
 def multiplied(matrix: kernels.Matrix, x: NDArray[float32], out: int = OUT, threads: int = 1) -> NDArray[float32]:
@@ -96,16 +96,6 @@ def test_extreme_values_stay_exact() -> None:
         expected = product(kind, rows, x)
         found = multiplied(packed(kind, rows, width), x, 32)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_rows_of_heads_are_brought_apart() -> None:
-    rows = random_blocks(np.random.default_rng(5), "Q4_K", 64, 256)
-    per_head = rows.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(64, -1)
-    x = np.random.default_rng(6).standard_normal((3, 256), np.float32)
-    np.testing.assert_array_equal(
-        multiplied(packed("Q4_K", rows, 256, heads=4), x, 64),
-        multiplied(packed("Q4_K", np.ascontiguousarray(per_head), 256), x, 64),
-    )
 
 
 def test_the_border_refuses_what_is_no_block() -> None:
