@@ -53,4 +53,4 @@ def rounded(x: NDArray[float32]) -> NDArray[float64]:
 
 def product(kind: str, rows: NDArray[uint8], x: NDArray[float32]) -> NDArray[float64]:
     """Return x [num_rows, width] times the matrix, exact but for the rounding of x."""
-    return rounded(x) @ dequantised(kind, rows).astype(np.float64).T  # type: ignore[no-any-return]
+    return rounded(x) @ dequantised(kind, rows).astype(np.float64).T
