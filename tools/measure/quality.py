@@ -142,7 +142,10 @@ def measure(
 
 
 def compare_on_text(model: LoadedModel, args: Namespace) -> Table:
-    """Compare types of weights with float32 on a text. One model at a time is in memory."""
+    """Compare types of weights with float32 on a text.
+
+    One model at a time is in memory.
+    """
     ids = load_tokenizer(model).encode(Path(args.text).read_text())[: args.text_tokens + 1]
     text = QualityText(tuple(ids), len(ids) - 1)
     expected = [log_probs(load(model, "native", "f32", args.kv, args.threads), text)]

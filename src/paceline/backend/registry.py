@@ -113,7 +113,7 @@ class BackendSpec:
     def draft_model_weights(
         self, target_type: str, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
     ) -> str:
-        """Return the type of a draft model's weights beside a target's: of the same kind, if its file has it."""
+        """Return a draft model's type of weights: the target's kind, if its file has it."""
         asked = AUTO if target_type == FILE and self.weights_chooser else target_type
         return self.settled_weights(asked, config, weights)[0]
 

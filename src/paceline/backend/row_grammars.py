@@ -36,14 +36,17 @@ NO_MASKS = RowMasks({}, {})
 
 @noun
 class PassMasks:
-    """Masks that a pass chooses under. They are filled in beside it: it waits for `open` before it chooses."""
+    """Masks that a pass chooses under.
+
+    They are filled in beside it: it waits for `open` before it chooses.
+    """
 
     words: NDArray[int32]  # [num_wanted, num_words] zeros at first: no token may be chosen
     cu_len: Sequence[int]  # as `Scores.cu_len`
     shared: kernels.Masks  # with these words
 
     def open(self) -> None:
-        """Let the pass read them, with whatever was filled in."""
+        """Release the pass, which then reads what was filled in."""
         self.shared.open()
 
 
@@ -104,7 +107,10 @@ class RowGrammars:
         return RowDraft(token_ids, d.drafter if known else filler, confidence)
 
     def masks(self, batch: Batch, draft: Draft, room: PassMasks | None = None) -> RowMasks:
-        """Return the masks of a pass, made beside it. room: where the pass itself reads them."""
+        """Return the masks of a pass, made beside it.
+
+        room: where the pass itself reads them.
+        """
         try:
             return self._masks(batch, draft, room)
         finally:
@@ -126,8 +132,8 @@ class RowGrammars:
         return RowMasks(dict(zip(wanted, masks, strict=True)), {i: drafts for i, (_, drafts) in wanted.items()})
 
     def room(self, batch: Batch, specs: Sequence[SamplingSpec], cu_len: Sequence[int]) -> PassMasks | None:
-        """Return room for the masks of a pass that chooses itself, None if none of its rows has a grammar."""
-        if self.compiled is None or not self.states:
+        """Return room for the masks of a pass that chooses under them; None without any."""
+        if self.compiled is None:
             return None
         masked = np.zeros(len(specs), np.uint8)
         for r, start, end in zip(batch.rows, cu_len, cu_len[1:], strict=False):

@@ -127,8 +127,7 @@ class PassRequest:
 class PassResult:
     """Tokens that a pass chose, and the states that were asked for."""
 
-    # [len(specs)] UNCHOSEN for the kind "logits", may be for "sampled"; or BROKEN. With several steps UNCHOSEN
-    # behind a row's last token, and behind one that is BROKEN.
+    # [len(specs)] UNCHOSEN for "logits", may be for "sampled"; or BROKEN. Of several steps so behind the last one.
     token_ids: NDArray[int64]
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
@@ -136,8 +135,7 @@ class PassResult:
     margins: NDArray[floating] | None = None  # [len(specs)] logits by which each is ahead, NaN where not known
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
-    # Distinct experts that the pass touched, summed over layers; then the mean number of those of one token, of 2
-    # neighbours, of 4, and so on. Empty without experts, or where they are not counted.
+    # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
     touched: tuple[float, ...] = ()
 
 
@@ -158,7 +156,7 @@ class Capabilities:
 
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
-    masks: bool = False  # chooses under masks that are filled in beside the pass
+    masks: bool = False  # chooses under masks
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
     token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
     moves_pages: bool = False  # its stores of KV are `PageBytes`

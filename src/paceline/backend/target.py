@@ -134,7 +134,7 @@ class Backend:
         """Gather a pass over the known tokens and the drafts of a batch."""
         scored = self.rows.num_scored(batch)
         packed = self.rows.pack_batch(batch, draft, scored)
-        takes_masks = self.decoder.capabilities.masks and not scored
+        takes_masks = bool(self.rows.grammars.states) and self.decoder.capabilities.masks and not scored
         cu_len, specs = self.rows.specs(batch, draft, masks=takes_masks)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
         scoring = scoring_pass(self.rows, batch, scored, cu_len, specs) if scored else None

@@ -180,7 +180,10 @@ class Grammars:
     def fill_masks(
         self, wanted: Sequence[tuple[GrammarState, Sequence[int]]], words: NDArray[int32], starts: Sequence[int]
     ) -> list[NDArray[int32]]:
-        """Write masks as `masks` returns them. words: [any, num_words]. starts: first row there of each state."""
+        """Write masks as `masks` returns them.
+
+        words: [any, num_words]. starts: first row there of each state.
+        """
         matchers = [state.matcher.deep_copy() if drafts else state.matcher for state, drafts in wanted]
         jobs = [
             (matcher, start, list(drafts))

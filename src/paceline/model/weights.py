@@ -93,7 +93,10 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         return self._counted(name)
 
     def kind(self, name: str) -> str | None:
-        """Return how a tensor is stored, as GGUF names it, None if its numbers are made; reads nothing."""
+        """Return how a tensor is stored, as GGUF names it.
+
+        None if its numbers are made. Reads nothing.
+        """
         return getattr(self._stored[name], "kind", None)
 
     def four_bit(self, name: str) -> FourBit | None:

@@ -337,7 +337,7 @@ def _short_name(model: str) -> str:
 
 
 def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, str]:
-    """Return a config that names the model's type of weights, and why it is that one."""
+    """Return a config that names its type of weights, and why that one."""
     kind, why = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
     return replace(config, weights=kind), why
 

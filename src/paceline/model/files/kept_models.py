@@ -64,7 +64,7 @@ def kept_models() -> list[KeptModel]:
 
 
 def _packed() -> Iterator[KeptModel]:
-    """Yield packed weights, each with the name of what it was packed from and its types."""
+    """Yield packed weights with the name of what they were packed from."""
     folder = packed_folder()
     for path in sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{PART}")]):  # and what a killed engine left
         try:

@@ -156,7 +156,7 @@ class RequestLog:
 
 
 def write_line(record: RequestRecord) -> None:
-    """Log a record; probes only if they fail. One that says "not ready" has not failed."""
+    """Log a record; probes only if they fail, which "not ready" is not."""
     answered = record.status < _BAD_REQUEST or record.status == _NOT_READY
     if log.isEnabledFor(logging.INFO) and not (record.path in PROBES and answered):
         log.info(record.line, extra=timed(record.fields))
