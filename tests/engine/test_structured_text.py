@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from paceline.backend.native.decoder import NativeDecoder
 from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams
 from paceline.engine.overlapped_loop import OverlappedLoop
@@ -210,3 +211,22 @@ def test_other_laws_keep_the_grammar_too(law: str) -> None:
         requests = [Request(f"{i}", (40, 41, 40), params, seed=i) for i in range(3)]
         answers = run(make_engine(draft, PLAIN, law), requests)
         assert_fit(answers, dict.fromkeys(answers, check))
+
+
+@pytest.mark.parametrize("types", ["int8", "int4"])
+def test_a_pass_that_takes_masks_answers_as_the_law_does(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts, ends and log-probabilities are those of a backend that hands all logits to the law."""
+
+    @seed(3)
+    @settings(max_examples=8, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(structured_requests(), settings_(), st.booleans())
+    def check(drawn: tuple[list[Request], Any], changed: Settings, drafts: bool) -> None:
+        draft = "grammar:k=4" if drafts else "off"
+        taken = run(make_engine(draft, changed, types=types), drawn[0])
+        with monkeypatch.context() as patch:
+            able = NativeDecoder.capabilities.fget
+            patch.setattr(NativeDecoder, "capabilities", property(lambda self: replace(able(self), masks=False)))
+            handed = run(make_engine(draft, changed, types=types), drawn[0])
+        assert_same(handed, taken)
+
+    check()

@@ -159,7 +159,8 @@ class RowGrammars:
         for index, masks in made.masks.items():
             places = range(scores.cu_len[index], scores.cu_len[index + 1])
             for at, mask in zip(places, masks, strict=True):
-                specs[at] = masked_spec(specs[at], mask)
+                if specs[at].kind == "logits":  # the pass has chosen the others
+                    specs[at] = masked_spec(specs[at], mask)
         return replace(scores, specs=specs)
 
 

@@ -258,11 +258,12 @@ class Rows(TokenRows):
         """Return the specs of the target's choices.
 
         With a grammar the law chooses, unless the pass takes masks. Edits may ban all that a mask allows, which
-        only the law sees.
+        only the law sees; and log-probabilities are of all tokens, where a masked pass scores some.
         """
         specs = self.row_specs(row, guesses)
         if row not in self.grammars.states:
             return specs
+        masks = masks and self.params(row).logprobs is None
         return [s if masks and s.edits is None else s._replace(kind="logits") for s in specs]
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
