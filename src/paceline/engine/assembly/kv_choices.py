@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import paceline
-from paceline import kernels
 from paceline.backend.registry import AUTO, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.system import commit, machine
 from paceline.engine.kv_disk import KvDisk
 from paceline.engine.kv_files import PageFiles
 from paceline.model.config import num_weights
+from paceline.model.files.packed_cache import build_mark
 
 if TYPE_CHECKING:
     from paceline.backend.page_bytes import PageBytes
@@ -72,10 +70,9 @@ def identity(decoder: Decoder, content: str, numerics: str | None) -> str:
 
     For pages that outlive the process. content: key of the model's files.
     """
-    extension = hashlib.sha256(kernels.EXTENSION.read_bytes()).hexdigest()
     here = machine()
-    build = (paceline.__version__, str(commit()), extension, str(here["torch"]), str(here["cpu"]))
-    return "\0".join((content, decoder.describe(), str(numerics), *build))
+    build = (build_mark(), str(commit()), str(here["torch"]), str(here["cpu"]))
+    return "\0".join((content, repr(decoder.config), decoder.describe(), str(numerics), *build))
 
 
 def describe_disk(files: PageFiles) -> str:

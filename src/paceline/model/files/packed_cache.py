@@ -21,7 +21,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import paceline
 from paceline import kernels
 from paceline.core.errors import BadModelFile
 from paceline.core.system import file_lock, file_size
@@ -219,7 +218,7 @@ def file_digest(path: Path) -> str:
 @lru_cache(maxsize=1)
 def build_mark() -> str:
     """Return a digest of the code that decides how numbers are read and packed."""
-    home = Path(paceline.__file__).parent
+    home = Path(__file__).parents[2]
     files = [kernels.EXTENSION, *sorted(path for pattern in _CODE for path in home.glob(pattern))]
     whole = hashlib.sha256()
     for path in files:
