@@ -185,6 +185,11 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
         weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
                                           weights.layers.empty(), fused, norms_all));
     }
+    for (const Layer& layer : weights.layers) {
+        const auto &own = layer.mixture, &first = weights.layers[0].mixture;
+        require(!own == !first && (!own || (own->experts.size() == first->experts.size() && own->size() == first->size())),
+                "all layers have experts of one number and size, or none has");
+    }
     set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
     shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
     new (self) Decoder(shape, std::move(weights), pool);

@@ -87,6 +87,7 @@ std::vector<std::string> kept_names() { return {"Q4_K", "Q5_K", "Q6_K", "Q3_K", 
 std::vector<size_t> buffer_bytes(const std::string& type, size_t out, size_t in) {
     const WeightType chosen = weight_type(type);
     check_sides(out, in, chosen);
+    require(!is_blocks(chosen) || in % file_block(form_of(chosen)) == 0, "the blocks do not fit the matrix");
     return Matrix::buffer_bytes(chosen, out, in);
 }
 

@@ -226,11 +226,12 @@ PACELINE_INLINE f32v exp(f32v x) {
     return exp_within(larger(x, floor), x > floor);
 }
 
-// x = cap * tanh(x / cap) of n numbers, a multiple of 16, by tanh |y| = (1 - exp(-2 |y|)) / (1 + exp(-2 |y|)).
+// x = cap * tanh(x / cap) of n numbers, a multiple of 16, by tanh |y| = (1 - exp(-2 |y|)) / (1 + exp(-2 |y|)). NaN stays NaN.
 PACELINE_INLINE void cap_all(float* x, size_t n, float cap) {
     for (size_t i = 0; i < n; i += kLanes) {
         const f32v v = load(x + i), e = exp(magnitude(v) * (-2.0f / cap)), size = (1.0f - e) / (1.0f + e) * cap;
-        store(x + i, v < splat(0.0f) ? -size : size);
+        const f32v capped = v < splat(0.0f) ? -size : size;
+        store(x + i, v == v ? capped : v);
     }
 }
 

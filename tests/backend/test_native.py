@@ -404,6 +404,16 @@ def test_nothing_finite_is_told_apart() -> None:
                 assert got.token_ids.tolist() == [BROKEN, BROKEN]
 
 
+def test_caps_keep_what_is_no_number() -> None:
+    config = replace(FAMILY_CASES["llama"], score_cap=20.0, logit_cap=30.0)
+    weights = tiny_weights(config, dtype=torch.float32)
+    weights["layers.1.mlp_down"][3, 3] = float("nan")
+    decoder = pack_decoder(config, weights, kernels.ThreadPool(1), "f32", "f16")
+    greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+    got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [greedy] * 2)
+    assert got.token_ids.tolist() == [BROKEN, BROKEN]
+
+
 @pytest.mark.parametrize("types", WEIGHTS)
 def test_packed_rows_can_be_read_back(types: str) -> None:
     weights = np.random.default_rng(1).standard_normal((70, 96)).astype(np.float32)

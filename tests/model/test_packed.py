@@ -195,6 +195,8 @@ def test_a_table_that_leads_outside_its_file_is_refused(tmp_path: Path) -> None:
             kernels.matrix_over(data, "int8", 32, 64, starts)
     with pytest.raises(TypeError):
         kernels.matrix_over(data, "int8", 32, 64, [-64, 0])
+    with pytest.raises(ValueError, match="blocks do not fit"):
+        kernels.matrix_over(data, "Q8_0", 32, 100, [0, 0])
 
 
 def test_checksums_tell_pieces_apart() -> None:

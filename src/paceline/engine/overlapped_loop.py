@@ -64,7 +64,6 @@ class OverlappedLoop:
         engine.commit(drafted, scored, verdict)
         engine.flush()  # beside the other group's pass: outcomes of this commit
         if self._scoring is not None:
-            engine.mask(self._scoring.drafted)
             self._ready = self._draft(engine, drafted.group or 0)
 
     def _begin(self, engine: Verbs) -> bool:
@@ -80,7 +79,6 @@ class OverlappedLoop:
         if self._scoring is None:
             return False
         engine.flush()  # beside the first pass: outcomes of a serial step before
-        engine.mask(self._scoring.drafted)
         self._ready = self._draft(engine, 1 - first)
         return True
 
@@ -89,6 +87,7 @@ class OverlappedLoop:
         self._ready = None
         if self._scoring is not None:
             self._pending = self._scoring.request.launch(self._thread)
+            engine.mask(self._scoring.drafted)  # first of all that runs beside it: the pass waits for the masks
 
     def _wait_pass(self) -> tuple[StepInput, StepScores]:
         """Wait for the pass in flight; return what it was launched with, and its scores."""
