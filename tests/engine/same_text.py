@@ -65,7 +65,8 @@ def make_decoder(config: ModelConfig, weights: Mapping[str, torch.Tensor], types
 def target(types: str = "f64") -> build.Loaded:
     config = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
-    return build.Loaded("tiny", make_decoder(config, weights, types), tiny_tokenizer(VOCAB), None, "tiny")
+    decoder, tokenizer = make_decoder(config, weights, types), tiny_tokenizer(VOCAB)
+    return build.Loaded("tiny", decoder, tokenizer, None, "tiny", content="tiny")
 
 
 @cache

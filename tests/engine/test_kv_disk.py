@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
@@ -161,7 +162,7 @@ def test_a_request_that_is_cancelled_while_it_is_read_gives_its_pages_back(tmp_p
     while engine.has_work:
         engine.step()
         engine.check()
-    engine.scheduler.schedule(Plan())
+    wait_for(lambda: engine.scheduler.schedule(Plan()) and not engine.scheduler.pool.num_held)
     assert engine.scheduler.pool.num_held == 0
     engine.close()
 
@@ -281,3 +282,35 @@ def test_the_machine_does_read_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.adds_up()
     assert machine.disk.counts.pages_read > 0
     machine.teardown()
+
+
+def test_a_reading_that_nobody_waits_for_stops(tmp_path: Path) -> None:
+    """Its request is gone: others are admitted after the page that is being read, and nothing counts as broken."""
+    first = make_engine("off", CACHING, types="int8", kv_disk=tmp_path / "kv")
+    ask(first)
+    written(first)
+    first.close()
+    engine = make_engine("off", CACHING, types="int8", kv_disk=tmp_path / "kv")
+    disk = engine.scheduler.pool.disk
+    assert disk is not None
+    read, begun, held = disk.files.read, Event(), Event()
+
+    def slow(page_hash: bytes, to: object) -> bool:
+        begun.set()
+        held.wait(5.0)
+        return read(page_hash, to)  # type: ignore[arg-type]
+
+    disk.files.read = slow  # type: ignore[method-assign]
+    engine.add(request(name="a"))
+    engine.step()
+    assert begun.wait(5.0)
+    engine.cancel("a")
+    engine.add(request((5, 6, 7), name="b"))
+    engine.step()  # not admitted yet, and the reading is told
+    assert disk.reading.stopped
+    held.set()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats().kv_disk.pages_read <= 1
+    assert engine.stats().kv_disk.failures == 0
+    engine.close()

@@ -96,10 +96,11 @@ class PageFilesMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.files.close()
         (self.folder / "00").mkdir(exist_ok=True)
-        (self.folder / "00" / "left.part").write_bytes(b"cut short")
+        (self.folder / "00" / f"{62 * 'a'}.part").write_bytes(b"cut short")
+        (self.folder / "00" / "film.part").write_bytes(b"of another program")
         (self.folder / "00" / "notes.txt").write_bytes(b"foreign")
         self.files = PageFiles(self.folder, self.most * FILE_BYTES)
-        assert not list(self.folder.rglob("*.part"))
+        assert [path.name for path in self.folder.rglob("*.part")] == ["film.part"]
         assert (self.folder / "00" / "notes.txt").exists()
 
     @rule(most=st.integers(1, 5))

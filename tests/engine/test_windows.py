@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 from typing import TYPE_CHECKING
@@ -133,7 +134,7 @@ def config(backend: str, **changes: object) -> EngineConfig:
 
 
 def engine(backend: str, **changes: object) -> Engine:
-    return build.assemble(config(backend, **changes), loaded(backend)).engine
+    return build.assemble(config(backend, **changes), replace(loaded(backend), content="shape")).engine
 
 
 def answers(built: Engine, count: int = 3) -> list[tuple[int, ...]]:

@@ -53,9 +53,11 @@ class DiskCounts:
 class Reading:
     """Pages on their way from disk for one request."""
 
+    request_id: str
     held: list[int]  # found in memory, then those that are read into
     hashes: list[bytes]  # of the latter
     num_read: int = 0
+    stopped: bool = False  # the request is not next any more
     done: Event = field(default_factory=Event)
 
     @property
@@ -115,9 +117,9 @@ class KvDisk:
             return 0
         return count
 
-    def begin(self, held: list[int], hashes: list[bytes]) -> None:
+    def begin(self, request_id: str, held: list[int], hashes: list[bytes]) -> None:
         """Begin to read the last pages of `held`."""
-        self.reading = Reading(held, hashes)
+        self.reading = Reading(request_id, held, hashes)
         self._readings.put(self.reading)
 
     def learn(self, num_tokens: int, pass_s: float) -> None:
@@ -173,7 +175,7 @@ class KvDisk:
             start = time.perf_counter()
             try:
                 for page, page_hash in zip(reading.into, reading.hashes, strict=True):
-                    if self._ends_s < inf or not self.files.read(page_hash, buffer):
+                    if self._ends_s < inf or reading.stopped or not self.files.read(page_hash, buffer):
                         break
                     self._kv.write_page(page, buffer)
                     reading.num_read += 1
@@ -183,7 +185,7 @@ class KvDisk:
 
     def _count(self, reading: Reading, read_s: float) -> None:
         self.counts.pages_read += reading.num_read
-        self.counts.failures += reading.num_read < len(reading.hashes)
+        self.counts.failures += reading.num_read < len(reading.hashes) and not reading.stopped
         self.counts.read_s += read_s
         if reading.num_read:
             self._read_s = _mean(self._read_s, read_s / reading.num_read)

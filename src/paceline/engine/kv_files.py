@@ -34,6 +34,7 @@ HEADER = Struct("<8s32sQQ")  # magic, hash, bytes of the page, their checksum
 LOCK_WAIT_S = 5.0  # for an engine that is just ending
 _NAME = re.compile(r"[0-9a-f]{62}\.kv")  # behind the first two digits, which name the folder
 _PART = ".part"  # end of the name of a file that is being written
+_UNFINISHED = re.compile(r"[0-9a-f]{62}\.part")
 _OPEN_TO_OTHERS = 0o022
 
 
@@ -127,7 +128,7 @@ class PageFiles:
         """Note the pages there are, oldest first; remove remains of writing."""
         found, foreign = [], 0
         for part, entry in _entries(self.folder):
-            if entry.name.endswith(_PART):
+            if _UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 Path(entry).unlink()
             elif _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 stat = entry.stat(follow_symlinks=False)

@@ -200,8 +200,7 @@ class Scheduler:
 
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
-        if not self.waiting:
-            self._end_reading()  # of a request that is gone
+        self._end_reading()  # or its pages could lack to those that run
         rows = self._going_on(plan, group)
         if rows is None:
             rows = [self._decode_row(r, plan.k(r.row)) for r in self._secure_decodes(group)]
@@ -303,9 +302,9 @@ class Scheduler:
         if not self.waiting or not self._free_rows:
             return None
         self.publish()
-        if not self._end_reading():
-            return None
         state = self.waiting[0]
+        if not self._end_reading(0.0 if self.running else READ_WAIT_S):
+            return None
         known_len = len(state.token_ids)
         num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
         hashes = state.page_hashes(num_pages)
@@ -336,16 +335,17 @@ class Scheduler:
         if disk is None or not count:
             return False
         state.was_read = True
-        disk.begin(hits + self.pool.take(count), left[:count])
+        disk.begin(state.request.request_id, hits + self.pool.take(count), left[:count])
         return True
 
-    def _end_reading(self) -> bool:
+    def _end_reading(self, wait_s: float = 0.0) -> bool:
         """Put pages that were read into the prefix cache; False while they come."""
         disk = self.pool.disk
         reading = None if disk is None else disk.reading
         if disk is None or reading is None:
             return True
-        if not reading.done.wait(0.0 if self.running else READ_WAIT_S):
+        reading.stopped = not self.waiting or self.waiting[0].request.request_id != reading.request_id
+        if not reading.done.wait(wait_s):
             return False
         for page, page_hash in zip(reading.into[: reading.num_read], reading.hashes, strict=False):
             self.pool.publish(page, page_hash)

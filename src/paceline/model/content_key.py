@@ -24,7 +24,8 @@ def content_key(path: Path) -> str:
     if is_shape(path):
         return str(path)
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted([*path.glob("*.safetensors"), path / "config.json"]):
+    of_folder = [p for pattern in ("*.safetensors", "*.index.json", "config.json") for p in path.glob(pattern)]
+    for file in [path] if path.is_file() else sorted(of_folder):
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\0".encode())
         for piece in _pieces(file, stat.st_size):

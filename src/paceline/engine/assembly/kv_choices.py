@@ -70,6 +70,7 @@ def identity(decoder: Decoder, content: str, numerics: str | None) -> str:
 
     For pages that outlive the process. content: key of the model's files.
     """
+    assert content, "a model that is loaded for pages on disk has the key of its files"
     here = machine()
     build = (build_mark(), str(commit()), str(here["torch"]), str(here["cpu"]))
     return "\0".join((content, repr(decoder.config), decoder.describe(), str(numerics), *build))
