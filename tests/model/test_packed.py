@@ -255,6 +255,13 @@ def test_content_types_and_build_have_files_of_their_own(monkeypatch: pytest.Mon
     assert len(files(cache)) == 4, "of one build before, the file stays"
 
 
+def test_the_build_is_told_by_all_code_that_reads_and_packs() -> None:
+    home = Path(packed_cache.__file__).parents[2]
+    found = [{path.relative_to(home).as_posix() for path in home.glob(pattern)} for pattern in packed_cache._CODE]
+    assert all(found)
+    assert {"model/heads/checkpoint.py", "backend/native/decoder.py"} <= set().union(*found)
+
+
 def test_a_file_that_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_cache, "SETTLED_NS", -1)
     model, cache = tmp_path / "model", make_cache()

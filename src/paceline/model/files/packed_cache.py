@@ -45,7 +45,8 @@ MAX_REMEMBERED = 4096  # digests
 _CONTENTS = "contents.json"
 _CHUNK = 16 << 20  # bytes that one thread digests
 # Files whose code decides what is read and packed.
-_CODE = ("model/files/*.py", "model/*.py", "backend/native/load.py", "backend/native/packing.py")
+_NATIVE = ("load", "packing", "decoder")
+_CODE = ("model/files/*.py", "model/heads/*.py", "model/*.py", *(f"backend/native/{name}.py" for name in _NATIVE))
 
 log = logging.getLogger(__name__)
 
