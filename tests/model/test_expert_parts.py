@@ -75,8 +75,20 @@ def test_floats_of_four_bits_equal_those_of_transformers(tmp_path: Path) -> None
             "down_proj_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8),
             "down_proj_scales": torch.zeros(2, 4, 2, dtype=torch.uint8),
         },
+        {
+            "down_proj_blocks": torch.zeros(2, 4, 16, dtype=torch.uint8),
+            "down_proj_scales": torch.zeros(2, 4, dtype=torch.uint8),
+        },
+        {
+            "down_proj_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.int32),
+            "down_proj_scales": torch.zeros(2, 4, 1, dtype=torch.uint8),
+        },
+        {
+            "down_proj_blocks": torch.zeros(2, 4, 1, 16, dtype=torch.uint8),
+            "down_proj_scales": torch.zeros(2, 4, 1),
+        },
     ],
 )
 def test_what_cannot_be_experts_is_refused(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    with pytest.raises(BadModelFile, match=r"experts|scales"):
+    with pytest.raises(BadModelFile, match=r"_proj.*(experts|scales)"):
         saved(tmp_path, **tensors)

@@ -104,6 +104,11 @@ def _part(found: Mapping[str, StoredTensor], name: str, index: int, part: int, n
         scales = found.get(name.removesuffix("_blocks") + "_scales")
         if scales is None or scales.shape != found[name].shape[:-1] or view.shape[-1] != _BLOCK // 2:
             raise BadModelFile(f"{name!r} lacks its scales, or they do not fit: download the model again")
+        if len(view.shape) != 3 or {view.dtype, scales.dtype} != {"U8"}:
+            raise BadModelFile(
+                f"{name!r} has shape {found[name].shape} and type {view.dtype}, its scales {scales.dtype}; "
+                "experts in MXFP4 have four dimensions, and U8 for both: convert the model again"
+            )
         return Interleaved(FourBitFloats(view, _view(scales, index)), part, num_parts)
     if f"{name}_bias" in found:
         return Interleaved(view, part, num_parts, transposed=True)
