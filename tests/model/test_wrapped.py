@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.core.errors import BadModelFile
 from paceline.model.files import hf
 from paceline.model.weights import load_model
 from tests.model.families import GROWING, SMALL, YARN, disturb
@@ -123,6 +124,26 @@ def test_every_place_of_the_text_is_known(prefix: str, tmp_path: Path) -> None:
     assert again.config.eos_ids == (2, 7)
     for name, tensor in plain.items():
         assert np.array_equal(tensor, again.weights[name])
+
+
+@pytest.mark.parametrize("outer", [None, False, True])
+@pytest.mark.parametrize("inner", [None, False, True])
+def test_a_missing_head_is_tied_only_where_the_config_lets_it(
+    outer: bool | None, inner: bool | None, tmp_path: Path
+) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.startswith("lm_head")}, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.pop("tie_word_embeddings", None)
+    said = [{} if tied is None else {"tie_word_embeddings": tied} for tied in (outer, inner)]
+    whole = {"model_type": "llava", **said[0], "text_config": {**values, **said[1]}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    if outer or inner or (outer is None and inner is None):
+        assert load_model(tmp_path).config.tie_embeddings
+    else:
+        with pytest.raises(BadModelFile, match=r"lacks the tensor 'lm_head"):
+            load_model(tmp_path)
 
 
 def test_the_official_gemma_config_leaves_out_what_the_family_fixes() -> None:

@@ -265,7 +265,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
     whole = hf.text_tensors(joined_tensors(read_quantisation(values), found))
     if hf.reads_images(values):  # the two parts of its config.json may not agree on this
-        config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole)
+        config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(config, names, hf.parts(config, whole, names), folder)
     weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)

@@ -185,6 +185,15 @@ def reads_images(values: dict[str, Any]) -> bool:
     return isinstance(values.get(_TEXT), dict)
 
 
+def may_tie(values: dict[str, Any]) -> bool:
+    """Return False if config.json of text and images says only that embeddings are not tied.
+
+    One of its two parts may be silent, or say the opposite of the other.
+    """
+    said = [part.get("tie_word_embeddings") for part in (values, values[_TEXT])]
+    return said == [None, None] or True in said
+
+
 def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
     """Raise `UnsupportedModel` for features that would otherwise be ignored silently."""
     if values.get("swiglu_limit", SWIGLU[0]) != SWIGLU[0] or values.get("swiglu_alpha", SWIGLU[1]) != SWIGLU[1]:
