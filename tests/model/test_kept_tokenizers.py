@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -71,14 +72,20 @@ def test_a_broken_one_is_built_anew(models: list[Path], tmp_path: Path) -> None:
         assert path.read_bytes() == good
 
 
-def test_one_that_is_gone_says_what_to_do(models: list[Path], tmp_path: Path) -> None:
+def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: Path) -> None:
     model = load_model(models[0])
-    load_tokenizer(model)
-    later = load_tokenizer(model)
+    ids = load_tokenizer(model).encode(TEXT)
+    later, last = load_tokenizer(model), load_tokenizer(load_model(models[1]))
     (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
     path.unlink()
+    weights.forget_files()
+    assert later.encode(TEXT) == ids
+    config = tiny_config()
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-1], "another"]
+    extra = byte_level_metadata() | {"tokenizer.ggml.tokens": tokens}
+    write_gguf(models[0], config, tiny_weights(config, 0), extra=extra)
     with pytest.raises(ModelNotFound, match="start again"):
-        later.encode(TEXT)
+        last.encode(TEXT)
 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,7 +94,20 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for number in range(5):
         keep_tokenizer(f"digest {number}", text)
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
-    assert read_kept("digest 4").to_str() == text
+    kept = read_kept("digest 4")
+    assert kept is not None
+    assert kept.to_str() == text
+
+
+def test_the_ones_used_longest_ago_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kept_tokenizers, "MAX_KEPT", 2)
+    for age, digest in enumerate(("used", "unused")):
+        keep_tokenizer(digest, "text")
+        (newest,) = [p for p in (tmp_path / "cache" / "tokenizers").iterdir() if p.stat().st_mtime > 1e9]
+        os.utime(newest, (1e8 + age, 1e8 + age))
+    assert kept_tokenizer("used") == "text"
+    keep_tokenizer("new", "text")
+    assert [kept_tokenizer(digest) for digest in ("used", "unused", "new")] == ["text", None, "text"]
 
 
 def test_no_room_costs_a_message_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

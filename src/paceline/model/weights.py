@@ -171,7 +171,7 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     One that this process has for another model, such as a target and its draft model, is shared.
     """
     config, digest = model.config, model.text.tokenizer_digest()
-    known = _TOKENIZERS.get(digest) or _kept_tokenizer(model.text, digest)
+    known = _TOKENIZERS.get(digest) or _kept_tokenizer(model, digest)
     tokenizer = _TOKENIZERS[digest] = known.ending(config.eos_ids, config.bos_id)
     tokenizer.check_fits(config.vocab_size)
     return tokenizer
@@ -182,15 +182,29 @@ def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
     return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str()
 
 
-def _kept_tokenizer(text: TextSource, digest: str) -> Tokenizer:
+def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
     """Return a tokenizer that reads merges only when it needs them, if kept."""
-    spelling = text.spelling()
+    spelling = model.text.spelling()
     if spelling is not None and kept_tokenizer(digest) is not None:
-        return Tokenizer(spelling, whole=partial(read_kept, digest))
-    tokenizer = Tokenizer(text.tokenizer())
+        return Tokenizer(spelling, whole=partial(_whole_tokenizer, model.path, digest))
+    tokenizer = Tokenizer(model.text.tokenizer())
     if spelling is not None:
         keep_tokenizer(digest, tokenizer.raw.to_str())
     return tokenizer
+
+
+def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
+    """Return the kept tokenizer; if it is gone, that of the model opened again.
+
+    Its header, a whole vocabulary, is not held till then. Raises `ModelNotFound` if another model lies there now.
+    """
+    kept = read_kept(digest)
+    if kept is not None:
+        return kept
+    text = load_model(path).text
+    if text.tokenizer_digest() != digest:
+        raise ModelNotFound(f"{path} was replaced by a model with another tokenizer while in use; start again")
+    return text.tokenizer()
 
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:

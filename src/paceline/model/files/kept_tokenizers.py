@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from paceline.core.errors import ModelNotFound
 from paceline.model.files.packed_cache import build_mark
 from paceline.model.files.pull import cache_folder
 
@@ -35,11 +35,14 @@ def kept_tokenizer(digest: str) -> str | None:
         if path.stat().st_size > MAX_BYTES:
             return None
         data = path.read_bytes()
-        if hashlib.sha256(data[_SUM_CHARS:]).hexdigest().encode() == data[:_SUM_CHARS]:
-            return data[_SUM_CHARS:].decode("utf-8")
+        if hashlib.sha256(data[_SUM_CHARS:]).hexdigest().encode() != data[:_SUM_CHARS]:
+            return None
+        text = data[_SUM_CHARS:].decode("utf-8")
     except (OSError, UnicodeDecodeError):
-        pass
-    return None
+        return None
+    with suppress(OSError):
+        os.utime(path)  # the oldest used go first
+    return text
 
 
 def keep_tokenizer(digest: str, text: str) -> None:
@@ -56,12 +59,10 @@ def keep_tokenizer(digest: str, text: str) -> None:
         log.warning("the tokenizer is not kept for the next start: %s", error)
 
 
-def read_kept(digest: str) -> tokenizers.Tokenizer:
-    """Build the kept tokenizer. Raises `ModelNotFound` if it was removed meanwhile."""
+def read_kept(digest: str) -> tokenizers.Tokenizer | None:
+    """Build the kept tokenizer; None if it was removed meanwhile."""
     text = kept_tokenizer(digest)
-    if text is None:
-        raise ModelNotFound(f"{_path(digest)} was removed or damaged while it was in use; start again")
-    return tokenizers.Tokenizer.from_str(text)
+    return None if text is None else tokenizers.Tokenizer.from_str(text)
 
 
 def _path(digest: str) -> Path:
