@@ -315,6 +315,33 @@ def test_a_folder_that_cannot_be_made_costs_a_message_only(caplog: pytest.LogCap
     assert "not kept" in caplog.text
 
 
+def test_a_folder_that_is_only_read_costs_one_message_and_no_digest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:  # as on a volume that is only read; root may write to any folder
+        patch.setattr(packed_cache.os, "access", lambda path, mode: not mode & os.W_OK)
+        patch.setattr(PackedCache, "_key", lambda *_: pytest.fail("the whole model is read for nothing"))
+        assert not keep(make_cache())
+        assert not keep(make_cache(), seed=1)
+    assert caplog.text.count("cannot be written") == 1
+    assert keep(make_cache())
+    monkeypatch.setattr(packed_cache.os, "access", lambda path, mode: not mode & os.W_OK)
+    assert keep(make_cache()), "a file of this build is mapped from there"
+
+
+def test_what_cannot_fit_removes_nothing() -> None:
+    cache = make_cache()
+    for seed in range(2):
+        assert keep(cache, seed=seed)
+    (name, mark), other = files(cache)[0].stem.split("-"), files(cache)[1]
+    for build in range(2):
+        other.with_name(f"{name}-{build}{SUFFIX}").write_bytes(b"of another build")
+    before = files(cache)
+    with pytest.raises(OSError, match="packed-cache-bytes"):
+        make_cache(max_bytes=1000)._make_room(1001, cache.folder / f"{name}-{mark}{SUFFIX}")
+    assert files(cache) == before
+
+
 def test_the_bound_holds_and_the_oldest_used_go_first() -> None:
     cache = make_cache()
     for seed in range(3):

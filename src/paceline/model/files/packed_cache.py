@@ -81,6 +81,9 @@ class PackedCache:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._is_of_use():  # before all bytes of the model are read for its key
+                _tell_not_written(self.folder)
+                return None
             key = self._key(recipe)
             found = self._mapped(key, pool, logs=True) or self._packed(key, recipe, num_bytes, pool, progress)
         except OSError as error:
@@ -90,11 +93,15 @@ class PackedCache:
             self.mapped_bytes += found.table.data_bytes
         return found
 
+    def _is_of_use(self) -> bool:
+        """Return True if files can be written, or some of this build lie there."""
+        return os.access(self.folder, os.W_OK | os.X_OK) or any(self.folder.glob(f"*-{_own_mark()}{SUFFIX}"))
+
     def _key(self, recipe: Packing) -> str:
         wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
         content = [source if isinstance(source, str) else self._digest(source) for source in recipe.sources]
         facts = json.dumps((content, wanted, kernels.isa())).encode()
-        return f"{hashlib.sha256(facts).hexdigest()[:32]}-{build_mark()[:16]}"
+        return f"{hashlib.sha256(facts).hexdigest()[:32]}-{_own_mark()}"
 
     def _mapped(self, key: str, pool: kernels.ThreadPool, *, logs: bool = False) -> PackedFile | None:
         path = self.folder / f"{key}{SUFFIX}"
@@ -116,8 +123,11 @@ class PackedCache:
         """Write the file, or wait for the engine that does."""
         path, lock = self.folder / f"{key}{SUFFIX}", self.folder / f"{key}{LOCK}"
         with file_lock(lock, LOCK_WAIT_S, partial(_tell_waiting, progress)) as held:
-            if (found := self._mapped(key, pool)) or not held:
+            if found := self._mapped(key, pool):
                 return found
+            if not held:
+                _tell_not_written(self.folder)
+                return None
             self._make_room(num_bytes, path)
             part = path.with_suffix(PART)
             try:
@@ -136,24 +146,27 @@ class PackedCache:
 
         Of the same matrices packed by other builds one is left, as who tries a build may go back.
         """
-        path.unlink(missing_ok=True)
-        of_other_builds = _by_use(self.folder, f"{path.name.partition('-')[0]}-*{SUFFIX}")
-        for _, _, old in of_other_builds[:-1]:
-            old.unlink(missing_ok=True)
         for part in self.folder.glob(f"*{PART}"):
             with suppress(OSError):
                 if time.time() - part.stat().st_mtime > OLD_PART_S:
                     part.unlink()
-        kept = _by_use(self.folder)
-        total = sum(size for _, size, _ in kept)
-        free = shutil.disk_usage(self.folder).free
+        free, total = self._free_and_kept()
         if num_bytes > self.max_bytes or num_bytes > (free + total) * DISK_SHARE:
             raise OSError(f"{num_bytes} bytes are more than --packed-cache-bytes or half of the free disk")
-        for _, size, oldest in kept:
+        path.unlink(missing_ok=True)
+        of_other_builds = _by_use(self.folder, f"{path.name.partition('-')[0]}-*{SUFFIX}")
+        for _, _, old in of_other_builds[:-1]:
+            old.unlink(missing_ok=True)
+        free, total = self._free_and_kept()
+        for _, size, oldest in _by_use(self.folder):
             if total + num_bytes <= self.max_bytes and num_bytes <= free * DISK_SHARE:
                 break
             oldest.unlink(missing_ok=True)
             total, free = total - size, free + size
+
+    def _free_and_kept(self) -> tuple[int, int]:
+        """Return the free bytes of the disk, and those of the packed files."""
+        return shutil.disk_usage(self.folder).free, sum(size for _, size, _ in _by_use(self.folder))
 
     # Content -----------------------------------------------------------------------------------------
 
@@ -193,6 +206,12 @@ def _by_use(folder: Path, pattern: str = f"*{SUFFIX}") -> list[tuple[float, int,
     return sorted(found)
 
 
+@lru_cache
+def _tell_not_written(folder: Path) -> None:
+    """Say it once, not for each model of an engine."""
+    log.warning("packed weights are not kept for the next start: %s cannot be written or locked", folder)
+
+
 def _tell_waiting(progress: Progress | None, waited_s: float) -> None:
     if progress:
         progress("waiting for another engine that packs these weights", int(waited_s), int(LOCK_WAIT_S))
@@ -214,6 +233,11 @@ def file_digest(path: Path) -> str:
 
     with ThreadPoolExecutor() as threads:
         return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _CHUNK)))).hexdigest()
+
+
+def _own_mark() -> str:
+    """Return what the names of this build's files end with."""
+    return build_mark()[:16]
 
 
 @lru_cache(maxsize=1)
