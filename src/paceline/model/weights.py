@@ -23,6 +23,7 @@ from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.rearranged import divide_logits
 from paceline.model.files.safetensors_file import StoredTensor
+from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.template import ChatTemplate
@@ -79,7 +80,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         first = self.sources[0]
         if isinstance(first, str):
             return first
-        return first.parent.name if first.name == "config.json" else first.stem
+        return first.path.parent.name if first.path.name == "config.json" else first.path.stem
 
     def kept_in(self, cache: PackedCache | None, progress: Progress | None = None) -> LazyWeights:
         """Return the same tensors, whose packed matrices a cache keeps."""
@@ -272,11 +273,11 @@ def _load_shape(name: str) -> LoadedModel:
 
 
 def _load_folder(folder: Path) -> LoadedModel:
-    generation = folder / "generation_config.json"
+    states, generation = folder_states(folder), folder / "generation_config.json"
     values = hf.read_json(folder / "config.json")
     config = hf.config_from_json(values, hf.read_json(generation) if generation.is_file() else None)
     found = hf.stored_tensors(folder)
-    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     whole = hf.text_tensors(joined_tensors(read_quantisation(values), found))
     if hf.reads_images(values):  # the two parts of its config.json may not agree on this
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
@@ -287,21 +288,20 @@ def _load_folder(folder: Path) -> LoadedModel:
 
 
 def _load_gguf(path: Path) -> LoadedModel:
-    found = path.stat() if path.is_file() else None
-    file = _opened(path, (found.st_ino, found.st_size, found.st_mtime_ns)) if found else open_gguf(path)
+    source = SourceFile(path, file_state(path))
+    file = _opened(source)
     config = gguf_model.config_from_gguf(file)
     layer_names = gguf_model.layer_names(config)
     names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
     stored = choose_tensors(config, names, gguf_model.tensors_for(file, config, names), path)
-    return LoadedModel(
-        path, config, LazyWeights(divide_logits(config, stored), (path,)), gguf_model.GgufText(file)
-    )
+    weights = LazyWeights(divide_logits(config, stored), (source,))
+    return LoadedModel(path, config, weights, gguf_model.GgufText(file))
 
 
 @lru_cache(maxsize=2)
-def _opened(path: Path, _state: tuple[int, ...]) -> GgufFile:
+def _opened(source: SourceFile) -> GgufFile:
     """Open a file once for all who look into it during a start."""
-    return open_gguf(path)
+    return open_gguf(source.path)
 
 
 def forget_files() -> None:

@@ -26,6 +26,7 @@ from paceline.core.errors import BadModelFile
 from paceline.core.system import file_lock, file_size
 from paceline.model.files.packed_file import PackedFile, data_bytes, open_packed, write_packed
 from paceline.model.files.pull import cache_folder
+from paceline.model.files.source_files import SourceFile, file_state, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.model.files.packed_file import Wanted
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    Source = Path | str  # a file, or a text that stands for itself
+    Source = SourceFile | str  # a file, or a text that stands for itself
 
 LEAST_BYTES = 32 << 20  # of a file: less is packed as fast as it is read
 DISK_SHARE = 0.5  # of the free disk that one file may take
@@ -99,7 +100,8 @@ class PackedCache:
 
     def _key(self, recipe: Packing) -> str:
         wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
-        content = [source if isinstance(source, str) else self._digest(source) for source in recipe.sources]
+        content = [one if isinstance(one, str) else self._digest(one.path) for one in recipe.sources]
+        _refuse_changed(recipe)
         facts = json.dumps((content, wanted, kernels.isa())).encode()
         return f"{hashlib.sha256(facts).hexdigest()[:32]}-{_own_mark()}"
 
@@ -135,6 +137,7 @@ class PackedCache:
                     part.chmod(0o600)
                     tell = partial(_tell_packing, progress, num_bytes)
                     write_packed(file, key, recipe.about, recipe.wanted, recipe.make, tell)
+                _refuse_changed(recipe)  # its numbers are in the part
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
@@ -173,14 +176,12 @@ class PackedCache:
     def _digest(self, path: Path) -> str:
         """Return the digest of a file's bytes, remembered or made now."""
         found = path.stat()
-        identity = ":".join(
-            map(str, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-        )
+        identity = state_of(found)
         remembered = self._remembered()
         if identity in remembered:
             return remembered[identity]
         digest = file_digest(path)
-        if time.time_ns() - found.st_ctime_ns > SETTLED_NS:
+        if time.time_ns() - found.st_ctime_ns > SETTLED_NS and file_state(path) == identity:
             kept = dict(list(remembered.items())[-MAX_REMEMBERED:]) | {identity: digest}
             with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
                 json.dump(kept, file)
@@ -194,6 +195,13 @@ class PackedCache:
             return {}
         texts = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
         return values if texts else {}
+
+
+def _refuse_changed(recipe: Packing) -> None:
+    """Raise `OSError` if a header that was read may not belong to the numbers."""
+    for source in recipe.sources:
+        if isinstance(source, SourceFile) and source.changed:
+            raise OSError(f"{source.path} was changed or replaced while it was read; start again")
 
 
 def _by_use(folder: Path, pattern: str = f"*{SUFFIX}") -> list[tuple[float, int, Path]]:

@@ -11,6 +11,7 @@ import numpy as np
 from paceline.core.errors import BadModelFile, DrafterMismatch, ModelNotFound
 from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
 from paceline.model.files.safetensors_file import join_scales
+from paceline.model.files.source_files import folder_sources, folder_states
 from paceline.model.files.stored import Held
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.shapes import PREFIX, is_shape, random_tensors
@@ -90,7 +91,7 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
 
     Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`.
     """
-    config = head_config(folder, target)
+    states, config = folder_states(folder), head_config(folder, target)
     if is_shape(folder):
         ids = np.arange(config.draft_vocab_size) * (target.vocab_size // config.draft_vocab_size)
         source = f"{folder} for {target.hidden_size}x{target.vocab_size}"
@@ -110,7 +111,7 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
             f"has {target.hidden_size}"
         )
     weights = {name: Held(_read(whole, name, shape, folder)) for name, shape in shapes.items()}
-    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     return Head(config, LazyWeights(weights, sources), _token_ids(found, config, target, folder))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from paceline.core.errors import BadModelFile, DrafterMismatch
 from paceline.model.files import hf
 from paceline.model.files.safetensors_file import join_scales
+from paceline.model.files.source_files import folder_sources, folder_states
 from paceline.model.weights import LazyWeights, canonical_names, choose_tensors
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def num_cut_weights(folder: Path) -> int:
 
 def load_cut_model(folder: Path, target: ModelConfig) -> CutModel:
     """Read a folder. Raises `BadModelFile`, `DrafterMismatch`, `ModelNotFound`, `UnsupportedModel`."""
-    values = hf.read_json(folder / "config.json")
+    states, values = folder_states(folder), hf.read_json(folder / "config.json")
     config = replace(hf.config_from_json(values), tie_embeddings=target.tie_embeddings)
     if values.get("shares") != list(SHARED):
         raise BadModelFile(f"{folder}: shares = {str(values.get('shares'))[:80]}; known: {list(SHARED)}")
@@ -67,7 +68,7 @@ def load_cut_model(folder: Path, target: ModelConfig) -> CutModel:
     own = replace(config, tie_embeddings=True)
     names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
     stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
-    sources = (folder / "config.json", *sorted({tensor.path for tensor in found.values()}))
+    sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     return CutModel(config, LazyWeights(hf.as_used(own, stored), sources), _token_ids(found, target, folder))
 
 
