@@ -80,7 +80,7 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
             pending = asked.launch(thread)
             return SimpleNamespace(wait=lambda: spoilt(batch, pending.wait()), pass_s=0.0)
 
-        return SimpleNamespace(launch=launched)  # type: ignore[return-value]
+        return SimpleNamespace(launch=launched, masks=None)  # type: ignore[return-value]
 
     def spoilt(batch: Batch, scores: Scores) -> Scores:
         for index in [i for i, r in enumerate(batch.rows) if r.request_id == request_id]:

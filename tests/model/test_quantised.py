@@ -198,7 +198,6 @@ def compressed(weights: dict[str, Any] | None = None, **changes: Any) -> dict[st
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "hqq"}, "'hqq', which is not read: take the model in BF16, or a GGUF"),
         ({"quant_method": "eetq"}, "eetq"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo"),
         ({"bits": 4}, "none"),
         ("int4", "int4"),

@@ -80,7 +80,7 @@ def test_heads_are_normed_rotated_and_written(dtype, normed):
     norms = (randn(16, dtype=dtype, seed=1), randn(16, dtype=dtype, seed=2)) if normed else (None, None)
     query = write_qkv(p, d, rope, kv, *norms, EPS, 4, 2)
     heads = p.view(3, 8, 16)
-    cos, sin = cos_sin(d.positions, rope, dtype)
+    cos, sin = cos_sin(d.positions, (rope, torch.ones(8)), dtype)
     states = [heads[:, :4], heads[:, 4:6]]
     if norms[0] is not None and norms[1] is not None:
         states = [reference.rms_norm(x, weight, EPS) for x, weight in zip(states, norms, strict=True)]
