@@ -158,6 +158,7 @@ def read_shape(name: str | Path) -> ShapedModel:
             config = _changed(config, name, key, value)
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
+    config.check()  # before anything is made for each layer
     if config.sliding is not None:  # last, as the number of layers is known now
         mixed = config.facts.mixed_layers or MixedLayers(period=2)
         layers = frozenset(i for i in range(config.num_layers) if all_slide or mixed.slides(i))
