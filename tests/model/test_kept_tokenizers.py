@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -53,11 +54,13 @@ def test_a_kept_tokenizer_reads_and_writes_as_the_first(models: list[Path]) -> N
 
 def test_models_with_one_tokenizer_share_it(models: list[Path]) -> None:
     first, second = map(load_model, models)
+    before = len(weights._TOKENIZERS)  # other tests may hold some
     ours, theirs = load_tokenizer(first), load_tokenizer(second)
     assert ours.pieces is theirs.pieces
     assert ours.ending((1,), None).eos_ids == (1,)
     del ours, theirs
-    assert not len(weights._TOKENIZERS)
+    gc.collect()
+    assert len(weights._TOKENIZERS) <= before
 
 
 def test_a_broken_one_is_built_anew(models: list[Path], tmp_path: Path) -> None:
