@@ -203,7 +203,8 @@ void bind_decoder(nb::module_& m) {
         .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
              "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
-             "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false, "feeds_normed"_a = false,
+             "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
+             "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true)
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })

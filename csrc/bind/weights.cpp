@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "base/checksum.h"
 #include "bind/arrays.h"
 #include "host/measure.h"
@@ -19,9 +21,9 @@ constexpr size_t kMaxTimed = size_t{1} << 28;  // products of a matrix
 
 WeightType weight_type(const std::string& name) {
     using enum WeightType;
-    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}, {"Q4_K", q4_k},
-                                    {"Q5_K", q5_k}, {"Q6_K", q6_k}, {"Q3_K", q3_k}, {"IQ4_XS", iq4_xs}, {"IQ4_NL", iq4_nl},
-                                    {"MXFP4", mxfp4}, {"Q5_0", q5_0}, {"Q8_0", q8_0}},
+    const auto form = std::ranges::find(kBlockNames, name) - std::begin(kBlockNames);
+    if (static_cast<size_t>(form) < kNumBlockForms) return static_cast<WeightType>(static_cast<size_t>(q4_k) + form);
+    return named<WeightType>(name, {{"int8", int8}, {"int4_row", int4_row}, {"int4", int4}, {"bf16", bf16}, {"f32", f32}},
                              "weights are int8, int4_row, int4, bf16, f32 or blocks such as Q4_K");
 }
 
@@ -54,11 +56,6 @@ std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint
     return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
 }
 
-// Refuse rows that are no whole blocks.
-void check_blocks(const Array<uint8_t>& data, size_t out, size_t in, size_t count, size_t row_bytes) {
-    require(in % count == 0 && data.size() == out * row_bytes, "the blocks do not fit the matrix");
-}
-
 // A type of blocks is kept as it is stored.
 std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data, const std::string& stored, size_t out, size_t in,
                                     const std::string& type) {
@@ -67,7 +64,8 @@ std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data
     require(is_blocks(chosen) ? stored == type : format != nullptr, "there are no blocks of this name: " + stored);
     check_sides(out, in, chosen);
     const size_t row_bytes = is_blocks(chosen) ? file_row_bytes(form_of(chosen), in) : format->row_bytes(in);
-    check_blocks(data, out, in, is_blocks(chosen) ? file_block(form_of(chosen)) : format->count, row_bytes);
+    const size_t count = is_blocks(chosen) ? file_block(form_of(chosen)) : format->count;
+    require(in % count == 0 && data.size() == out * row_bytes, "the blocks do not fit the matrix");
     nb::gil_scoped_release unlocked;
     const auto row_at = [&](size_t o) { return data.data() + o * row_bytes; };
     if (is_blocks(chosen)) return std::make_shared<Matrix>(Matrix::keep_blocks(pool, out, in, chosen, row_at));
@@ -82,7 +80,9 @@ nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
     return found;
 }
 
-std::vector<std::string> kept_names() { return {"Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0"}; }
+std::vector<std::string> kept_names() {
+    return {std::begin(kBlockNames), std::end(kBlockNames)};
+}
 
 std::vector<size_t> buffer_bytes(const std::string& type, size_t out, size_t in) {
     const WeightType chosen = weight_type(type);

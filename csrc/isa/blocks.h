@@ -8,6 +8,8 @@
 // weight = scale * group scale * (value - offset) - minima's scale * group's minimum
 #pragma once
 
+#include <string_view>
+
 #include "kernels.h"
 
 namespace paceline {
@@ -54,6 +56,9 @@ inline constexpr BlockForm kBlockForms[] = {
     {.high_bits = 4, .group = 32, .offset = 128, .scales = Scales::halves},                         // Q8_0
 };
 static_assert(sizeof kBlockForms / sizeof kBlockForms[0] == kNumBlockForms);
+
+// Their names in GGUF, which are also those of types of weights.
+inline constexpr std::string_view kBlockNames[kNumBlockForms] = {"Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0"};
 
 // What a value of 4 bits stands for, plus the offset: IQ4's are quantiles of a normal distribution, FP4's are doubled.
 inline constexpr uint8_t kCodes[][16] = {

@@ -175,7 +175,7 @@ def _write_facts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    experts = getattr(config, "experts", None)
+    experts = config.experts
     if experts is not None:
         writer.add_expert_count(experts.num)
         writer.add_expert_used_count(experts.per_token)

@@ -153,11 +153,9 @@ def prepare(
     states = np.empty((len(taps), len(packed.token_ids), compiled.hidden), np.float32)
     margins = np.empty(len(specs) if any(s.margin for s in specs) else 0, np.float32)
     read = _read(compiled, packed, features)
+    outputs = states, token_ids, logits, margins
     return Prepared(
-        (
-            *(request.kv, read, read_specs, vocab, num_layers, list(taps)),
-            *(states, token_ids, logits, margins, request.masks),
-        ),
+        (request.kv, read, read_specs, vocab, num_layers, list(taps), *outputs, request.masks),
         PassResult(
             token_ids,
             logits if num_logit_rows else None,
