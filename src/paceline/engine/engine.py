@@ -128,6 +128,11 @@ class Engine(Verbs):
         self._new_controller = new_controller
         self.controller = new_controller()
 
+    def settle(self) -> None:
+        """Take in passes in flight, and make outcomes of all that answers gained."""
+        self.loop.drain(self)
+        self.outputs.flush()
+
     def unload(self, name: str) -> None:
         """Give back what a drafter holds: weights, stores, and taps that only it reads."""
         before = self.kv_bytes_per_token

@@ -104,6 +104,7 @@ class Loaded:
     content: str = ""  # key of its files, for pages on disk
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
+    version: str = ""  # of weights newer than the files', part of every page's hash
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -122,6 +123,8 @@ class Built:
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: str = ""  # empty: nobody has asked for it
+    rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
+    fingerprint: str = ""  # of the KV of the files' weights
 
 
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
@@ -216,7 +219,8 @@ def assemble(
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     if files is not None:
         fingerprint = identity(loaded.decoder, loaded.content, config.numerics_mode)
-    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
+    own = versioned(fingerprint, loaded.version)
+    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, own)
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
@@ -226,7 +230,14 @@ def assemble(
     choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
-    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
+    rebuild = _rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
+    about = (loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
+    return Built(engine, *about, rebuild, fingerprint)
+
+
+def versioned(fingerprint: str, version: str) -> str:
+    """Return the fingerprint of KV that newer weights make. version: empty for the first ones."""
+    return f"{fingerprint}\0{version}" if version else fingerprint
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
@@ -270,6 +281,19 @@ def _drafters(
         else place(one.build(target, load), placement)
         for index, one in enumerate(configs)
     ]
+
+
+def _rebuilders(
+    config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load: Loader
+) -> dict[str, Callable[[], Drafter]]:
+    """Return makers of the drafters that read tables of the target, by name."""
+
+    def build_again(one: DrafterConfig) -> Drafter:
+        if config.draft_process:
+            raise ConfigError("its process has read the target's first tables")
+        return place(one.build(target, load), config.placement)
+
+    return {one.name: partial(build_again, one) for one in configs if not one.stands_alone}
 
 
 def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None:

@@ -10,6 +10,7 @@ from paceline.core.pass_notes import StepNote
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import Failed, Message, RequestId, Submit
+from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
 MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
@@ -22,6 +23,7 @@ class Load(Message, frozen=True):
     """First message: the model and engine to load."""
 
     config: EngineConfig
+    weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
 
 
 class Cancel(Message, frozen=True):
@@ -111,8 +113,8 @@ class Snapshot(Message, frozen=True):
     steps: tuple[StepNote, ...] = ()  # the last ones, while somebody watches
 
 
-ToEngine = Load | Submit | Cancel | Watch | StopEngine
-ToServer = Progress | Language | Ready | Failed | Rejected | OutcomeBatch | Snapshot
+ToEngine = Load | Submit | Cancel | Watch | StopEngine | Command
+ToServer = Progress | Language | Ready | Failed | Rejected | OutcomeBatch | Snapshot | Obeyed
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
