@@ -10,7 +10,7 @@ backend's per-row state (`backend/rows.py`), so a step can be prepared before th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
@@ -46,7 +46,10 @@ def noun(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request for one text; n choices become n requests that differ in `choice` only."""
+    """A request for one text; n choices become n requests that differ in `choice` only.
+
+    An answer may have begun elsewhere: its first tokens, `told`, are known, and it goes on behind them.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]  # [prompt_len]
@@ -54,8 +57,8 @@ class Request:
     seed: int  # 0 <= seed < 2**63
     choice: int = 0
     salt: str = ""  # requests of different salts share no cached pages
-    arrival_s: float = 0.0  # time.monotonic()
     speculation: Speculation | None = None  # None: the engine's own
+    told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
 
     def check(self) -> None:
         """Assert what every package may rely on."""
@@ -339,6 +342,32 @@ class Verdict:
             assert kept == list(drafted.token_ids[: verdict.num_accepted])
 
 
+class Spent(NamedTuple):
+    """Counts of a request on one engine so far, as in `Figures`.
+
+    An engine tells them with outcomes, where plain decoding alone does not account for them.
+    """
+
+    cached_tokens: int = 0
+    decode_passes: int = 0
+    decoded_tokens: int = 0
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def plainly(self, num_tokens: int) -> Spent:
+        """Return the counts after as many decode passes without drafts, a token each."""
+        passes, decoded = self.decode_passes + num_tokens, self.decoded_tokens + num_tokens
+        return self._replace(decode_passes=passes, decoded_tokens=decoded)
+
+    def after(self, outcome: Outcome, *, first: bool) -> Spent:
+        """Return the counts after an outcome.
+
+        first: it is this engine's first, so the prefill made its first token.
+        """
+        return outcome.spent or self.plainly(max(0, len(outcome.token_ids) - first))
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Counts of one request, sent with its last outcome: its cost and speculation's effect."""
@@ -360,6 +389,21 @@ class Figures:
         """Tokens committed per decode pass, the target's own included, the prefill's token not."""
         return self.decoded_tokens / self.decode_passes if self.decode_passes else 0.0
 
+    def behind(self, earlier: Spent) -> Figures:
+        """Return the counts of an answer that another engine began.
+
+        earlier: of that engine, which says how much of the prompt was cached.
+        """
+        return replace(
+            self,
+            cached_tokens=earlier.cached_tokens,
+            decode_passes=self.decode_passes + earlier.decode_passes,
+            decoded_tokens=self.decoded_tokens + earlier.decoded_tokens,
+            drafted_tokens=self.drafted_tokens + earlier.drafted_tokens,
+            verified_tokens=self.verified_tokens + earlier.verified_tokens,
+            accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
+        )
+
 
 @noun
 class Outcome:
@@ -377,3 +421,5 @@ class Outcome:
         None  # [prompt_len - 1], with the first outcome if asked for
     )
     notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked
+    start: int = 0  # answer tokens before these, those told with the request included
+    spent: Spent | None = None  # None: see `Spent.after`

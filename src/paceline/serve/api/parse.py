@@ -136,7 +136,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     conversation = conversation_of(body, [message.for_template() for message in body.messages])
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
-    requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
+    requests = _requests(body, [prompt.ids], prompts, prompts.answer_form(use, prompt.opened))
     plan = prompts.reader_plan(use, prompt.opened)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
@@ -151,7 +151,7 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
-    requests = _requests(body, all_ids, prompts, arrival_s)
+    requests = _requests(body, all_ids, prompts)
     scored = all_ids if body.echo and body.logprobs is not None else ()
     as_ids = bool(body.return_tokens_as_token_ids)
     form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
@@ -168,7 +168,6 @@ def _requests(
     body: ChatBody | CompletionBody,
     all_ids: list[tuple[int, ...]],
     prompts: Prompts,
-    arrival_s: float,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
     """Return the requests for all answers to all prompts, under one seed.
@@ -187,7 +186,7 @@ def _requests(
     return [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt, speculation)
+        for request in requests_of(f"{name}-{index}", ids, asked, seed, salt, speculation)
     ]
 
 
