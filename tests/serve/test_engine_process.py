@@ -10,6 +10,8 @@ import pytest
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import Built
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.owner import EngineOwner
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine
@@ -47,7 +49,8 @@ class Line:
 def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]]:
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
-    EngineWorker(engine, line).run()  # type: ignore[arg-type]
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(owner, line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 

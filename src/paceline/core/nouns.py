@@ -30,7 +30,7 @@ UNCHOSEN = -1  # instead of a token id: the law chooses the token
 BROKEN = -2  # instead of a token id: no logit is a finite number
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "abort"]
 ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 
@@ -383,6 +383,7 @@ class Figures:
     seed: int
     preemptions: int = 0
     kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
+    weights: tuple[tuple[int, str], ...] = ()  # (first answer token, version of the weights that wrote from there)
 
     @property
     def acceptance_length(self) -> float:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.target import Backend
     from paceline.control.protocols import Controller
-    from paceline.core.nouns import Request
+    from paceline.core.nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
     from paceline.engine.scheduler import Limits
@@ -88,9 +88,9 @@ class Engine(Verbs):
         if grammar is not None and compiled is not None:
             compiled.compile(grammar)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its last outcome comes with the next step. Ignores unknown ids."""
-        self.outputs.cancel(request_id)
+        self.outputs.cancel(request_id, reason)
 
     @property
     def has_work(self) -> bool:

@@ -38,6 +38,7 @@ class Renewal:
 def renew(
     engine: Engine,
     put_in_place: Callable[[], None],
+    version: str,
     fingerprint: str,
     rebuild: Mapping[str, Callable[[], Drafter]],
 ) -> Renewal:
@@ -46,6 +47,7 @@ def renew(
     fingerprint: that of the newer KV. rebuild: makers of the drafters that share tables with the target.
     """
     engine.settle()
+    engine.outputs.renew(version)
     recompute(engine.scheduler, fingerprint)
     engine.release_rows()
     put_in_place()

@@ -91,8 +91,8 @@ def check_same_shape(model: ModelConfig, newer: ModelConfig) -> None:
     here = replace(newer, max_context=model.max_context, eos_ids=model.eos_ids, bos_id=model.bos_id)
     if here != model:
         raise ConfigError(
-            f"the newer model is {newer.family} of {newer.num_layers} layers and {newer.vocab_size} tokens, or differs "
-            "in another number of its config.json; only weights can be renewed, so start a server for it"
+            f"the newer model is {newer.family} of {newer.num_layers} layers and {newer.vocab_size} tokens, or "
+            "differs in another number of its config.json; only weights can be renewed, so start a server for it"
         )
 
 

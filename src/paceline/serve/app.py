@@ -24,11 +24,13 @@ from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
+from paceline.serve.api.generate_format import generate_job
 from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
+from paceline.serve.api.roll_outs import RollOuts
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
 from paceline.serve.observe.access import RequestLog, RequestRecord
@@ -304,7 +306,13 @@ def make_app(
     """
     state = AppState(client, Metrics(client), tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
-    app = Starlette(routes=routes_of(state), exception_handlers=_handlers(state.metrics))
+    routes = routes_of(state)
+    if operation.rl:
+        routes += [
+            Route("/generate", ModelRoute(state, generate_job), methods=["POST"]),
+            *RollOuts(client).routes(),
+        ]
+    app = Starlette(routes=routes, exception_handlers=_handlers(state.metrics))
     ring = KeyRing(None, None) if keys is None else keys
     guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
     paged = PageMiddleware(guarded, load_page()) if page else guarded

@@ -33,6 +33,7 @@ class OperationOptions:
     tls_key: Path | None = None
     api_key_file: Path | None = None
     otlp_endpoint: str | None = None
+    rl: bool = False  # routes of trainers: roll-outs, and weights that are replaced
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:
@@ -95,6 +96,11 @@ def add_operation_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--otlp-endpoint", metavar="URL", help="send a trace of each request to this OpenTelemetry collector"
     )
+    group.add_argument(
+        "--rl",
+        action="store_true",
+        help="serve trainers: /generate for roll-outs, and routes that replace weights",
+    )
 
 
 def operation_of(args: Namespace) -> OperationOptions:
@@ -107,6 +113,7 @@ def operation_of(args: Namespace) -> OperationOptions:
         tls_key=args.tls_key,
         api_key_file=args.api_key_file,
         otlp_endpoint=args.otlp_endpoint,
+        rl=args.rl,
     )
 
 

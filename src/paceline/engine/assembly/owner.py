@@ -11,7 +11,7 @@ import logging
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
 from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_version
@@ -42,21 +42,15 @@ ASLEEP = "the engine has given back {}; resume its memory first"
 class EngineOwner:
     """A model's weights and the engine over them; both may be given up and made again."""
 
-    def __init__(
-        self, config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None
-    ) -> None:
-        """Load the model and make the engine. Raises `ConfigError` or `ModelError`."""
+    def __init__(self, config: EngineConfig, loaded: Loaded | None, built: Built) -> None:
+        """Own an engine that was assembled over loaded weights, see `load_engine`."""
         self.config = config
         self.version = FIRST_VERSION  # of the weights
         self._mark = ""  # what stands for these weights in the hashes of pages
         self._source: WeightSource | None = None  # None: the files of the config, or arrays
         self._from_arrays = False
         self._released: set[str] = set()
-        try:
-            self._loaded: Loaded | None = load(config, progress, on_language)
-            self._built: Built | None = assemble(config, self._loaded, progress=progress)
-        finally:
-            forget_files()
+        self._loaded, self._built = loaded, cast("Built | None", built)
 
     @property
     def built(self) -> Built:
@@ -112,7 +106,8 @@ class EngineOwner:
             self._wake()
             return Renewal(rebuilt=() if self._built is None else tuple(self._built.engine.drafting.drafters))
         built = self._built
-        report = renew(built.engine, put_in_place, versioned(built.fingerprint, self._mark), built.rebuild)
+        fingerprint = versioned(built.fingerprint, self._mark)
+        report = renew(built.engine, put_in_place, version, fingerprint, built.rebuild)
         log.warning("weights are now version %s; drafters: %s", version, describe(report))
         return report
 
@@ -149,7 +144,19 @@ class EngineOwner:
         """Make the engine again if nothing is given back any more."""
         if self._built is None and self._loaded is not None and not self._released:
             self._built = assemble(self.config, self._loaded)
+            self._built.engine.outputs.weight_version = self.version
             forget_files()
+
+
+def load_engine(
+    config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None
+) -> EngineOwner:
+    """Load the model and make the engine, see `build`. Raises `ConfigError` or `ModelError`."""
+    try:
+        loaded = load(config, progress, on_language)
+        return EngineOwner(config, loaded, assemble(config, loaded, progress=progress))
+    finally:
+        forget_files()
 
 
 def flush(engine: Engine) -> None:

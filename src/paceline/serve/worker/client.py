@@ -18,6 +18,8 @@ import zmq.asyncio
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
+from paceline.serve.worker.command_sender import CommandSender
+from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import (
     MAX_TO_SERVER_BYTES,
     Cancel,
@@ -115,6 +117,7 @@ class EngineClient:
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
+        self.commands = CommandSender(self._send_to_ready)
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
         self._prepare = prepare
@@ -167,6 +170,18 @@ class EngineClient:
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        request_ids = [request_id for request_id in self._open if chosen(request_id)]
+        for request_id in request_ids:
+            await self._send_to_ready(Cancel(request_id, abort=True))
+        return len(request_ids)
+
+    async def _send_to_ready(self, message: ToEngine) -> None:
+        if self._engine is None or self._engine.ready is None:
+            raise EngineDied("the engine is not ready; try again later")
+        await _send_now(self._engine.socket, message)
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engine's last steps, also after a restart."""
@@ -240,6 +255,7 @@ class EngineClient:
             await self._listen(engine, folder)
         finally:
             self._engine = None
+            self.commands.fail()
             _kill(engine.process)
             await engine.process.wait()
             _close_stdin(engine.process)
@@ -263,7 +279,9 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        await engine.socket.send(encode(Load(self.config)))  # waits until the process has connected
+        await engine.socket.send(
+            encode(Load(self.config, self.commands.weights))
+        )  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:
@@ -317,6 +335,9 @@ class EngineClient:
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 
+    def _obeyed(self, _: EngineProcess, message: Obeyed) -> None:
+        self.commands.take(message)
+
     def _failed(self, engine: EngineProcess, message: Failed) -> None:
         engine.failed = error_of(message.kind, message.message)
 
@@ -340,6 +361,7 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
     Language: EngineClient._language,
     Ready: EngineClient._ready,
     Failed: EngineClient._failed,
+    Obeyed: EngineClient._obeyed,
 }
 
 

@@ -30,6 +30,7 @@ class Cancel(Message, frozen=True):
     """End a request now."""
 
     request_id: RequestId
+    abort: bool = False  # somebody waits for what it has written
 
 
 class Watch(Message, frozen=True):

@@ -22,7 +22,7 @@ from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent
-from paceline.engine.assembly.owner import EngineOwner
+from paceline.engine.assembly.owner import load_engine
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.commands import COMMANDS
@@ -49,6 +49,7 @@ from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
+    from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.engine import Engine
     from paceline.model.template import ChatTemplate
     from paceline.serve.worker.commands import Command
@@ -190,7 +191,7 @@ class EngineWorker:
 
     def _cancel(self, message: Cancel) -> None:
         if not self.commands.owner.asleep:
-            self.engine.cancel(message.request_id)
+            self.engine.cancel(message.request_id, "abort" if message.abort else "cancelled")
         if not self.commands.steps:
             self._send_outcomes()
 
@@ -267,7 +268,7 @@ def _load(server: ServerConnection) -> EngineOwner | None:
         log.error("the first message must say what to load")
         return None
     try:
-        owner = EngineOwner(
+        owner = load_engine(
             message.config,
             _progress_sender(server),
             lambda json, template: server.send(Language(json, _template(template))),

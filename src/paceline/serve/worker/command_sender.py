@@ -1,0 +1,56 @@
+"""Server's side of a trainer's commands: one at a time, each with its reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import EngineDied
+from paceline.core.weight_source import FIRST_VERSION
+from paceline.engine.wire import error_of
+from paceline.serve.worker.commands import Obeyed, UpdateWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from paceline.serve.worker.commands import Command
+
+LOST = "the engine process ended before it could obey; it is being restarted, so try again"
+
+
+class CommandSender:
+    """Sends commands to one engine process and waits for its replies."""
+
+    def __init__(self, send: Callable[[Command], Awaitable[None]]) -> None:
+        """send: raises `EngineDied` without a ready engine."""
+        self.version = FIRST_VERSION  # of the engine's weights
+        self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
+        self._send = send
+        self._turn = asyncio.Lock()
+        self._reply: asyncio.Future[Obeyed] | None = None
+
+    async def send(self, command: Command) -> Obeyed:
+        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
+        async with self._turn:
+            self._reply = asyncio.get_running_loop().create_future()
+            try:
+                await self._send(command)
+                reply = await self._reply
+            finally:
+                self._reply = None
+        if reply.error is not None:
+            raise error_of(reply.kind, reply.error)
+        if isinstance(command, UpdateWeights):
+            self.weights = command
+        return reply
+
+    def take(self, reply: Obeyed) -> None:
+        """Take in a reply."""
+        self.version = reply.version
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def fail(self) -> None:
+        """Note that the engine process has ended."""
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(EngineDied(LOST))
