@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from paceline.core.errors import RequestError
 from paceline.model.files.safetensors_file import open_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
+
+    from numpy import floating
+    from numpy.typing import NDArray
 
 MAX_SPOOL_BYTES = 1 << 40  # of all files that have come and are not used yet
 
@@ -24,7 +29,7 @@ class TensorSpool:
     """
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._number = 0
         self._staged: list[Path] = []  # files whose update is not complete yet
         self._names: dict[Path, Collection[str]] = {}  # tensors that count, by file
@@ -33,8 +38,8 @@ class TensorSpool:
     def folder(self) -> Path:
         """The folder, made when it is first needed."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-weights-"))
-        return self._folder
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-weights-")
+        return Path(self._folder.name)
 
     def stage(self) -> Path:
         """Return the place of a further file of the next update."""
@@ -77,5 +82,10 @@ class TensorSpool:
     def clear(self) -> None:
         """Remove all files, as whole newer weights lie elsewhere."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
         self._folder, self._staged, self._names = None, [], {}
+
+
+def write_tensors(tensors: Mapping[str, NDArray[floating]], path: Path) -> None:
+    """Write arrays as a safetensors file."""
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)

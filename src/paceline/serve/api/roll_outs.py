@@ -24,7 +24,7 @@ from paceline.serve.tensor_spool import TensorSpool
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
     from typing import TypeVar
 
@@ -150,19 +150,13 @@ class RollOuts:
             await self._abort_all()
         try:
             folder = await asyncio.to_thread(self._spool.offer)
-            source = WeightSource(self._whole_model, folder)
+            source = WeightSource(self._client.commands.whole_model, folder)
             response = await self._update(source, asked.get("weight_version"))
         except PacelineError as error:
             response = _failed(error)
         settle = self._spool.accept if response.status_code == 200 else self._spool.drop_staged
         await asyncio.to_thread(settle)
         return response
-
-    @property
-    def _whole_model(self) -> str | None:
-        """The folder that whole weights came from last, if any."""
-        taken = self._client.commands.weights
-        return None if taken is None else taken.source.model
 
     async def _update(self, source: WeightSource, version: str | None) -> Response:
         self._number += 1
@@ -184,7 +178,7 @@ class RollOuts:
             raise EngineDied("the engine is not ready; try again later")
         return _json(
             {
-                "model_path": self._whole_model or ready.model_name,
+                "model_path": self._client.commands.whole_model or ready.model_name,
                 "weight_version": self._client.commands.version,
                 "is_generation": True,
                 "version": __version__,
@@ -234,7 +228,7 @@ async def _tags(request: HttpRequest) -> tuple[str, ...]:
     return TAGS if body.tags is None else tuple(body.tags)
 
 
-def _done(message: str = "", **more: int | dict[str, Sequence[str]]) -> Response:
+def _done(message: str = "", **more: int | Mapping[str, Sequence[str]]) -> Response:
     return _json({"success": True, "message": message} | more)
 
 

@@ -279,9 +279,8 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        await engine.socket.send(
-            encode(Load(self.config, self.commands.weights))
-        )  # waits until the process has connected
+        load = Load(self.config, self.commands.weights)
+        await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:

@@ -29,6 +29,11 @@ class CommandSender:
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
 
+    @property
+    def whole_model(self) -> str | None:
+        """Place that whole weights came from last; None: they were loaded first."""
+        return None if self.weights is None else self.weights.source.model
+
     async def send(self, command: Command) -> Obeyed:
         """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
         async with self._turn:
