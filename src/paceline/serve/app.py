@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from paceline.serve.api.parse import Job
+    from paceline.serve.engines import Engines
     from paceline.serve.tokenizer_cache import TokenizerCache
-    from paceline.serve.worker.client import EngineClient
 
     JobMaker = Callable[[bytes, Serving, float], Job]
 
@@ -66,7 +66,7 @@ LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 class AppState:
     """State that the routes share."""
 
-    client: EngineClient
+    client: Engines
     metrics: Metrics
     tokenizer_cache: TokenizerCache
     max_open: int = MAX_OPEN
@@ -290,7 +290,7 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
 
 
 def make_app(
-    client: EngineClient,
+    client: Engines,
     tokenizer_cache: TokenizerCache,
     keys: KeyRing | None = None,
     max_open: int = MAX_OPEN,

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.serve.asking import Asking, as_messages, config_of, visible
+from paceline.serve.engines import Disconnected
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.tool_chat import ChatCall, ChatExtras
-from paceline.serve.worker.client import Disconnected, EngineClient
+from paceline.serve.worker.client import EngineClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
