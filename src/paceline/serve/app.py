@@ -31,9 +31,11 @@ from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, comp
 from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
+from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.fleet_routes import fleet_routes
 from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
-from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
 from paceline.serve.operation import OperationOptions
 
@@ -179,7 +181,7 @@ def _json(body: object, status: int = 200) -> Response:
 
 
 def routes_of(state: AppState) -> list[Route]:
-    """Return all routes."""
+    """Return the routes of every server."""
 
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
@@ -302,9 +304,12 @@ def make_app(
 
     local: as for `AuthMiddleware`. page: serve the page at `/`.
     """
-    state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    fleet = client if isinstance(client, Fleet) else None
+    metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
+    state = AppState(client, metrics, tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
-    app = Starlette(routes=routes_of(state), exception_handlers=_handlers(state.metrics))
+    routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))
+    app = Starlette(routes=routes, exception_handlers=_handlers(state.metrics))
     ring = KeyRing(None, None) if keys is None else keys
     guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)
     paged = PageMiddleware(guarded, load_page()) if page else guarded

@@ -87,9 +87,7 @@ class Engines(Protocol):
         """Number of answers that run or wait."""
         ...
 
-    async def submit(
-        self, requests: Sequence[Request], on_event: OnEvent | None = None
-    ) -> Answers:
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine.
 
         on_event: as in `Answers`; it may be called before this returns.

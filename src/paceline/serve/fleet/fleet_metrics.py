@@ -47,9 +47,9 @@ class FleetMetrics(Collector):
                 whole.samples += [s._replace(labels={"replica": name} | s.labels) for s in family.samples]
         yield up
         yield from families.values()
-        for own in (self.resumed, self.resumed_tokens, self.hedged, self.moved, self.routed, self.audited):
-            yield from own.collect()
-        for own in (self.audit_mismatches, self.resume_s, self.route_s):
+        for counter in (self.resumed, self.resumed_tokens, self.hedged, self.moved, self.routed):
+            yield from counter.collect()
+        for own in (self.audited, self.audit_mismatches, self.resume_s, self.route_s):
             yield from own.collect()
 
 

@@ -1,7 +1,7 @@
 """Index of prompt pages: which replica holds how much of a prompt in its prefix cache.
 
-It is a guess. The front adds the pages of prompts that it routed, and keeps of each replica as many as its pool has,
-least recently used out first. A wrong guess costs a prefill, no more.
+It is a guess. The front adds the pages of prompts that it routed, and keeps of each replica as many as its pool
+has, least recently used out first. A wrong guess costs a prefill, no more.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Spent
@@ -55,10 +55,14 @@ class OpenAnswer:
     num_legs: int = 0  # that gave something
     promise: str = ""  # promise key that it began under; empty: nothing has been told
     inexact: bool = False  # it went on under another one
-    banned: set[tuple[str, int]] = field(default_factory=set)  # (replica, its restarts) that must not have it again
+    banned: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # (replica, its restarts) that must not have it again
     strikes: int = 0  # replicas in a row that ended with it and gave nothing
     broken: bool = False  # a replica found no finite logit
     refused: PacelineError | None = None  # by a replica that is full
+    full: set[str] = field(default_factory=set)  # such replicas
+    why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
 
@@ -108,6 +112,12 @@ class OpenAnswer:
             kept = None if outcome.logprobs is None else outcome.logprobs[skipped:]
             outcome = replace(outcome, token_ids=ids, text=text, logprobs=kept, start=outcome.start + skipped)
         return outcome if outcome.figures is None else replace(outcome, figures=self._total(outcome.figures))
+
+    def figures(self) -> dict[str, Any]:
+        """Return its line in the table of open requests."""
+        replicas = ",".join(leg.replica for leg in self.legs)
+        told = {"tokens": len(self.told), "legs": self.num_legs}
+        return {"request": self.request.request_id, "replica": replicas} | told
 
     def _total(self, figures: Figures) -> Figures:
         """Return the counts of all replicas that wrote the answer."""

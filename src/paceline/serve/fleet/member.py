@@ -6,14 +6,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.routing import ReplicaView
+from paceline.engine.stats import total
 from paceline.serve.fleet.index import USUAL_PAGES
 from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
+from paceline.serve.worker.messages import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
     from paceline.serve.fleet.journal import Leg
-    from paceline.serve.worker.messages import Ready, Snapshot
+    from paceline.serve.worker.messages import Ready
 
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer
@@ -170,6 +174,15 @@ class Member:
         }
 
 
+def summed(snapshots: Sequence[Snapshot]) -> Snapshot | None:
+    """Return the sum of several replicas' counters; None without any."""
+    if not snapshots:
+        return None
+    steps = sorted((step for s in snapshots for step in s.steps), key=lambda step: step.end_s)
+    stats, gauges = total([s.stats for s in snapshots]), total([s.gauges for s in snapshots])
+    return Snapshot(stats, gauges, tuple(steps), sum(s.backlog_tokens for s in snapshots))
+
+
 def ranges(cores: frozenset[int]) -> str:
     """Return cores as --cores has them, but joined by + where they are not neighbours."""
     found: list[list[int]] = []
@@ -196,4 +209,6 @@ def _k_mean(stats: Stats | None) -> float | None:
 
 
 def _hit_rate(stats: Stats | None) -> float | None:
-    return None if stats is None or not stats.prompt_tokens else round(stats.cached_tokens / stats.prompt_tokens, 4)
+    return (
+        None if stats is None or not stats.prompt_tokens else round(stats.cached_tokens / stats.prompt_tokens, 4)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ MAX_CORE = 1 << 16
 RESUMES = ("on", "off", "any")
 HEDGES = ("off", "p95")
 AUTO = "auto"
+EXACT_LAW = "coupled"
 _GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 _NODES = Path("/sys/devices/system/node")
 _CPUS = Path("/sys/devices/system/cpu")
@@ -50,6 +52,12 @@ class FleetOptions:
         policy_named(self.route)
         if self.cores != AUTO and len(core_groups(self.cores)) != self.replicas:
             raise ConfigError(f"--cores {self.cores} must name as many groups as --replicas {self.replicas}")
+
+    def check_law(self, law: str) -> None:
+        """Raise `ConfigError` for options that need the same seed to give the same text."""
+        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0}
+        if law != EXACT_LAW and (flag := next((flag for flag, used in given.items() if used), None)):
+            raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
 
     def dealt(self) -> list[frozenset[int]]:
         """Return the cores of each replica. Raises `ConfigError` for cores that this process may not use."""
@@ -94,7 +102,7 @@ def deal(replicas: int, cores: frozenset[int], place: Mapping[int, tuple[int, ..
 
 def _cut(cores: Sequence[int], count: int) -> list[frozenset[int]]:
     edges = [len(cores) * index // count for index in range(count + 1)]
-    return [frozenset(cores[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [frozenset(cores[a:b]) for a, b in pairwise(edges)]
 
 
 def places(cores: frozenset[int]) -> dict[int, tuple[int, ...]]:

@@ -141,10 +141,11 @@ def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
 class Metrics:
     """Observations of one server, in a registry of their own."""
 
-    def __init__(self, client: Engines) -> None:
+    def __init__(self, engines: Collector) -> None:
+        """engines: yields their metrics."""
         self.recent = Recent()
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client))
+        self.registry.register(engines)
         self.answers = Counter(
             "paceline_requests", "Answers ended, by finish reason", ["finish_reason"], registry=self.registry
         )

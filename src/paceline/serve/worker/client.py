@@ -117,9 +117,7 @@ class EngineClient:
 
     # Requests ----------------------------------------------------------------------------------------
 
-    async def submit(
-        self, requests: Sequence[Request], on_event: OnEvent | None = None
-    ) -> Answers:
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send the requests of one HTTP request; see `Engines`. Raises `EngineDied` without an engine."""
         engine = self._engine
         if engine is None or self.ready is None:

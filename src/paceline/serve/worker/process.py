@@ -1,7 +1,7 @@
 """Process of the engine: load, step while there is work, otherwise wait for messages.
 
-`client` starts it as `python -m paceline.serve.worker.process ADDRESS [CORE ...]`. It ends with its parent: stdin is
-a pipe that the parent holds open, and it is closed however the parent ends.
+`client` starts it as `python -m paceline.serve.worker.process ADDRESS [CORE ...]`. It ends with its parent: stdin
+is a pipe that the parent holds open, and it is closed however the parent ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core import logs
-from paceline.core.errors import PacelineError, RequestError
+from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, stay_on
@@ -159,7 +159,7 @@ class EngineWorker:
     def _submit(self, message: Submit) -> None:
         try:
             if self.draining:
-                raise PacelineError("the engine is stopping")
+                raise EngineDied("the engine is stopping; try again")
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
