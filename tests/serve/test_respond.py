@@ -14,7 +14,7 @@ from paceline.core.nouns import Figures, Outcome
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder
-from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.prompts import Prompts
 from tests.tiny import tiny_tokenizer
 
@@ -57,7 +57,7 @@ def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
         sent.append(message.get("body", b""))
 
     client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
-    asyncio.run(Responder(job, Metrics(client)).run(client, {}, receive, send))
+    asyncio.run(Responder(job, Metrics(EngineCollector(client))).run(client, {}, receive, send))
     lines = [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]

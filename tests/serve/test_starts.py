@@ -37,7 +37,7 @@ NEVER_CONNECTS = "import time; time.sleep(600)"
 def engines_run(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let every engine process run this code instead."""
 
-    async def spawn(_: str) -> asyncio.subprocess.Process:
+    async def spawn(*_: object) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
 
     monkeypatch.setattr(engine_client, "_spawn", spawn)
@@ -118,7 +118,7 @@ def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def spawn(_: str) -> asyncio.subprocess.Process:
+    async def spawn(*_: object) -> asyncio.subprocess.Process:
         raise OSError("no process left")
 
     monkeypatch.setattr(engine_client, "_spawn", spawn)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.control.online_cost import Predictions
 from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
     from paceline.engine.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -170,6 +174,24 @@ def _bump(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
     for index in range(length):
         counts[index] += 1
+
+
+def total(parts: Sequence[T]) -> T:
+    """Return the sum of several engines' counters or gauges."""
+    return reduce(_add, parts)
+
+
+def _add(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {
+            key: _add(one[key], other[key]) if key in one and key in other else (one | other)[key]
+            for key in one | other
+        }
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    if hasattr(one, "__dataclass_fields__"):
+        return type(one)(**{f.name: _add(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)})
+    return one + other
 
 
 def _subtract(new: Any, old: Any) -> Any:

@@ -33,9 +33,11 @@ from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.roll_outs import RollOuts
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
+from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.fleet_routes import fleet_routes
 from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
-from paceline.serve.observe.metrics import Metrics
+from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
 from paceline.serve.operation import OperationOptions
 
@@ -46,8 +48,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from paceline.serve.api.parse import Job
+    from paceline.serve.engines import Engines
     from paceline.serve.tokenizer_cache import TokenizerCache
-    from paceline.serve.worker.client import EngineClient
 
     JobMaker = Callable[[bytes, Serving, float], Job]
 
@@ -68,7 +70,7 @@ LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 class AppState:
     """State that the routes share."""
 
-    client: EngineClient
+    client: Engines
     metrics: Metrics
     tokenizer_cache: TokenizerCache
     max_open: int = MAX_OPEN
@@ -181,7 +183,7 @@ def _json(body: object, status: int = 200) -> Response:
 
 
 def routes_of(state: AppState) -> list[Route]:
-    """Return all routes."""
+    """Return the routes of every server."""
 
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
@@ -292,7 +294,7 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
 
 
 def make_app(
-    client: EngineClient,
+    client: Engines,
     tokenizer_cache: TokenizerCache,
     keys: KeyRing | None = None,
     max_open: int = MAX_OPEN,
@@ -304,9 +306,11 @@ def make_app(
 
     local: as for `AuthMiddleware`. page: serve the page at `/`.
     """
-    state = AppState(client, Metrics(client), tokenizer_cache, max_open)
+    fleet = client if isinstance(client, Fleet) else None
+    metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
+    state = AppState(client, metrics, tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
-    routes = routes_of(state)
+    routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))
     if operation.rl:
         routes += [
             Route("/generate", ModelRoute(state, generate_job), methods=["POST"]),

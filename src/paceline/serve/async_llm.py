@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.weight_source import TAGS, WeightSource, check_version
 from paceline.serve.asking import Asking, as_messages, config_of, visible
+from paceline.serve.engines import Disconnected
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tensor_spool import TensorSpool, write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.tool_chat import ChatCall, ChatExtras
-from paceline.serve.worker.client import Disconnected, EngineClient
+from paceline.serve.worker.client import EngineClient
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
 
 if TYPE_CHECKING:

@@ -33,6 +33,8 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
+from paceline.serve.fleet.local import start_fleet
+from paceline.serve.fleet.options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.traces import Traces
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.chat_options import ChatOptions
+    from paceline.serve.engines import Engines
     from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class HttpConfig:
     page: bool = True  # serve the page at /
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     watchdog_s: float = WATCHDOG_S  # an engine that hangs for this long is replaced; 0: never
+    fleet: FleetOptions = field(default_factory=FleetOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -92,6 +96,8 @@ class HttpConfig:
         if self.api_key is not None:
             check_key(self.api_key)
         check_exposure(self.host, self.has_keys, self.insecure)
+        if self.operation.rl and self.fleet.audit:
+            raise ConfigError("--audit compares answers of the same weights, so it goes without --rl")
         if self.operation.rl and self.insecure and not self.has_keys:
             raise ConfigError(
                 "--rl lets clients replace the model, so it goes with --api-key, not with --insecure"
@@ -176,7 +182,7 @@ class HttpServer:
         self._keys = KeyRing(config.api_key, config.operation.api_key_file)
         self.socket = listen(config.host, config.port)
         self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
-        self.client = EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
+        self.client = _engines(config, engine, on_progress, tokenizer_cache)
         self.client.on_language = tokenizer_cache.expect
         app, self.state = make_app(
             self.client,
@@ -253,6 +259,25 @@ class HttpServer:
         self._server.should_exit = True
 
 
+def _engines(
+    config: HttpConfig,
+    engine: EngineConfig,
+    on_progress: Callable[[Progress], None] | None,
+    tokenizer_cache: TokenizerCache,
+) -> Engines:
+    """Start one engine, or a fleet. Raises `ConfigError`."""
+    options = config.fleet
+    if options.replicas == 1 and options.cores == AUTO:
+        return EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
+    options.check_law(engine.law)
+    shared = replace(engine, sharers=options.replicas)
+
+    def new_engine(cores: frozenset[int]) -> EngineClient:
+        return EngineClient(shared, on_progress, tokenizer_cache.of, config.watchdog_s, cores)
+
+    return new_engine(options.dealt()[0]) if options.replicas == 1 else start_fleet(options, new_engine)
+
+
 def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
@@ -325,6 +350,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
     add_sampling_defaults(group)
+    add_fleet_arguments(parser)
     add_operation_arguments(parser)
     add_chat_arguments(parser)
     add_engine_arguments(parser)
@@ -360,6 +386,7 @@ def http_config(args: Namespace) -> HttpConfig:
         unknown_fields=args.unknown_fields,
         page=not args.no_page,
         watchdog_s=args.watchdog_seconds,
+        fleet=fleet_options(args),
     )
 
 

@@ -46,7 +46,7 @@ class TokenizerCache:
         if ready is self._ready and self._prompts is not None:
             return self._prompts
         async with self._lock:
-            if self._prompts is None or ready != self._ready:
+            if self._prompts is None or self._ready is None or _language(ready) != _language(self._ready):
                 raw = await self._raw(ready.tokenizer_json)
                 self._prompts = await asyncio.to_thread(self._made, ready, raw)
             self._ready = ready
@@ -97,6 +97,12 @@ class TokenizerCache:
         )
         _warm_up(prompts)
         return prompts
+
+
+def _language(ready: Ready) -> tuple[object, ...]:
+    """Return what prompts are made of; replicas of one model differ in other things."""
+    ids = ready.eos_ids, ready.bos_id, ready.max_len, ready.vocab_size
+    return ready.tokenizer_json, ready.template, ready.sampling, *ids
 
 
 def _warm_up(prompts: Prompts) -> None:

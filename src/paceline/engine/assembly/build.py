@@ -338,8 +338,10 @@ def _kv_share(config: EngineConfig) -> float:
     """Return the share of the free memory that the target's KV may take."""
     usual = config.device_defaults
     if usual is None:
-        return KV_SHARE
-    return usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
+        share = KV_SHARE
+    else:
+        share = usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
+    return share / config.sharers
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:

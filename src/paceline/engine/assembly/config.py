@@ -26,6 +26,7 @@ MAX_ROWS = 1024
 PACKED_CACHE_BYTES = 64 << 30
 MAX_THREADS = 1024
 MAX_RANKS = 8
+MAX_SHARERS = 1024
 _KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
 _FILES = frozenset({"model", "profile", "trace", "kv_disk"})  # options that may be given as a path object
 
@@ -44,6 +45,7 @@ class EngineConfig:
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
+    sharers: int = 1  # engines that share the free memory: each takes such a part of the usual share for its KV
     prefix_cache: bool = True
     packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
     kv_disk: str | None = None  # folder for pages of the prefix cache; None: they are in memory only
@@ -80,6 +82,7 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+        _bounded("--replicas", self.sharers, 1, MAX_SHARERS)
         _bounded("--packed-cache-bytes", self.packed_cache_bytes, 0, 1 << 50)
         _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
         if self.kv_disk is not None and not self.prefix_cache:

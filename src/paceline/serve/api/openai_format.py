@@ -280,6 +280,8 @@ def usage(figures: Sequence[Figures], n: int) -> Json:
     accepted = sum(f.accepted_tokens for f in figures)
     return token_usage(prompt_tokens, completion_tokens) | {
         "prompt_tokens_details": {"cached_tokens": sum(f.cached_tokens for f in figures[::n])},
+        "legs": max((f.legs for f in figures), default=1),
+        **({"resumed_inexact": True} if any(f.inexact for f in figures) else {}),
         "speculation": {
             "drafted_tokens": drafted,
             "trimmed_tokens": drafted - verified,

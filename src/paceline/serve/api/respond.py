@@ -15,8 +15,8 @@ from paceline.serve.api.errors import ApiError, api_error_of, internal_error, sh
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
+from paceline.serve.engines import Disconnected
 from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD
-from paceline.serve.worker.client import Disconnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job, RollOutFormat
+    from paceline.serve.engines import Answers, Engines, Event
     from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
-    from paceline.serve.worker.client import Answers, EngineClient, Event
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 _STREAM_HEADERS = [
@@ -52,7 +52,7 @@ class Responder:
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
         self._reason: str | None = None  # why the answers were cut short
 
-    async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, client: Engines, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job to the engine and its answers to the client.
 
         Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.

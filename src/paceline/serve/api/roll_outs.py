@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
-    from paceline.serve.worker.client import EngineClient
+    from paceline.serve.engines import Engines
 
     BodyT = TypeVar("BodyT", bound=Body)
 
@@ -71,7 +71,7 @@ class _MemoryBody(Body, frozen=True, kw_only=True):
 class RollOuts:
     """Commands of trainers over HTTP."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: Engines) -> None:
         self._client = client
         self._spool = TensorSpool()
         self._number = 0  # of updates without a version of their own

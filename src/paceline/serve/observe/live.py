@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.pass_notes import StepNote
+    from paceline.serve.engines import Engines
     from paceline.serve.observe.recent import Recent
-    from paceline.serve.worker.client import EngineClient
 
 MOST_LISTENERS = 64
 EVENT_S = 0.1  # between two events at least
@@ -33,7 +33,7 @@ HEADERS = [
 class LiveFeed:
     """Route in plain ASGI. The engine notes its steps only while somebody listens."""
 
-    def __init__(self, client: EngineClient, recent: Recent, draining: Callable[[], bool]) -> None:
+    def __init__(self, client: Engines, recent: Recent, draining: Callable[[], bool]) -> None:
         self._client, self._recent, self._draining = client, recent, draining
         self._num_listeners = 0
 

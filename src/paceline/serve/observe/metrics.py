@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from paceline.control.online_cost import Predictions
     from paceline.core.nouns import Figures
     from paceline.engine.stats import Gauges, Stats
+    from paceline.serve.engines import Engines
     from paceline.serve.observe.access import RequestRecord
-    from paceline.serve.worker.client import EngineClient
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
@@ -70,7 +70,7 @@ _GAUGES = (
 class EngineCollector(Collector):
     """Metrics of the engine's newest snapshot."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: Engines) -> None:
         self._client = client
 
     def collect(self) -> Iterator[Metric]:
@@ -141,10 +141,11 @@ def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
 class Metrics:
     """Observations of one server, in a registry of their own."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, engines: Collector) -> None:
+        """engines: yields their metrics."""
         self.recent = Recent()
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(client))
+        self.registry.register(engines)
         self.answers = Counter(
             "paceline_requests", "Answers ended, by finish reason", ["finish_reason"], registry=self.registry
         )

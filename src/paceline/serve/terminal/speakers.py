@@ -98,11 +98,11 @@ class LocalSpeaker:
 SHOWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
 
 
-class ServerSpeaker:
-    """A running server that speaks OpenAI's protocol."""
+class RunningServer:
+    """Address of a running server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Ask which model the server has. Raises `ConfigError` if none answers."""
+        """Parse the address. Raises `ConfigError`."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             self._port, self._host = parts.port, parts.hostname
@@ -113,50 +113,19 @@ class ServerSpeaker:
         self._secure, self._key = parts.scheme == "https", api_key
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self.url = url
-        self.name = self._model()
 
-    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is asked; the rest is the server's."""
-        return {name: value for name, value in given.items() if name in SHOWN}
-
-    def stream(
-        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], draft: str
-    ) -> Generator[Piece, None, None]:
-        """Yield an answer; closing it makes the server stop."""
-        body = {"model": self.name, "messages": list(messages), "stream": True}
-        body |= {name: value for name, value in given.items() if value not in (None, ())}
-        body |= {"stream_options": {"include_usage": True}}
-        body |= {"speculation": {"draft": draft}} if draft != AUTO else {}
-        with closing(self._connection(ANSWER_S)) as connection:
-            response = self._asked(connection, "POST", "/v1/chat/completions", body)
-            if response.status != 200:
-                raise RequestError(self._refusal(response))
-            for event in _events(response):
-                yield _piece(event)
-
-    def _model(self) -> str:
-        with closing(self._connection(CONNECT_S)) as connection:
-            try:
-                response = self._asked(connection, "GET", "/v1/models")
-                if response.status != 200:
-                    raise ConfigError(f"--url {self.url}: {self._refusal(response)}")
-                found = json.loads(response.read(MAX_LINE_BYTES))["data"][0]["id"]
-            except EngineDied as error:
-                raise ConfigError(f"--url {error}") from None
-            except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-                raise ConfigError(f"--url {self.url} answers, but not as an OpenAI server does") from None
-        return str(found)[:256]
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a connection that is not open yet."""
         assert self._host is not None
         if self._secure:
             context = ssl.create_default_context()
             return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=context)
         return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
 
-    def _asked(
+    def asked(
         self, connection: http.client.HTTPConnection, method: str, route: str, body: object = None
     ) -> http.client.HTTPResponse:
+        """Send a request, with a body as JSON. Raises `ConfigError`, `EngineDied`."""
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
@@ -171,13 +140,55 @@ class ServerSpeaker:
         except ValueError:  # a key with characters that no header has
             raise ConfigError("--api-key has characters that cannot be sent") from None
 
-    def _refusal(self, response: http.client.HTTPResponse) -> str:
+    def refusal(self, response: http.client.HTTPResponse) -> str:
+        """Return why the server refused, as it says."""
         try:
             message = json.loads(response.read(MAX_ERROR_BYTES))["error"]["message"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
             message = response.reason
         hint = "; give --api-key, or set PACELINE_API_KEY" if response.status == 401 else ""
         return f"{str(message)[:500]} (status {response.status}{hint})"
+
+
+class ServerSpeaker(RunningServer):
+    """A running server that speaks OpenAI's protocol."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Ask which model the server has. Raises `ConfigError` if none answers."""
+        super().__init__(url, api_key)
+        self.name = self._model()
+
+    def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is asked; the rest is the server's."""
+        return {name: value for name, value in given.items() if name in SHOWN}
+
+    def stream(
+        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], draft: str
+    ) -> Generator[Piece, None, None]:
+        """Yield an answer; closing it makes the server stop."""
+        body = {"model": self.name, "messages": list(messages), "stream": True}
+        body |= {name: value for name, value in given.items() if value not in (None, ())}
+        body |= {"stream_options": {"include_usage": True}}
+        body |= {"speculation": {"draft": draft}} if draft != AUTO else {}
+        with closing(self.connection(ANSWER_S)) as connection:
+            response = self.asked(connection, "POST", "/v1/chat/completions", body)
+            if response.status != 200:
+                raise RequestError(self.refusal(response))
+            for event in _events(response):
+                yield _piece(event)
+
+    def _model(self) -> str:
+        with closing(self.connection(CONNECT_S)) as connection:
+            try:
+                response = self.asked(connection, "GET", "/v1/models")
+                if response.status != 200:
+                    raise ConfigError(f"--url {self.url}: {self.refusal(response)}")
+                found = json.loads(response.read(MAX_LINE_BYTES))["data"][0]["id"]
+            except EngineDied as error:
+                raise ConfigError(f"--url {error}") from None
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+                raise ConfigError(f"--url {self.url} answers, but not as an OpenAI server does") from None
+        return str(found)[:256]
 
 
 def _events(response: http.client.HTTPResponse) -> Generator[dict[str, Any], None, None]:

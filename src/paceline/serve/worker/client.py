@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -18,11 +18,13 @@ import zmq.asyncio
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
+from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.command_sender import CommandSender
 from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import (
     MAX_TO_SERVER_BYTES,
     Cancel,
+    Draining,
     Language,
     Load,
     OutcomeBatch,
@@ -43,46 +45,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from paceline.core.nouns import Outcome, Request
+    from paceline.core.nouns import Request
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.engines import OnEvent
 
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 WATCHDOG_S = 8.0  # without a beat of a ready engine
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
-
-RESTARTING = "the engine process ended; it is being restarted, so try again"
-STOPPING = "the server is shutting down"
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """Event of a client that closed its connection."""
-
-
-Event = tuple[int, "Outcome"] | PacelineError | Disconnected
-
-
-@dataclass(slots=True, eq=False)
-class Answers:
-    """Answers to one HTTP request, and the events that came for them."""
-
-    client: EngineClient
-    index: dict[str, int]  # request id -> index of its answer; open ones only
-    queue: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-
-    async def next(self) -> Event:
-        """Wait for the next event."""
-        return await self.queue.get()
-
-    def put(self, event: Event) -> None:
-        """Add an event."""
-        self.queue.put_nowait(event)
-
-    async def close(self) -> None:
-        """Cancel what is still open. Every caller of `submit` calls this in the end."""
-        await self.client.cancel(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,18 +76,22 @@ class EngineClient:
         on_progress: Callable[[Progress], None] | None = None,
         prepare: Callable[[Ready], Awaitable[object]] | None = None,
         watchdog_s: float = WATCHDOG_S,
+        cores: frozenset[int] = frozenset(),
     ) -> None:
         """Start the engine process. prepare: awaited before an engine that has loaded counts as ready.
 
-        watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for.
+        watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
+        process; none: all that this one may use.
         """
         self.config = config
+        self.cores = cores
         self._watchdog_s = watchdog_s
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
+        self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
         self.commands = CommandSender(self._send_to_ready)
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
@@ -145,12 +120,12 @@ class EngineClient:
 
     # Requests ----------------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Request]) -> Answers:
-        """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine."""
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
+        """Send the requests of one HTTP request; see `Engines`. Raises `EngineDied` without an engine."""
         engine = self._engine
         if engine is None or self.ready is None:
-            raise EngineDied("the engine is not ready; try again later")
-        answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)})
+            raise EngineDied(NOT_READY)
+        answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         self._open |= dict.fromkeys(answers.index, answers)
         try:
             for request in requests:
@@ -248,7 +223,7 @@ class EngineClient:
     async def _run_in(self, folder: Path, socket: zmq.asyncio.Socket) -> PacelineError | None:
         address = f"ipc://{folder}/engine"
         _without_limits(socket).bind(address)
-        process = await _spawn(address)
+        process = await _spawn(address, self.cores)
         engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
         try:
             self._engine = engine
@@ -329,6 +304,10 @@ class EngineClient:
         if self.on_language is not None:
             self.on_language(message)
 
+    def _draining(self, _: EngineProcess, __: Draining) -> None:
+        if self.on_draining is not None:
+            self.on_draining()
+
     def _ready(self, engine: EngineProcess, message: Ready) -> None:
         engine.ready = message
         if not self.first_ready.done():
@@ -358,6 +337,7 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
     Snapshot: EngineClient._snapshot,
     Progress: EngineClient._progress,
     Language: EngineClient._language,
+    Draining: EngineClient._draining,
     Ready: EngineClient._ready,
     Failed: EngineClient._failed,
     Obeyed: EngineClient._obeyed,
@@ -412,7 +392,7 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
     return socket
 
 
-async def _spawn(address: str) -> asyncio.subprocess.Process:
+async def _spawn(address: str, cores: frozenset[int]) -> asyncio.subprocess.Process:
     """Start the engine in a fresh interpreter, since a forked threaded process may hang."""
     environment = {name: value for name, value in os.environ.items() if name not in KEYS}
     return await asyncio.create_subprocess_exec(
@@ -420,6 +400,7 @@ async def _spawn(address: str) -> asyncio.subprocess.Process:
         "-m",
         "paceline.serve.worker.process",
         address,
+        *map(str, sorted(cores)),
         stdin=asyncio.subprocess.PIPE,
         env=environment,
     )

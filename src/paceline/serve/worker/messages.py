@@ -76,6 +76,13 @@ class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
     why: str
 
 
+class StepProfile(Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of the target's passes, as measured at the start."""
+
+    prefill_s_per_token: float
+    step_s_by_rows: tuple[float, ...]  # [max_rows] of a step without drafts, with 1, 2, ... rows
+
+
 class Ready(Message, frozen=True):
     """The engine is ready. Carries what the server needs to make token ids."""
 
@@ -89,7 +96,12 @@ class Ready(Message, frozen=True):
     choices: tuple[StartupChoice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
     sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
+    profile: StepProfile | None = None  # None: nobody has measured it
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
+
+
+class Draining(Message, frozen=True):
+    """A signal told the engine to finish what is open and to take no more requests."""
 
 
 class Rejected(Message, frozen=True):
@@ -113,10 +125,11 @@ class Snapshot(Message, frozen=True):
     stats: Stats
     gauges: Gauges
     steps: tuple[StepNote, ...] = ()  # the last ones, while somebody watches
+    backlog_tokens: int = 0  # of prompts, told answers included, that are not computed yet
 
 
 ToEngine = Load | Submit | Cancel | Watch | StopEngine | Command
-ToServer = Progress | Language | Ready | Failed | Rejected | OutcomeBatch | Snapshot | Obeyed
+ToServer = Progress | Language | Ready | Failed | Draining | Rejected | OutcomeBatch | Snapshot | Obeyed
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

@@ -1,7 +1,7 @@
 """Process of the engine: load, step while there is work, otherwise wait for messages.
 
-`client` starts it as `python -m paceline.serve.worker.process ADDRESS`. It ends with its parent: stdin is a pipe
-that the parent holds open, and it is closed however the parent ends.
+`client` starts it as `python -m paceline.serve.worker.process ADDRESS [CORE ...]`. It ends with its parent: stdin
+is a pipe that the parent holds open, and it is closed however the parent ends.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
+from paceline.control.policy import Work
 from paceline.core import logs
-from paceline.core.errors import PacelineError, RequestError
+from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.system import end_with_parent
+from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
@@ -29,6 +31,7 @@ from paceline.serve.worker.commands import COMMANDS
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
+    Draining,
     Language,
     Load,
     OutcomeBatch,
@@ -37,6 +40,7 @@ from paceline.serve.worker.messages import (
     Rejected,
     Snapshot,
     StartupChoice,
+    StepProfile,
     StopEngine,
     Template,
     ToEngine,
@@ -48,6 +52,7 @@ from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
+    from paceline.core.pass_notes import StepNote
     from paceline.engine.assembly.build import Built
     from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.engine import Engine
@@ -106,6 +111,7 @@ class EngineWorker:
         self.commands = Commands(owner)
         self.server = server
         self.draining = False  # accept no more requests, finish the open ones
+        self._told_draining = False
         self.stopped = False
         self._next_snapshot_s = self._next_beat_s = 0.0
         self._handlers: dict[type, Any] = {
@@ -130,6 +136,9 @@ class EngineWorker:
         """Serve until told to stop, or while draining until nothing is open."""
         while not self.stopped and not (self.draining and not self._has_work):
             self._receive()
+            if self.draining and not self._told_draining:
+                self._told_draining = True
+                self.server.send(Draining())
             if self._has_work and not self.stopped:
                 self._step()
             elif time.monotonic() >= self._next_beat_s:
@@ -164,7 +173,7 @@ class EngineWorker:
                 self.server.send(Snapshot(Stats(), Gauges.none()))
                 return
             steps = tuple(self.engine.outputs.book.steps or ())
-            self.server.send(Snapshot(self.engine.stats(), self.engine.gauges(), steps))
+            self.server.send(snapshot_of(self.engine, steps))
 
     def _command(self, message: Command) -> None:
         """Obey, and reply behind the outcomes of all steps before."""
@@ -180,7 +189,7 @@ class EngineWorker:
     def _submit(self, message: Submit) -> None:
         try:
             if self.draining:
-                raise PacelineError("the engine is stopping")
+                raise EngineDied("the engine is stopping; try again")
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
@@ -201,6 +210,13 @@ class EngineWorker:
 
     def _stop(self, _: StopEngine) -> None:
         self.stopped = True
+
+
+def snapshot_of(engine: Engine, steps: tuple[StepNote, ...] = ()) -> Snapshot:
+    """Return an engine's counters and gauges."""
+    running = engine.scheduler.running
+    prefilled = sum(len(r.token_ids) - r.scheduled_len for r in running if not r.decoding)
+    return Snapshot(engine.stats(), engine.gauges(), steps, engine.scheduler.num_queued_tokens + prefilled)
 
 
 def _progress_sender(server: ServerConnection) -> Any:
@@ -230,7 +246,18 @@ def _ready(built: Built) -> Ready:
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
+        profile=profile_of(built.engine),
     )
+
+
+def profile_of(engine: Engine) -> StepProfile | None:
+    """Return what passes cost, of an engine that has measured it."""
+    controller, limits = engine.controller, engine.scheduler.limits
+    if not isinstance(controller, ClosedLoop) or controller.cost is None:
+        return None
+    chunk, pass_s = limits.prefill_tokens, controller.cost.pass_s
+    prefill_s = pass_s(Work(chunk, chunk - 1, chunk, chunk * (chunk + 1) // 2)) / chunk
+    return StepProfile(prefill_s, tuple(pass_s(Work(rows)) for rows in range(1, limits.num_rows + 1)))
 
 
 def _template(template: ChatTemplate | None) -> Template | None:
@@ -296,7 +323,7 @@ def run(address: str) -> int:
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
-        server.send(Snapshot(built.engine.stats(), built.engine.gauges()))
+        server.send(snapshot_of(built.engine))
         server.send(_ready(built))
         if (grammars := built.engine.target.rows.grammars.compiled) is not None:
             threading.Thread(target=grammars.prepare, daemon=True).start()
@@ -312,8 +339,9 @@ def run(address: str) -> int:
 
 
 def main() -> int:
-    """Entry point of the process."""
+    """Entry point of the process. Its cores, if it may not use all, stand behind the address."""
     logs.configure("engine")
+    stay_on(frozenset(map(int, sys.argv[2:])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(SHOW_THREADS)
     end_with_parent()

@@ -1,0 +1,1 @@
+"""The local fleet: several engines behind one server, and answers that outlive them."""

@@ -1,0 +1,88 @@
+"""Dispatch: the replica of a request, from the views of all."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from paceline.control.routing import RequestView, Router, policy_named
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.serve.fleet.index import PrefixIndex, page_hashes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from paceline.control.routing import Choice
+    from paceline.serve.fleet.fleet_metrics import FleetMetrics
+    from paceline.serve.fleet.journal import OpenAnswer
+    from paceline.serve.fleet.member import Member
+    from paceline.serve.fleet.options import FleetOptions
+
+ANY = "any"  # value of --resume
+
+
+class Dispatch:
+    """The router with what it needs to know."""
+
+    def __init__(self, options: FleetOptions, members: Mapping[str, Member], metrics: FleetMetrics) -> None:
+        self._members, self._metrics = members, metrics
+        self._any_promise = options.resume == ANY
+        self._router = Router(policy_named(options.route))
+        self._index = PrefixIndex()
+
+    def choose(
+        self, answer: OpenAnswer, without: Collection[str] = (), *, silent: bool = False
+    ) -> tuple[Member, Choice] | None:
+        """Return the replica for an answer, now; None if there is none.
+
+        silent: replicas that seem to hang are better than none.
+        """
+        start_s = perf_counter()
+        found = self._chosen(answer, without, silent=False, promise=answer.promise)
+        if found is None and silent:
+            found = self._chosen(answer, without, silent=True, promise=answer.promise)
+        if found is None and answer.promise and self._any_promise:
+            found = self._chosen(answer, without, silent=False, promise="")
+        self._metrics.route_s.observe(perf_counter() - start_s)
+        return found
+
+    def _chosen(
+        self, answer: OpenAnswer, without: Collection[str], *, silent: bool, promise: str
+    ) -> tuple[Member, Choice] | None:
+        members = self._members
+        banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
+        hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
+        request = answer.request
+        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
+        views = [
+            member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
+            for name, member in members.items()
+        ]
+        choice = self._router.choose(view, views)
+        return None if choice is None else (members[choice.replica], choice)
+
+    def fresh_tokens(self, answer: OpenAnswer, member: Member) -> int:
+        """Return the tokens that a replica would have to prefill."""
+        request = answer.request
+        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        hits = self._index.hits(self._hashes(answer)).get(member.name, 0)
+        return max(num_tokens - hits * PAGE_TOKENS, 1)
+
+    def began(self, answer: OpenAnswer, member: Member) -> None:
+        """Note that a replica gets a prompt's pages."""
+        self._index.add(member.name, self._hashes(answer), member.num_pages)
+
+    def ended(self, answer: OpenAnswer, member: Member) -> None:
+        """Note that a replica has the pages of a whole answer, which the next turn begins with."""
+        if len(answer.told) >= PAGE_TOKENS:
+            self._index.add(member.name, page_hashes(answer.request, answer.told), member.num_pages)
+
+    def forget(self, name: str) -> None:
+        """Note that a replica's process has ended."""
+        self._index.forget(name)
+
+    def _hashes(self, answer: OpenAnswer) -> tuple[bytes, ...]:
+        if answer.page_hashes is None:
+            answer.page_hashes = page_hashes(answer.request)
+        return answer.page_hashes

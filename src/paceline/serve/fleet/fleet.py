@@ -1,0 +1,496 @@
+"""A fleet: several engines as one, and answers that go on when one of them ends.
+
+Every answer is in the journal. When its replica dies, hangs, is told to stop, or finds no finite logit, another
+one with the same promise key gets the request with the tokens that its client has, and goes on bit for bit.
+Suspicion costs work, never a wrong token, so it may be quick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.nouns import Outcome
+from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
+from paceline.serve.fleet.audit import Audit, Audits
+from paceline.serve.fleet.dispatch import Dispatch
+from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.fleet.fleet_metrics import FleetMetrics
+from paceline.serve.fleet.hedging import Hedging
+from paceline.serve.fleet.journal import Journal, WordsMissing
+from paceline.serve.fleet.member import TICK_S, Member, summed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from paceline.core.nouns import Request
+    from paceline.serve.engines import Engines, Event, OnEvent
+    from paceline.serve.fleet.journal import Leg, OpenAnswer
+    from paceline.serve.fleet.options import FleetOptions
+    from paceline.serve.worker.messages import Language, Ready, Snapshot
+
+log = logging.getLogger(__name__)
+
+MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
+POISON = "this request ended every engine that took it, so it is given up"
+FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
+MOVES = frozenset({"drain", "move"})
+LEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
+MOST_LISTED = 200  # open requests in the figures
+
+
+class Fleet:
+    """Several engines that write the same texts; see `Engines`."""
+
+    def __init__(self, options: FleetOptions) -> None:
+        """Begin without replicas; see `add`. Call in a running event loop."""
+        self.options = options
+        self.members: dict[str, Member] = {}
+        self.metrics = metrics = FleetMetrics(self.members)
+        self.commands = FleetCommands(self.members)
+        self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.on_snapshot: Callable[[Snapshot], None] | None = None
+        self.on_language: Callable[[Language], None] | None = None
+        self.on_draining: Callable[[], None] | None = None
+        self._dispatch = Dispatch(options, self.members, metrics)
+        self._journal = Journal()
+        self._hedging = Hedging() if options.hedge != "off" else None
+        self._audits = Audits(options.audit, metrics.audited, metrics.audit_mismatches)
+        self._waiting: dict[str, float] = {}  # request id -> when its answer is given up
+        self._watches = False
+        self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
+        self.spawn(self._watch_replicas())
+
+    def add(self, name: str, engines: Engines, cores: frozenset[int] = frozenset()) -> Member:
+        """Take a replica in, which may still load."""
+        member = self.members[name] = Member(name, engines, cores, incarnation=engines.restarts)
+        engines.on_snapshot = partial(self._took_snapshot, member)
+        engines.on_draining = partial(self._told_draining, member)
+        engines.on_language = self._language
+        engines.first_ready.add_done_callback(partial(self._loaded, member))
+        if self._watches:
+            self.spawn(engines.watch(on=True))
+        return member
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run something beside, for as long as the fleet runs."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # As one engine -----------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> Ready | None:
+        """Message of a ready replica; None while there is none."""
+        return next((ready for m in self.members.values() if m.serves and (ready := m.ready)), None)
+
+    @property
+    def num_open(self) -> int:
+        """Number of answers that run or wait."""
+        return len(self._journal.open)
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of all replicas."""
+        return sum(member.engines.restarts for member in self.members.values())
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Sum of the replicas' newest counters."""
+        return summed([m.engines.snapshot for m in self.members.values() if m.engines.snapshot is not None])
+
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
+        """Send each request to a replica. Raises `EngineDied` while there is none."""
+        if self.ready is None:
+            raise EngineDied(NOT_READY)
+        answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
+        begun = [self._journal.begin(request, answers) for request in requests]
+        try:
+            for answer in begun:
+                await self._place(answer)
+        except BaseException:
+            await self.cancel(answers)
+            raise
+        return answers
+
+    async def cancel(self, answers: Answers) -> None:
+        """End the open ones of these answers; no further event is put."""
+        still_open = list(answers.index)
+        answers.index.clear()
+        legs = []
+        for request_id in still_open:
+            self._waiting.pop(request_id, None)
+            if (answer := self._journal.end(request_id)) is not None:
+                legs += [self._end_leg(answer, leg) for leg in tuple(answer.legs)]
+        for at_replica in legs:
+            if at_replica is not None:
+                await at_replica.close()
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        return sum([await member.engines.abort(chosen) for member in self.members.values()])
+
+    async def watch(self, *, on: bool) -> None:
+        """Choose if snapshots carry the engines' last steps."""
+        self._watches = on
+        for member in tuple(self.members.values()):
+            await member.engines.watch(on=on)
+
+    async def stop(self) -> None:
+        """End all replicas and everything that is open. May be called twice."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_open()
+        await asyncio.gather(*(member.engines.stop() for member in self.members.values()))
+        self.first_ready.cancel()
+
+    def kill(self) -> None:
+        """End all replicas and all that is open at once; `stop` must still be called."""
+        self._fail_open()
+        for member in self.members.values():
+            member.engines.kill()
+
+    def _fail_open(self) -> None:
+        for answer in tuple(self._journal.open.values()):
+            for leg in tuple(answer.legs):
+                self._end_leg(answer, leg)
+            self._fail(answer, EngineDied(STOPPING))
+
+    # For operators -----------------------------------------------------------------------------------
+
+    def drain(self, name: str, *, undo: bool = False) -> int:
+        """Take a replica out of service, and return how many answers are moved. Raises `RequestError`."""
+        member = self._member(name)
+        member.draining, member.by_signal = not undo, False
+        return 0 if undo else self._move_all(member, "drain")
+
+    async def move(self, request_id: str, name: str) -> None:
+        """Let another replica go on with an answer. Raises `RequestError`."""
+        member, answer = self._member(name), self._journal.open.get(request_id)
+        if answer is None:
+            raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
+        promise = member.ready.promise if member.ready is not None else None
+        if not member.alive or (answer.promise and promise != answer.promise):
+            raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
+        if not answer.legs or any(leg.replica == name for leg in answer.legs):
+            raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
+        self._leave(answer)
+        if not await self._begin_leg(answer, member, "move"):
+            await self._place(answer, "move")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the tables of replicas and of open requests."""
+        requests = [answer.figures() for answer in list(self._journal.open.values())[:MOST_LISTED]]
+        return {"replicas": [m.figures() for m in self.members.values()], "requests": requests}
+
+    def _member(self, name: str) -> Member:
+        if name not in self.members:
+            raise RequestError(f"no replica {name[:64]!r}; there are {', '.join(self.members)}", "replica")
+        return self.members[name]
+
+    # Placing answers ---------------------------------------------------------------------------------
+
+    async def _place(self, answer: OpenAnswer, why: str | None = None) -> None:
+        """Give an answer to a replica, or let it wait for one. why: it went on for this reason."""
+        tried = set(answer.full)
+        while self._is_open(answer) and not answer.legs:
+            found = self._dispatch.choose(answer, tried, silent=True)
+            if found is None:
+                self._wait(answer, why)
+                return
+            member, choice = found
+            self.metrics.routed.labels(member.name, choice.why).inc()
+            if await self._begin_leg(answer, member, why):
+                return
+            tried.add(member.name)
+
+    async def _begin_leg(self, answer: OpenAnswer, member: Member, why: str | None) -> bool:
+        """Send a request to a replica; False if it takes none."""
+        ready = member.ready
+        if ready is None:
+            return False
+        fresh = self._dispatch.fresh_tokens(answer, member)
+        leg = answer.begin_leg(member.name)
+        leg.began_s, leg.wait_s, leg.backlog = time.monotonic(), member.wait_s(fresh), fresh
+        member.begin(leg)
+        answer.inexact |= bool(answer.promise) and ready.promise != answer.promise
+        try:
+            at_replica = await member.engines.submit([answer.continued()], partial(self._on_event, answer, leg))
+        except EngineDied:
+            if leg in answer.legs:
+                self._end_leg(answer, leg)
+                return False
+            return True
+        if leg not in answer.legs:  # it has ended meanwhile
+            await at_replica.close()
+            return True
+        leg.answers = at_replica
+        self._dispatch.began(answer, member)
+        if why is not None:
+            self._count_resumed(answer, member, why)
+        return True
+
+    def _count_resumed(self, answer: OpenAnswer, member: Member, why: str) -> None:
+        member.num_resumed += 1
+        self.metrics.resumed.labels(why).inc()
+        self.metrics.resumed_tokens.inc(len(answer.told))
+        if why in MOVES:
+            self.metrics.moved.inc()
+
+    def _wait(self, answer: OpenAnswer, why: str | None) -> None:
+        """Let an answer wait for a replica, or end it."""
+        if answer.refused is not None and not answer.told:
+            self._fail(answer, answer.refused)
+            return
+        if answer.strikes >= MOST_STRIKES - 1 and self.ready is not None:  # all that are left are banned
+            self._give_up(answer)
+            return
+        answer.why = why
+        answer.full.clear()
+        deadline_s = time.monotonic() + self.options.resume_wait_s
+        self._waiting.setdefault(answer.request.request_id, deadline_s)
+
+    def _retry_waiting(self) -> None:
+        now_s = time.monotonic()
+        for request_id, deadline_s in tuple(self._waiting.items()):
+            answer = self._journal.open.get(request_id)
+            if answer is None or answer.legs:
+                del self._waiting[request_id]
+            elif self._dispatch.choose(answer, silent=True) is not None:
+                del self._waiting[request_id]
+                self.spawn(self._place(answer, answer.why))
+            elif now_s >= deadline_s:
+                del self._waiting[request_id]
+                self._fail(answer, EngineDied(RESTARTING))
+
+    def _is_open(self, answer: OpenAnswer) -> bool:
+        return self._journal.open.get(answer.request.request_id) is answer
+
+    # Events of legs ----------------------------------------------------------------------------------
+
+    def _on_event(self, answer: OpenAnswer, leg: Leg, event: Event) -> None:
+        """Take an event of a replica. Words of a leg that was given up count no more."""
+        if leg not in answer.legs:
+            return
+        member = self.members[leg.replica]
+        member.heard(leg)
+        if isinstance(event, EngineDied):
+            self._lost(answer, leg, "drain" if member.draining else "death", event)
+        elif isinstance(event, PacelineError):
+            self._lost(answer, leg, "broken", event)
+        elif not isinstance(event, Disconnected):
+            self._on_outcome(answer, leg, event[1])
+
+    def _on_outcome(self, answer: OpenAnswer, leg: Leg, outcome: Outcome) -> None:
+        if outcome.finish_reason == "cancelled":  # not by us
+            self._lost(answer, leg, "drain", EngineDied(RESTARTING))
+            return
+        if outcome.finish_reason == "error" and not answer.broken:
+            answer.broken = True
+            self._lost(answer, leg, "broken", outcome)
+            return
+        spoke = leg.spoke
+        try:
+            news = answer.news(leg, outcome)
+        except WordsMissing as error:
+            log.warning("%s", error)
+            self._lost(answer, leg, "death", error)
+            return
+        if not spoke and self._hedging is not None:
+            self._hedging.first_token(leg.wait_s, time.monotonic() - leg.began_s)
+        if news is not None:
+            self._send_on(answer, leg, news)
+
+    def _send_on(self, answer: OpenAnswer, leg: Leg, news: Outcome) -> None:
+        member = self.members[leg.replica]
+        if not answer.promise and member.ready is not None:
+            answer.promise = member.ready.promise
+        if answer.lost_s is not None:
+            self.metrics.resume_s.observe(time.monotonic() - answer.lost_s)
+            answer.lost_s = None
+        self._put(answer, news)
+        if news.finish_reason is not None:
+            self._finished(answer, leg, member)
+        elif len(answer.legs) > 1:
+            self._settle(answer, leg, least_lead=LEAD_TOKENS)
+
+    def _finished(self, answer: OpenAnswer, leg: Leg, member: Member) -> None:
+        self._settle(answer, leg, least_lead=0)
+        self._dispatch.ended(answer, member)
+        self._end_leg(answer, leg)
+        self._forget(answer)
+        self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
+
+    def _settle(self, answer: OpenAnswer, ahead: Leg, least_lead: int) -> None:
+        """Stop the other replica of an answer once one leads by so many tokens."""
+        for other in tuple(answer.legs):
+            if other is not ahead and ahead.num_tokens - other.num_tokens >= least_lead:
+                self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
+                self._drop(answer, other)
+
+    def _lost(self, answer: OpenAnswer, leg: Leg, why: str, what: PacelineError | Outcome) -> None:
+        """Let another replica go on where one is given up, or end the answer. what: to tell its client then."""
+        member, gave = self.members[leg.replica], leg.gave
+        if isinstance(what, RequestError) and not isinstance(what, QueueFull):
+            self._end_leg(answer, leg)
+            self._fail(answer, what)
+            return
+        self._drop(answer, leg)
+        if isinstance(what, QueueFull):
+            answer.refused = what
+            answer.full.add(leg.replica)
+            if not answer.legs:
+                self.spawn(self._place(answer, answer.why))
+            return
+        answer.banned.add((leg.replica, member.engines.restarts))
+        if why in FAULTS:
+            answer.strikes = 1 if gave else answer.strikes + 1
+        if answer.legs:  # the other one of a hedged answer goes on
+            return
+        answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
+        if self.options.resume == "off" or (why == "broken" and self._dispatch.choose(answer) is None):
+            self._fail(answer, what)
+        elif answer.strikes >= MOST_STRIKES:
+            self._give_up(answer)
+        else:
+            self.spawn(self._place(answer, why))
+
+    def _give_up(self, answer: OpenAnswer) -> None:
+        request_id = answer.request.request_id
+        log.error("request %s: %s", request_id, POISON)
+        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON))
+
+    def _leave(self, answer: OpenAnswer) -> None:
+        """Give up all replicas of an answer, none of which is to blame."""
+        answer.lost_s = time.monotonic()
+        for leg in tuple(answer.legs):
+            self._drop(answer, leg)
+
+    def _drop(self, answer: OpenAnswer, leg: Leg) -> None:
+        at_replica = self._end_leg(answer, leg)
+        if at_replica is not None:
+            self.spawn(at_replica.close())
+
+    def _end_leg(self, answer: OpenAnswer, leg: Leg) -> Answers | None:
+        """Forget a leg; return what its replica may still have to cancel."""
+        answer.end_leg(leg)
+        self.members[leg.replica].end(leg)
+        return leg.answers
+
+    def _fail(self, answer: OpenAnswer, what: PacelineError | Outcome) -> None:
+        """End an answer with an error."""
+        if not self._is_open(answer):
+            return
+        if isinstance(what, Outcome):
+            self._put(answer, what)
+        else:
+            answer.answers.put(what)
+        self._forget(answer)
+
+    def _put(self, answer: OpenAnswer, outcome: Outcome) -> None:
+        answers = answer.answers
+        answers.put((answers.index[answer.request.request_id], outcome))
+
+    def _forget(self, answer: OpenAnswer) -> None:
+        request_id = answer.request.request_id
+        self._journal.end(request_id)
+        self._waiting.pop(request_id, None)
+        answer.answers.index.pop(request_id, None)
+
+    # Watching replicas -------------------------------------------------------------------------------
+
+    async def _watch_replicas(self) -> None:
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            for member in tuple(self.members.values()):
+                member.tick(now_s - last_s)
+                self._look_at(member)
+            last_s = now_s
+            self._retry_waiting()
+            await self._hedge()
+            if self.options.audit:
+                await self._audits.work(self.members.values())
+
+    def _look_at(self, member: Member) -> None:
+        if member.replaced():
+            self._dispatch.forget(member.name)
+        if member.draining and not member.by_signal and member.num_legs:
+            self._move_all(member, "drain")
+        hangs = member.silent or member.ready is None  # one that has ended has no answers
+        if hangs and member.num_legs and (count := self._move_all(member, "hang")):
+            log.error("replica %s is silent; others go on with its %d answers", member.name, count)
+
+    def _move_all(self, member: Member, why: str) -> int:
+        """Move all answers of a replica that another one can go on with; return their number."""
+        count = 0
+        for answer, leg in self._journal.on(member.name):
+            if leg in answer.legs and self._dispatch.choose(answer, {member.name}) is not None:
+                self._lost(answer, leg, why, EngineDied(RESTARTING))
+                count += 1
+        return count
+
+    async def _hedge(self) -> None:
+        """Let a second replica write the answers whose first token is late."""
+        hedging = self._hedging
+        if hedging is None:
+            return
+        now_s = time.monotonic()
+        for answer in tuple(self._journal.open.values()):
+            late = len(answer.legs) == 1 and not answer.told and not answer.legs[0].spoke
+            if late and hedging.due((leg := answer.legs[0]).wait_s, now_s - leg.began_s):
+                found = self._dispatch.choose(answer, {leg.replica})
+                if found is not None and await self._begin_leg(answer, found[0], None):
+                    hedging.num_hedged += 1
+
+    # Messages of replicas ----------------------------------------------------------------------------
+
+    def _took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
+        member.take(snapshot)
+        if self.on_snapshot is not None and (whole := self.snapshot) is not None:
+            self.on_snapshot(whole)
+
+    def _told_draining(self, member: Member) -> None:
+        """Move a replica's answers, unless all replicas are told the same: then each finishes its own."""
+        member.draining = member.by_signal = True
+        asyncio.get_running_loop().call_later(DRAIN_WAIT_S, self._move_all, member, "drain")
+
+    def _language(self, language: Language) -> None:
+        if self.on_language is not None and not self.first_ready.done():
+            self.on_language(language)
+
+    def _loaded(self, member: Member, done: asyncio.Future[Ready]) -> None:
+        """Note that a replica has loaded, or cannot."""
+        if done.cancelled():
+            return
+        failed = done.exception()
+        if failed is None:
+            self._mixed(done.result(), member)
+        elif self.first_ready.done():
+            log.error("replica %s could not be started: %s", member.name, failed)
+        if self.first_ready.done():
+            return
+        with suppress(asyncio.InvalidStateError):
+            if failed is None:
+                self.first_ready.set_result(done.result())
+            else:
+                self.first_ready.set_exception(failed)
+
+    def _mixed(self, ready: Ready, member: Member) -> None:
+        """Warn of a replica that writes other texts than the others."""
+        others = {m.ready.promise for m in self.members.values() if m is not member and m.ready is not None}
+        if others - {ready.promise}:
+            log.warning(
+                "replica %s has another promise key than the others: it cannot go on with their answers, nor "
+                "they with its own",
+                member.name,
+            )

@@ -1,0 +1,57 @@
+"""Metrics of a fleet: its own, and those of the engines with a label for each replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.serve.observe.metrics import EngineCollector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from paceline.serve.fleet.member import Member
+
+_ROUTE_SECONDS = (2e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
+_RESUME_SECONDS = (0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class FleetMetrics(Collector):
+    """Counters of a fleet, which collects those of its engines as well."""
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        self._members = members
+        self.resumed = _counter("resumed", "Answers that another replica went on with", "why")
+        self.resumed_tokens = _counter("resumed_tokens", "Tokens that these had already")
+        self.hedged = _counter("hedged", "Answers that two replicas wrote, by the one ahead in the end", "won")
+        self.moved = _counter("moved", "Answers that were moved from one replica to another")
+        self.routed = _counter("routed", "Answers sent to a replica, by the reason for it", "replica", "why")
+        self.audited = _counter("audited", "Finished answers that another replica has written again")
+        self.audit_mismatches = _counter("audit_mismatches", "Audited answers that came out differently")
+        about = "From a replica's loss to the next token"
+        self.resume_s = Histogram("paceline_resume_seconds", about, buckets=_RESUME_SECONDS, registry=None)
+        about = "Time of a routing decision"
+        self.route_s = Histogram("paceline_route_seconds", about, buckets=_ROUTE_SECONDS, registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        up = GaugeMetricFamily("paceline_replica_up", "1 if the replica takes requests", labels=["replica"])
+        families: dict[str, Metric] = {}
+        for name, member in self._members.items():
+            up.add_metric([name], int(member.alive))
+            for family in EngineCollector(member.engines).collect():
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [s._replace(labels={"replica": name} | s.labels) for s in family.samples]
+        yield up
+        yield from families.values()
+        for counter in (self.resumed, self.resumed_tokens, self.hedged, self.moved, self.routed):
+            yield from counter.collect()
+        for own in (self.audited, self.audit_mismatches, self.resume_s, self.route_s):
+            yield from own.collect()
+
+
+def _counter(name: str, about: str, *labels: str) -> Counter:
+    return Counter(f"paceline_{name}", about, labels, registry=None)

@@ -1,0 +1,36 @@
+"""Hedging: the requests that a second replica should write, too."""
+
+from __future__ import annotations
+
+from collections import deque
+
+BUDGET = 0.02  # of all requests
+MIN_SAMPLES = 20  # of lateness, before anything is hedged
+MOST_SAMPLES = 512
+QUANTILE = 0.95
+LEAST_WAIT_S = 0.05  # no first token is late before
+
+
+class Hedging:
+    """Lateness of first tokens, against predictions, and the budget."""
+
+    def __init__(self) -> None:
+        self._late: deque[float] = deque(maxlen=MOST_SAMPLES)  # waited / predicted
+        self._factor: float | None = None  # quantile of it
+        self.num_requests = 0
+        self.num_hedged = 0
+
+    def first_token(self, predicted_s: float, waited_s: float) -> None:
+        """Note when a first token came."""
+        self._late.append(waited_s / max(predicted_s, 1e-6))
+        self._factor = None
+
+    def due(self, predicted_s: float, waited_s: float) -> bool:
+        """True if a request that waits so long for its first token should be hedged, and may be."""
+        if waited_s < LEAST_WAIT_S or self.num_hedged + 1 > BUDGET * self.num_requests:
+            return False
+        if len(self._late) < MIN_SAMPLES:
+            return False
+        if self._factor is None:
+            self._factor = sorted(self._late)[int(QUANTILE * (len(self._late) - 1))]
+        return waited_s > self._factor * predicted_s

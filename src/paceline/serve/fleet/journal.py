@@ -1,0 +1,153 @@
+"""The journal: what the clients of open requests have been told, and which replicas write on.
+
+A token counts once it has been sent to the client. What a replica computed and did not tell is computed again, by
+whichever replica goes on, and comes out the same. So a replica that seems dead may be given up at once: if it
+speaks again, its words are equal to those that were sent, and counted off by their `start`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import PacelineError
+from paceline.core.nouns import Spent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.core.nouns import Figures, Outcome, Request
+    from paceline.serve.engines import Answers
+
+
+class WordsMissing(PacelineError):  # noqa: N818
+    """A replica's outcome does not follow its last one: something was lost between."""
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """The part of an answer that one replica writes."""
+
+    replica: str
+    num_tokens: int  # of the answer, up to its last outcome
+    num_chars: int
+    began_s: float = 0.0  # time.monotonic()
+    wait_s: float = 0.0  # until its first outcome, as predicted
+    backlog: int = 0  # prompt tokens that it brought to the replica and that are not known to be computed
+    answers: Answers | None = None  # at the replica; None until it has taken the request
+    spent: Spent = field(default_factory=Spent)
+    spoke: bool = False  # it has told an outcome
+    gave: bool = False  # one that was ahead
+
+
+@dataclass(slots=True, eq=False)
+class OpenAnswer:
+    """One open request."""
+
+    request: Request
+    answers: Answers  # to its client
+    told: array[int] = field(default_factory=lambda: array("i"))  # token ids sent to the client
+    num_chars: int = 0  # of the text sent to the client
+    scored: bool = False  # the log-probabilities of its prompt have been sent
+    spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
+    legs: list[Leg] = field(default_factory=list)  # that write: one, or two of a hedged request
+    num_legs: int = 0  # that gave something
+    promise: str = ""  # promise key that it began under; empty: nothing has been told
+    inexact: bool = False  # it went on under another one
+    banned: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # (replica, its restarts) that must not have it again
+    strikes: int = 0  # replicas in a row that ended with it and gave nothing
+    broken: bool = False  # a replica found no finite logit
+    refused: PacelineError | None = None  # by a replica that is full
+    full: set[str] = field(default_factory=set)  # such replicas
+    why: str | None = None  # reason why its last replica was given up
+    lost_s: float | None = None  # when its last replica was given up, until another one speaks
+    page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
+
+    def begin_leg(self, replica: str) -> Leg:
+        """Add the leg of a replica that goes on where the client is."""
+        leg = Leg(replica, len(self.told), self.num_chars)
+        self.legs.append(leg)
+        return leg
+
+    def end_leg(self, leg: Leg) -> None:
+        """Forget a leg; what it says from now on does not count."""
+        self.legs.remove(leg)
+        if leg.gave and not self.legs:  # another leg would have computed the same tokens
+            earlier = self.spent
+            self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
+
+    def continued(self) -> Request:
+        """Return the request that goes on where the client is."""
+        return replace(self.request, told=self.request.told + tuple(self.told)) if self.told else self.request
+
+    def news(self, leg: Leg, outcome: Outcome) -> Outcome | None:
+        """Return what an outcome adds to what was sent, and count it as sent; None if it adds nothing.
+
+        Raises `WordsMissing`.
+        """
+        start = outcome.start - len(self.request.told)
+        if start > leg.num_tokens:
+            raise WordsMissing(f"replica {leg.replica} told token {start} after {leg.num_tokens}")
+        if start < leg.num_tokens:
+            return None  # told twice
+        skipped, before = len(self.told) - start, leg.num_chars
+        leg.num_tokens += len(outcome.token_ids)
+        leg.num_chars += len(outcome.text)
+        leg.spent = leg.spent.after(outcome, first=not leg.spoke)
+        leg.spoke = True
+        if outcome.prompt_logprobs is not None and self.scored:
+            outcome = replace(outcome, prompt_logprobs=None)
+        ids, text = outcome.token_ids[skipped:], outcome.text[max(self.num_chars - before, 0) :]
+        if not (ids or text or outcome.finish_reason or outcome.prompt_logprobs):
+            return None
+        self.num_legs += not leg.gave
+        leg.gave = True
+        self.scored = self.scored or outcome.prompt_logprobs is not None
+        self.told.extend(ids)
+        self.num_chars += len(text)
+        if skipped:
+            kept = None if outcome.logprobs is None else outcome.logprobs[skipped:]
+            outcome = replace(outcome, token_ids=ids, text=text, logprobs=kept, start=outcome.start + skipped)
+        return outcome if outcome.figures is None else replace(outcome, figures=self._total(outcome.figures))
+
+    def figures(self) -> dict[str, Any]:
+        """Return its line in the table of open requests."""
+        replicas = ",".join(leg.replica for leg in self.legs)
+        told = {"tokens": len(self.told), "legs": self.num_legs}
+        return {"request": self.request.request_id, "replica": replicas} | told
+
+    def _total(self, figures: Figures) -> Figures:
+        """Return the counts of all replicas that wrote the answer."""
+        whole = figures if self.spent is None else figures.behind(self.spent)
+        return replace(whole, legs=max(self.num_legs, 1), inexact=self.inexact)
+
+
+def _summed(first: Spent, then: Spent) -> Spent:
+    """Return the counts of two legs; the first one says how much of the prompt was cached."""
+    return Spent(first.cached_tokens, *(a + b for a, b in zip(first[1:], then[1:], strict=True)))
+
+
+class Journal:
+    """The open requests."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, OpenAnswer] = {}
+
+    def begin(self, request: Request, answers: Answers) -> OpenAnswer:
+        """Open a request."""
+        self.open[request.request_id] = answer = OpenAnswer(request, answers)
+        return answer
+
+    def end(self, request_id: str) -> OpenAnswer | None:
+        """Forget a request; None if it is not open."""
+        return self.open.pop(request_id, None)
+
+    def on(self, replica: str) -> Iterator[tuple[OpenAnswer, Leg]]:
+        """Yield the answers that a replica writes, and its legs. They may be ended meanwhile."""
+        for answer in tuple(self.open.values()):
+            for leg in tuple(answer.legs):
+                if leg.replica == replica:
+                    yield answer, leg

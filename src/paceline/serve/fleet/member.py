@@ -1,0 +1,214 @@
+"""One replica as its fleet sees it: alive or not, how loaded, how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paceline.control.routing import ReplicaView
+from paceline.engine.stats import total
+from paceline.serve.fleet.index import USUAL_PAGES
+from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
+from paceline.serve.worker.messages import Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.engine.stats import Stats
+    from paceline.serve.engines import Engines
+    from paceline.serve.fleet.journal import Leg
+    from paceline.serve.worker.messages import Ready
+
+SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
+SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer
+TICK_S = 0.1  # between two looks at the replicas
+USUAL_PREFILL_S, USUAL_STEP_S = 1e-3, 2e-2  # of a replica of which nothing is known yet
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica. Its process may end and come back under the same name."""
+
+    name: str
+    engines: Engines
+    cores: frozenset[int] = frozenset()
+    draining: bool = False  # it takes no requests, and those that it has are moved
+    by_signal: bool = False  # ... until its process has been replaced
+    silent_s: float = 0.0  # since its last message, in ticks of this process
+    incarnation: int = 0  # restarts that the fleet has seen
+    num_legs: int = 0  # answers that it writes
+    backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
+    num_resumed: int = 0  # answers that it went on with
+    recent: Recent = field(default_factory=Recent)
+    _costs: tuple[float, tuple[float, ...]] | None = None  # seconds per prompt token, and of steps by rows
+
+    @property
+    def ready(self) -> Ready | None:
+        """Message of its engine; None while there is none that works."""
+        return self.engines.ready
+
+    @property
+    def serves(self) -> bool:
+        """True if it may be sent requests, though it may be silent."""
+        return not self.draining and self.engines.ready is not None
+
+    @property
+    def alive(self) -> bool:
+        """True if it should be sent requests."""
+        return self.serves and not self.silent
+
+    @property
+    def silent(self) -> bool:
+        """True if it seems to hang."""
+        return self.silent_s > max(SILENT_S, SILENT_STEPS * self.step_s)
+
+    @property
+    def state(self) -> str:
+        """State in a word."""
+        if self.engines.ready is None:
+            return "down"
+        return "draining" if self.draining else "silent" if self.silent else "up"
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its pool."""
+        snapshot = self.engines.snapshot
+        return USUAL_PAGES if snapshot is None else snapshot.gauges.num_pages
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step of its open requests should take."""
+        by_rows = self.costs[1]
+        return by_rows[min(max(self.num_legs, 1), len(by_rows)) - 1]
+
+    @property
+    def costs(self) -> tuple[float, tuple[float, ...]]:
+        """Seconds per prompt token, and per token of each row with 1, 2, ... rows."""
+        if self._costs is None:
+            self._costs = self._estimated()
+        return self._costs
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Take a snapshot of its counters, which is a sign of life, too."""
+        self.silent_s = 0.0
+        self.recent.take(snapshot)
+        self._costs = None
+
+    def tick(self, elapsed_s: float) -> None:
+        """Note that time has passed. A late tick counts as a short one: this process was late itself."""
+        self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
+
+    def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
+        """Return what routing reads."""
+        ready, (prefill_s, step_s), snapshot = self.ready, self.costs, self.engines.snapshot
+        told = 0 if snapshot is None else snapshot.backlog_tokens
+        promise = "" if ready is None else ready.promise
+        backlog = max(self.backlog, told)
+        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, prefill_s, step_s, hit_pages)
+
+    def wait_s(self, num_tokens: int) -> float:
+        """Return the predicted seconds to the first token of a prompt with so many tokens to compute."""
+        prefill_s, _ = self.costs
+        return (self.backlog + num_tokens) * prefill_s + self.step_s
+
+    def begin(self, leg: Leg) -> None:
+        """Count a leg that begins."""
+        self.num_legs += 1
+        self.backlog += leg.backlog
+
+    def heard(self, leg: Leg) -> None:
+        """Note a message about a leg: its prompt is computed."""
+        self.silent_s = 0.0
+        self.backlog -= leg.backlog
+        leg.backlog = 0
+
+    def end(self, leg: Leg) -> None:
+        """Count a leg that has ended."""
+        self.num_legs -= 1
+        self.backlog -= leg.backlog
+        leg.backlog = 0
+
+    def replaced(self) -> bool:
+        """Return True once after its process has been replaced by a fresh one."""
+        if self.engines.restarts == self.incarnation:
+            return False
+        self.incarnation = self.engines.restarts
+        self.silent_s, self.draining = 0.0, self.draining and not self.by_signal
+        self.by_signal = False
+        return True
+
+    def _estimated(self) -> tuple[float, tuple[float, ...]]:
+        """Return costs as measured at the start, or as the counters say."""
+        ready, share = self.ready, self.recent.since(SHARE_S)
+        if ready is not None and ready.profile is not None:
+            kept = (per_pass(share) if share is not None else None) or 1.0
+            profile = ready.profile
+            return profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows)
+        whole = None if self.recent.newest is None else self.recent.newest.stats
+        if whole is None or not whole.steps or not whole.decoded_tokens + whole.prefilled_tokens:
+            return USUAL_PREFILL_S, (USUAL_STEP_S,)
+        return whole.step_s / (whole.prefilled_tokens + whole.decoded_tokens), (whole.step_s / whole.steps,)
+
+    # What is told --------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """Return its line in the table of the fleet."""
+        rate, newest, ready = self.recent.since(RATE_S), self.recent.newest, self.ready
+        gauges = None if newest is None else newest.gauges
+        return {
+            "replica": self.name,
+            "state": self.state,
+            "cores": ranges(self.cores),
+            "rows": self.num_legs,
+            "rows_waiting": 0 if gauges is None else gauges.num_waiting,
+            "backlog_tokens": self.backlog,
+            "tpot_ms": _ms_per_token(rate),
+            "predicted_tpot_ms": None if ready is None or ready.profile is None else round(1e3 * self.step_s, 2),
+            "k_mean": _k_mean(rate),
+            "hit_rate": _hit_rate(None if newest is None else newest.stats),
+            "pages_held": 0 if gauges is None else gauges.num_held_pages,
+            "pages": 0 if gauges is None else gauges.num_pages,
+            "restarts": self.engines.restarts,
+            "resumes": self.num_resumed,
+            "promise": "" if ready is None else ready.promise,
+        }
+
+
+def summed(snapshots: Sequence[Snapshot]) -> Snapshot | None:
+    """Return the sum of several replicas' counters; None without any."""
+    if not snapshots:
+        return None
+    steps = sorted((step for s in snapshots for step in s.steps), key=lambda step: step.end_s)
+    stats, gauges = total([s.stats for s in snapshots]), total([s.gauges for s in snapshots])
+    return Snapshot(stats, gauges, tuple(steps), sum(s.backlog_tokens for s in snapshots))
+
+
+def ranges(cores: frozenset[int]) -> str:
+    """Return cores as --cores has them, but joined by + where they are not neighbours."""
+    found: list[list[int]] = []
+    for core in sorted(cores):
+        if found and found[-1][1] == core - 1:
+            found[-1][1] = core
+        else:
+            found.append([core, core])
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def _ms_per_token(stats: Stats | None) -> float | None:
+    """Return milliseconds of steps per token of a row."""
+    if stats is None or not stats.steps or not stats.decoded_tokens or not stats.decode_passes:
+        return None
+    return round(1e3 * stats.step_s / stats.steps / (stats.decoded_tokens / stats.decode_passes), 2)
+
+
+def _k_mean(stats: Stats | None) -> float | None:
+    passes = 0 if stats is None else sum(stats.k_histogram)
+    if stats is None or not passes:
+        return None
+    return round(sum(k * count for k, count in enumerate(stats.k_histogram)) / passes, 2)
+
+
+def _hit_rate(stats: Stats | None) -> float | None:
+    return (
+        None if stats is None or not stats.prompt_tokens else round(stats.cached_tokens / stats.prompt_tokens, 4)
+    )

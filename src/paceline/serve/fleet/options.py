@@ -1,0 +1,194 @@
+"""Options of a local fleet, and the cores of its replicas."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.control.routing import ROUTES, policy_named
+from paceline.core.errors import ConfigError, suggest
+from paceline.core.system import usable_cores
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Mapping, Sequence
+
+MAX_REPLICAS = 256
+MAX_CORE = 1 << 16
+RESUMES = ("on", "off", "any")
+HEDGES = ("off", "p95")
+AUTO = "auto"
+EXACT_LAW = "coupled"
+_GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_NODES = Path("/sys/devices/system/node")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """Options of a fleet. Checked when made; raises `ConfigError`."""
+
+    replicas: int = 1
+    cores: str = AUTO  # or the cores of each replica, such as 0-3,4-7
+    route: str = "seconds"
+    resume: str = "on"  # off: an answer ends with its replica; any: it goes on under any promise key
+    resume_wait_s: float = 30.0  # of an answer, for a replica that can go on with it
+    hedge: str = "off"
+    audit: float = 0.0  # share of the finished answers that another replica writes again
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"--replicas must be between 1 and {MAX_REPLICAS}, not {self.replicas}")
+        if not 0 <= self.resume_wait_s <= 86400:
+            raise ConfigError(f"--resume-wait must be between 0 and 86400 seconds, not {self.resume_wait_s}")
+        if not 0 <= self.audit <= 1:
+            raise ConfigError(f"--audit is a share of the answers from 0 to 1, not {self.audit}")
+        for flag, value, known in (("--resume", self.resume, RESUMES), ("--hedge", self.hedge, HEDGES)):
+            if value not in known:
+                raise ConfigError(f"{flag} {value}: it is one of {', '.join(known)}{suggest(value, known)}")
+        policy_named(self.route)
+        if self.cores != AUTO and len(core_groups(self.cores)) != self.replicas:
+            raise ConfigError(f"--cores {self.cores} must name as many groups as --replicas {self.replicas}")
+
+    def check_law(self, law: str) -> None:
+        """Raise `ConfigError` for options that need the same seed to give the same text."""
+        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0}
+        if law != EXACT_LAW and (flag := next((flag for flag, used in given.items() if used), None)):
+            raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
+
+    def dealt(self) -> list[frozenset[int]]:
+        """Return the cores of each replica. Raises `ConfigError` for cores that this process may not use."""
+        usable = usable_cores()
+        if self.cores == AUTO:
+            return deal(self.replicas, usable, places(usable))
+        groups = core_groups(self.cores)
+        if missing := frozenset().union(*groups) - usable:
+            raise ConfigError(f"--cores {self.cores}: this process may not use {sorted(missing)}")
+        return groups
+
+
+def core_groups(text: str) -> list[frozenset[int]]:
+    """Parse groups of cores, such as 0-3,4-7. Raises `ConfigError`."""
+    groups = []
+    for part in text.split(","):
+        found = _GROUP.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not first <= last <= MAX_CORE:
+            raise ConfigError(f"--cores is {AUTO}, or a group for each replica such as 0-3,4-7, not {text[:64]!r}")
+        groups.append(frozenset(range(first, last + 1)))
+    return groups
+
+
+def deal(replicas: int, cores: frozenset[int], place: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
+    """Deal cores out, as evenly as can be; neighbours share a replica, and few replicas span nodes.
+
+    place: of each core, its node first. With fewer cores than replicas some share one.
+    """
+    ordered = sorted(cores, key=lambda core: (place.get(core, ()), core))
+    if replicas >= len(ordered):
+        return [frozenset({ordered[index % len(ordered)]}) for index in range(replicas)]
+    nodes: dict[tuple[int, ...], list[int]] = {}
+    for core in ordered:
+        nodes.setdefault(place.get(core, ())[:1], []).append(core)
+    if replicas % len(nodes) == 0:  # no replica needs to span nodes
+        each = replicas // len(nodes)
+        if all(len(of_node) >= each for of_node in nodes.values()):
+            return [group for of_node in nodes.values() for group in _cut(of_node, each)]
+    return _cut(ordered, replicas)
+
+
+def _cut(cores: Sequence[int], count: int) -> list[frozenset[int]]:
+    edges = [len(cores) * index // count for index in range(count + 1)]
+    return [frozenset(cores[a:b]) for a, b in pairwise(edges)]
+
+
+def places(cores: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Return node, socket and physical core of each core, so far as the system tells."""
+    nodes: dict[int, int] = {}
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        text = _read(path)
+        for group in core_groups(text) if text else ():
+            nodes |= dict.fromkeys(group, int(path.parent.name.removeprefix("node")))
+    return {
+        core: (nodes.get(core, 0), *(_number(core, name) for name in ("physical_package_id", "core_id")))
+        for core in cores
+    }
+
+
+def _number(core: int, name: str) -> int:
+    text = _read(_CPUS / f"cpu{core}" / "topology" / name)
+    return int(text) if text.isdigit() else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+# The command line ------------------------------------------------------------------------------------
+
+_DEFAULTS = FleetOptions()
+
+
+def add_fleet_arguments(parser: ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("fleet")
+    group.add_argument(
+        "--replicas", type=int, metavar="N", default=_DEFAULTS.replicas, help="engines that share the requests"
+    )
+    group.add_argument(
+        "--cores",
+        metavar="auto|GROUPS",
+        default=_DEFAULTS.cores,
+        help="of each replica, such as 0-3,4-7; auto deals out all, those of a NUMA node together",
+    )
+    group.add_argument(
+        "--route",
+        metavar="|".join(ROUTES),
+        default=_DEFAULTS.route,
+        help="the replica of a request: by predicted seconds, longest kept prefix, fewest requests, or in turn",
+    )
+    group.add_argument(
+        "--resume",
+        metavar="|".join(RESUMES),
+        default=_DEFAULTS.resume,
+        help="whether an answer goes on, bit for bit, when its replica ends; any: also under another promise key",
+    )
+    group.add_argument(
+        "--resume-wait",
+        type=float,
+        metavar="S",
+        default=_DEFAULTS.resume_wait_s,
+        help="how long an answer waits for a replica that can go on with it",
+    )
+    group.add_argument(
+        "--hedge",
+        metavar="|".join(HEDGES),
+        default=_DEFAULTS.hedge,
+        help="let a second replica write an answer whose first token is later than 95 %% of predictions allow",
+    )
+    group.add_argument(
+        "--audit",
+        type=float,
+        metavar="SHARE",
+        default=_DEFAULTS.audit,
+        help="let another, idle replica write this share of the answers again, and compare",
+    )
+
+
+def fleet_options(args: Namespace) -> FleetOptions:
+    """Return what parsed flags ask for. Raises `ConfigError`."""
+    return FleetOptions(
+        replicas=args.replicas,
+        cores=args.cores,
+        route=args.route,
+        resume=args.resume,
+        resume_wait_s=args.resume_wait,
+        hedge=args.hedge,
+        audit=args.audit,
+    )

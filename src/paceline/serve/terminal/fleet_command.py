@@ -1,0 +1,83 @@
+"""`paceline fleet`: the replicas of a running server, and moving work between them."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, RequestError
+from paceline.serve.terminal.display import say, table
+from paceline.serve.terminal.speakers import MAX_LINE_BYTES, RunningServer
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+ASK_S = 10.0
+MOST_REQUESTS = 20  # in the table
+_COLUMNS = {
+    "replica": "replica",
+    "state": "state",
+    "cores": "cores",
+    "rows": "rows",
+    "tpot_ms": "TPOT ms",
+    "predicted_tpot_ms": "predicted",
+    "k_mean": "K",
+    "hit_rate": "hits",
+    "pages_held": "pages held",
+    "resumes": "resumes",
+    "restarts": "restarts",
+    "promise": "promise key",
+}
+_KEY_CHARS = 12  # of a promise key, in the table
+
+
+def add_url_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of a running server."""
+    parser.add_argument(
+        "--url", metavar="URL", default="http://127.0.0.1:8000", help="address of `paceline serve --replicas N`"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the server, or PACELINE_API_KEY")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `paceline fleet`."""
+    add_url_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+
+
+def ask(args: Namespace, method: str, route: str, body: object = None) -> dict[str, Any]:
+    """Ask the server. Raises `ConfigError`, `RequestError`, `EngineDied`."""
+    server = RunningServer(args.url, args.api_key or os.environ.get("PACELINE_API_KEY") or None)
+    with closing(server.connection(ASK_S)) as connection:
+        response = server.asked(connection, method, route, body)
+        if response.status == 404 and body is None:
+            raise ConfigError(f"{args.url} is no fleet; start it with `paceline serve --replicas 2`")
+        if response.status != 200:
+            raise RequestError(server.refusal(response))
+        found = json.loads(response.read(MAX_LINE_BYTES))
+    if not isinstance(found, dict):
+        raise ConfigError(f"{args.url} answers, but not as a fleet does")
+    return found
+
+
+def run(args: Namespace) -> int:
+    """Write the tables of replicas and open requests."""
+    found = ask(args, "GET", "/v1/fleet")
+    if args.json:
+        say(json.dumps(found))
+        return 0
+    rows = [[_shown(replica.get(field)) for field in _COLUMNS] for replica in found["replicas"]]
+    table("", list(_COLUMNS.values()), rows, num_left=3)
+    requests = found["requests"]
+    if requests:
+        lines = [[str(request[name]) for name in ("request", "replica", "tokens", "legs")] for request in requests]
+        table("", ["request", "replica", "tokens", "legs"], lines[:MOST_REQUESTS], num_left=2)
+    return 0
+
+
+def _shown(value: object) -> str:
+    if value is None or value == "":
+        return "-"
+    return str(value)[:_KEY_CHARS] if isinstance(value, str) else str(value)

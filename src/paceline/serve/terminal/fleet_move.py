@@ -1,0 +1,25 @@
+"""`paceline fleet move REQUEST REPLICA`: let another replica go on with an answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.serve.terminal.display import say
+from paceline.serve.terminal.fleet_command import add_url_arguments, ask
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("request", metavar="REQUEST", help="id in the table of `paceline fleet`")
+    parser.add_argument("replica", metavar="REPLICA", help="name of the replica that goes on with it")
+    add_url_arguments(parser)
+
+
+def run(args: Namespace) -> int:
+    """Move an answer."""
+    ask(args, "POST", "/v1/fleet/move", {"request": args.request, "replica": args.replica})
+    say(f"replica {args.replica} goes on with request {args.request}")
+    return 0
