@@ -52,7 +52,8 @@ def renew(
     engine.release_rows()
     put_in_place()
     rebuilt, unloaded = [], []
-    for name in [name for name in engine.drafting.drafters if name in rebuild]:
+    drafters = engine.drafting.drafters
+    for name in [name for name, d in drafters.items() if name in rebuild and d.needs.kv_bytes_per_token]:
         if _rebuild(engine, name, rebuild[name]):
             rebuilt.append(name)
         else:
