@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -19,7 +20,7 @@ from paceline.serve.api.schema import MAX_ANSWERS, MAX_PROMPTS, SpeculationBody,
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from paceline.core.nouns import Outcome, Request, TokenLogprobs
     from paceline.model.tokenizer import Tokenizer
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 
 PREFIX = "gen-"  # of the ids of roll-outs' requests
 USUAL_TOKENS = 128  # of an answer, as SGLang
-Ids = Annotated[list[TokenId], Meta(max_length=1 << 24)]
 RollOutId = Annotated[str, Meta(min_length=1, max_length=96)]
-OneOrMany = Ids | Annotated[list[Ids], Meta(max_length=MAX_PROMPTS)]
+OneOrMany = Annotated[list[TokenId | list[TokenId]], Meta(max_length=1 << 24)]  # ids, or lists of them; not mixed
 
 
 class RollOutSampling(Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,19 +121,18 @@ class GenerateBody(Body, frozen=True, kw_only=True):
     @property
     def is_batch(self) -> bool:
         """True if the response is a list."""
-        ids = self.input_ids
-        return isinstance(self.text, list) or (bool(ids) and isinstance(ids, list) and isinstance(ids[0], list))
+        return isinstance(self.text, list) or isinstance((self.input_ids or [0])[0], list)
 
     def prompts(self, prompts: Prompts) -> list[tuple[int, ...]]:
         """Return the prompts' token ids. Raises `RequestError`."""
         texts = [self.text] if isinstance(self.text, str) else self.text
         if texts is not None:
             return [prompts.of_text(text) for text in texts]
-        return [prompts.of_ids(ids) for ids in _each(self.input_ids)]
+        return [prompts.of_ids(ids) for ids in _each("input_ids", self.input_ids)]
 
     def told(self, count: int, n: int) -> list[tuple[int, ...]]:
         """Return the answers so far, one for each prompt; empty ones if there are none."""
-        told = [tuple(ids) for ids in _each(self.answer_ids)] or [()] * count
+        told = [tuple(ids) for ids in _each("answer_ids", self.answer_ids)] or [()] * count
         if len(told) != count:
             raise RequestError(f"{count} prompts need as many answer_ids, not {len(told)}", "answer_ids")
         if n > 1 and any(told):
@@ -153,11 +152,13 @@ def named(request_id: str) -> str | None:
     return request_id.removeprefix(PREFIX).rsplit("-", 2)[0] if request_id.startswith(PREFIX) else None
 
 
-def _each(ids: Any) -> list[list[int]]:
-    """Return one or several lists of ids as several."""
-    if not ids:
-        return []
-    return ids if isinstance(ids[0], list) else [ids]
+def _each(name: str, given: list[int | list[int]] | None) -> list[list[int]]:
+    """Return one or several lists of ids as several. Raises `RequestError` for a mixture."""
+    lists = [ids for ids in given or () if isinstance(ids, list)]
+    single = [token_id for token_id in given or () if isinstance(token_id, int)]
+    if (lists and single) or len(lists) > MAX_PROMPTS:
+        raise RequestError(f"{name} are token ids, or at most {MAX_PROMPTS} lists of them", name)
+    return lists or ([single] if single else [])
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
