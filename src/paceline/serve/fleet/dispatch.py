@@ -50,7 +50,7 @@ class Dispatch:
         self, answer: OpenAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, Choice] | None:
         members = self._members
-        banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
+        banned = {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         request = answer.request
         num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
@@ -86,3 +86,8 @@ class Dispatch:
         if answer.page_hashes is None:
             answer.page_hashes = page_hashes(answer.request)
         return answer.page_hashes
+
+
+def _same(member: Member | None, restarts: int) -> bool:
+    """Return True for a replica that is there, and whose process has not been replaced since."""
+    return member is not None and restarts == member.engines.restarts

@@ -78,6 +78,10 @@ class Fleet:
             self.spawn(engines.watch(on=True))
         return member
 
+    def remove(self, name: str) -> None:
+        """Forget a replica that is gone for good."""
+        self._dispatch.forget(self.members.pop(name).name)
+
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run something beside, for as long as the fleet runs."""
         task = asyncio.create_task(work)
