@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -10,7 +9,7 @@ from ray import serve
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.ray.engine_host import EngineHost
-from paceline.ray.front import FrontServer, keys_of
+from paceline.ray.front import FLEET, FrontServer, keys_of
 from paceline.ray.line import NAMESPACE
 from paceline.serve.asking import config_of
 
@@ -19,17 +18,7 @@ if TYPE_CHECKING:
 
 # Arguments of `serve run` and of `args` in a Serve YAML, beside the options of `AsyncLLM`.
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
-FRONT = (
-    "api_key",
-    "api_key_file",
-    "insecure",
-    "rl",
-    "served_model_name",
-    "route",
-    "resume",
-    "resume_wait_s",
-    "hedge",
-)
+FRONT = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
 HEALTH_S = 1.0  # between two looks at a replica
 MAX_CALLS = 4096  # of fronts that are answered at once
 POLICY = "paceline.ray:Headroom"
@@ -38,44 +27,36 @@ POLICY = "paceline.ray:Headroom"
 class EngineReplica:
     """Deployment `Engine`: owns the actor in which its engine is. Ray restarts and scales it."""
 
-    def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:
+    async def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:  # type: ignore[misc]
+        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
         context = serve.get_replica_context()
         self._name = f"{context.app_name}:{context.replica_id.unique_id}"
         actor = ray.remote(EngineHost).options(
             name=self._name, namespace=NAMESPACE, num_cpus=cpus, max_concurrency=MAX_CALLS
         )
         self._host: Any = actor.remote(model, dict(options))
-        self._started: asyncio.Future[None] = asyncio.ensure_future(self._host.start.remote())
+        await self._host.start.remote()
 
     async def check_health(self) -> None:
-        """Raise if actor or engine is dead; then Ray replaces this replica. Waits while the model loads."""
-        if self._started.done():
-            self._started.result()
-            await self._host.health.remote()
+        """Raise if actor or engine is dead; then Ray replaces this replica."""
+        await self._host.health.remote()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what `scale` reads."""
-        return dict(await self._host.load.remote()) if self._started.done() else {}
+        """Return what `Headroom` reads."""
+        return dict(await self._host.load.remote())
 
     async def __call__(self) -> str:
-        """Return the name of the engine's actor, once its engine is ready."""
-        await self._started
+        """Return the name of the engine's actor."""
         return self._name
 
 
 class FrontReplica:
     """Deployment `Front`: the HTTP side. Ray's proxy passes bytes on to it."""
 
-    def __init__(self, options: Mapping[str, Any], engines: Any) -> None:
+    async def __init__(self, options: Mapping[str, Any], engines: Any) -> None:  # type: ignore[misc]
         """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
         self._engines = engines
-        application = serve.get_replica_context().app_name
-        self._opened = asyncio.ensure_future(_FRONT.open(application, options))
-
-    async def check_health(self) -> None:
-        """Raise if the front could not be opened."""
-        if self._opened.done():
-            self._opened.result()
+        await _FRONT.open(serve.get_replica_context().app_name, options)
 
 
 _FRONT = FrontServer()  # of this process

@@ -157,7 +157,7 @@ class EngineHost:
 
     def _tell_state(self, line: FrontLine) -> None:
         """Tell a front of an engine that is ready, or is so no more."""
-        ready = self._running.ready
+        ready = None if self._client is None else self._client.ready
         if ready is line.told:
             return
         line.told = ready

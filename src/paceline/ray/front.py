@@ -44,10 +44,8 @@ class FrontServer:
 
     async def open(self, application: str, options: Mapping[str, Any]) -> None:
         """Find replicas, and wait for one. application: its name in Ray Serve. Raises `PacelineError`."""
-        fleet_options = {
-            name: options[name] for name in ("route", "resume", "resume_wait_s", "hedge") if name in options
-        }
-        self.fleet = fleet = Fleet(FleetOptions(**fleet_options))
+        own = {name: options[name] for name in FLEET if name in options}
+        self.fleet = fleet = Fleet(FleetOptions(**own))
         operation = OperationOptions(rl=bool(options.get("rl", False)))
         keys = keys_of(options)
         self._app, state = make_app(fleet, self._tokenizers, keys, page=False, operation=operation)

@@ -7,6 +7,8 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ray.exceptions import RayActorError
+
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.serve.worker.commands import Command, Obeyed
     from paceline.serve.worker.messages import Language
 
+AGAIN_S = 0.1  # before a line that broke is attached again
 log = logging.getLogger(__name__)
 
 
@@ -126,16 +129,18 @@ class HostEngines:
 
     async def _listen(self) -> None:
         """Take in messages until the actor ends."""
-        try:
-            async for piece in self._host.attach.options(num_returns="streaming").remote(self._front):
-                for message in read_from_host(await piece):
-                    self._take(message)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # Ray has many classes of them
-            log.warning("a replica's actor has ended: %s", type(error).__name__)
-        self.dead = True
-        self._down()
+        while not self.dead:
+            try:
+                async for piece in self._host.attach.options(num_returns="streaming").remote(self._front):
+                    for message in read_from_host(await piece):
+                        self._take(message)
+            except RayActorError as error:
+                log.warning("the actor of a replica has ended: %s", type(error).__name__)
+                self.dead = True
+            except Exception:
+                log.exception("the line to a replica broke; it is attached again")
+            self._down()
+            await asyncio.sleep(AGAIN_S)
         if not self.first_ready.done():
             self.first_ready.set_exception(EngineDied("the replica's actor ended before its engine was ready"))
             self.first_ready.exception()  # nobody else need look

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.engine.wire import Message, encode
+from paceline.engine.wire import Message, Submit, encode
 from paceline.serve.worker.commands import Command, Obeyed
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
 
