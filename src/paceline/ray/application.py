@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ray
-from ray import serve
-
 from paceline.core.errors import ConfigError, suggest
-from paceline.ray.engine_host import EngineHost
-from paceline.ray.front import FLEET, FrontServer, keys_of
-from paceline.ray.line import NAMESPACE
+from paceline.ray.front import FLEET, Door, FrontReplica, keys_of
+from paceline.ray.replica import MAX_CALLS, EngineReplica
 from paceline.serve.asking import config_of
+from ray import serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,53 +17,7 @@ if TYPE_CHECKING:
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
 FRONT = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
 HEALTH_S = 1.0  # between two looks at a replica
-MAX_CALLS = 4096  # of fronts that are answered at once
 POLICY = "paceline.ray:Headroom"
-
-
-class EngineReplica:
-    """Deployment `Engine`: owns the actor in which its engine is. Ray restarts and scales it."""
-
-    async def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:  # type: ignore[misc]
-        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
-        context = serve.get_replica_context()
-        self._name = f"{context.app_name}:{context.replica_id.unique_id}"
-        actor = ray.remote(EngineHost).options(
-            name=self._name, namespace=NAMESPACE, num_cpus=cpus, max_concurrency=MAX_CALLS
-        )
-        self._host: Any = actor.remote(model, dict(options))
-        await self._host.start.remote()
-
-    async def check_health(self) -> None:
-        """Raise if actor or engine is dead; then Ray replaces this replica."""
-        await self._host.health.remote()
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what `Headroom` reads."""
-        return dict(await self._host.load.remote())
-
-    async def __call__(self) -> str:
-        """Return the name of the engine's actor."""
-        return self._name
-
-
-class FrontReplica:
-    """Deployment `Front`: the HTTP side. Ray's proxy passes bytes on to it."""
-
-    async def __init__(self, options: Mapping[str, Any], engines: Any) -> None:  # type: ignore[misc]
-        """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
-        self._engines = engines
-        await _FRONT.open(serve.get_replica_context().app_name, options)
-
-
-_FRONT = FrontServer()  # of this process
-
-
-class _Door:
-    """ASGI callable that Ray can send to another process."""
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await _FRONT(scope, receive, send)
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -100,7 +51,7 @@ def app(args: Mapping[str, Any]) -> Any:
         num_replicas=int(placement.get("fronts", 1)),
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_CALLS,
-    )(serve.ingress(_Door())(FrontReplica))
+    )(serve.ingress(Door())(FrontReplica))
     return served.bind(front, engine.bind(model, given, cpus))
 
 

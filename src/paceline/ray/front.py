@@ -8,9 +8,9 @@ import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray.util import list_named_actors
 
+import ray
 from paceline.core.errors import ConfigError
 from paceline.ray.host_engines import HostEngines
 from paceline.ray.line import NAMESPACE
@@ -20,6 +20,7 @@ from paceline.serve.fleet.fleet import Fleet
 from paceline.serve.fleet.options import FleetOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tokenizer_cache import TokenizerCache
+from ray import serve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -84,6 +85,25 @@ class FrontServer:
         for name, member in list(members.items()):
             if name not in names and member.engines.dead:
                 self.fleet.remove(name)
+
+
+class FrontReplica:
+    """Deployment `Front`: the HTTP side. Ray's proxy passes bytes on to it."""
+
+    async def __init__(self, options: Mapping[str, Any], engines: Any) -> None:  # type: ignore[misc]
+        """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
+        self._engines = engines
+        await _FRONT.open(serve.get_replica_context().app_name, options)
+
+
+_FRONT = FrontServer()  # of this process
+
+
+class Door:
+    """ASGI callable that Ray can send to another process."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await _FRONT(scope, receive, send)
 
 
 def names_of(application: str) -> set[str]:
