@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -35,12 +36,13 @@ def main(model: str) -> dict[str, Any]:
     from paceline.ray import app
     from ray import serve
 
-    serve.start(http_options={"host": "127.0.0.1", "port": 0})
+    port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(
         app({"model": model, "replicas": "2", "api_key": KEY, "route": "round-robin", **OPTIONS}), name="tiny"
     )
     found: dict[str, Any] = {"start_s": time.monotonic() - begun_s}
-    url = f"http://127.0.0.1:{_port()}/v1"
+    url = f"http://127.0.0.1:{port}/v1"
     found |= answers_through_a_death(url)
     found |= {"pss_mb": _pss_mb(), "listens": _listens()}
     row = answer_of_row(url)
@@ -52,12 +54,11 @@ def main(model: str) -> dict[str, Any]:
     return found
 
 
-def _port() -> int:
-    """Port of Ray's proxy, which chose a free one."""
-    import psutil
-
-    (proxy,) = [p for p in _processes() if "ProxyActor" in _title(p)]
-    return next(c.laddr.port for c in psutil.Process(proxy.pid).net_connections("tcp") if c.status == "LISTEN")
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
 
 
 def _processes() -> list[Any]:

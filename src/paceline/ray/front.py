@@ -14,6 +14,7 @@ import ray
 from paceline.core.errors import ConfigError
 from paceline.ray.host_engines import HostEngines
 from paceline.ray.line import NAMESPACE
+from paceline.ray.local_ray import stay_on_loopback
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import make_app
 from paceline.serve.fleet.fleet import Fleet
@@ -92,6 +93,7 @@ class FrontReplica:
 
     async def __init__(self, options: Mapping[str, Any], engines: Any) -> None:  # type: ignore[misc]
         """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
+        stay_on_loopback()
         self._engines = engines
         await _FRONT.open(serve.get_replica_context().app_name, options)
 
@@ -103,6 +105,7 @@ class Door:
     """ASGI callable that Ray can send to another process."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
         await _FRONT(scope, receive, send)
 
 

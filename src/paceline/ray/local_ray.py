@@ -6,8 +6,9 @@ import os
 import tempfile
 from typing import Any
 
-# Ray replaces 127.0.0.1 by the machine's address unless clusters are switched off; the variable's name is historic.
-_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# Unless clusters are off, Ray replaces 127.0.0.1 by the machine's address. The variable's name is historic.
+CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ALONE = {CLUSTERS: "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _USUAL = {"RAY_AUTH_MODE": "disabled"}  # nobody else can connect
 OBJECT_BYTES = 128 << 20  # of Ray's object store: requests and answers are small
 
@@ -29,3 +30,16 @@ def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **op
         num_cpus=num_cpus,
         **{"object_store_memory": OBJECT_BYTES, **options},
     )
+
+
+def stay_on_loopback() -> None:
+    """Bind the port between deployments, in a replica's process, to loopback if this Ray is on one machine.
+
+    Ray Serve binds it to every address, and reads pickles there. Call it before a constructor ends.
+    """
+    if os.environ.get(CLUSTERS) != "0":
+        return
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.line import NAMESPACE
+from paceline.ray.local_ray import stay_on_loopback
 from ray import serve
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class EngineReplica:
 
     async def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        stay_on_loopback()
         context = serve.get_replica_context()
         self._name = f"{context.app_name}:{context.replica_id.unique_id}"
         actor = ray.remote(EngineHost).options(
