@@ -189,10 +189,11 @@ def batches_of_data(model: str, row: str) -> dict[str, Any]:
 
 
 def _pss_mb() -> float:
+    """Memory of Ray and of what runs on it, without this process, which is the client."""
     import psutil
 
     total = 0
-    for process in [psutil.Process(), *_processes()]:
+    for process in _processes():
         try:
             total += process.memory_full_info().pss
         except psutil.Error:
