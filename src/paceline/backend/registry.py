@@ -83,7 +83,9 @@ class BackendSpec:
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
 
     def repack(self, decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
-        """Make other weights of the same shape ready; return what puts them in place between passes.
+        """Make other weights of the same shape ready; return what puts them in place.
+
+        It is called between passes.
 
         Raises `ConfigError` where weights cannot be replaced.
         """

@@ -1,4 +1,4 @@
-"""Newer weights by version and place, and the parts of memory that an engine can give back."""
+"""Newer weights: version and place. Parts of memory that can be given back."""
 
 from __future__ import annotations
 

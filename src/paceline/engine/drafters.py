@@ -71,7 +71,10 @@ class DrafterPool:
         return drafter
 
     def rebuild(self, name: str, make: Callable[[], Drafter]) -> None:
-        """Replace a drafter by a new one while no row is admitted. Its place and its index stay."""
+        """Replace a drafter by a new one while no row is admitted.
+
+        Its place and its index stay.
+        """
         old = self.drafters[name]
         place = self._with_stores.index(old) if old in self._with_stores else None
         self._failed_now.discard(name)

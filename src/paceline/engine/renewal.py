@@ -1,4 +1,4 @@
-"""Newer weights in a running engine: all that depends on the old ones is made anew.
+"""Newer weights in a running engine: what depends on them is made anew.
 
 Open requests go back to the queue and are computed again, as after a preemption. So what follows in an answer is
 what any engine with the newer weights would write behind the same tokens. Pages of old weights are never matched:
@@ -63,7 +63,7 @@ def renew(
 
 
 def recompute(scheduler: Scheduler, fingerprint: str) -> None:
-    """Send every request back to the queue, without a page of its own or in the cache.
+    """Send every request back to the queue, and empty the prefix cache.
 
     No pass may be in flight.
     """

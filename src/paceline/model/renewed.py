@@ -44,7 +44,10 @@ def renewed(model: LoadedModel, source: WeightSource) -> LoadedModel:
 
 
 def with_arrays(model: LoadedModel, arrays: Mapping[str, NDArray[floating]]) -> LoadedModel:
-    """Return a model whose every number comes from arrays, by their names in files. Raises `ModelError`."""
+    """Return a model whose every number comes from arrays, by their names in files.
+
+    Raises `ModelError`.
+    """
     held = _found(model.config, {name: Held(array) for name, array in arrays.items()})
     made = _MADE.keys() & set(model.weights)
     if lacking := sorted(set(tensor_shapes(model.config)) - set(held) - made):
@@ -97,7 +100,10 @@ def check_same_shape(model: ModelConfig, newer: ModelConfig) -> None:
 
 
 def _tensors_in(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of all files of a folder; those of later names win. Raises `BadModelFile`."""
+    """Return the tensors of all files of a folder; those of later names win.
+
+    Raises `BadModelFile`.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not 0 < len(files) <= MAX_TENSOR_FILES:
         raise BadModelFile(f"{folder} holds {len(files)} safetensors files; from 1 to {MAX_TENSOR_FILES} are read")

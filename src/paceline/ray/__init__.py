@@ -6,7 +6,7 @@ from importlib import import_module
 
 # Public names by module, imported when they are asked for: an engine's actor needs none of them.
 _HOMES = {
-    "Generate": "paceline.ray.batch",
+    "Generate": "paceline.ray.data_set",
     "Headroom": "paceline.ray.scaling_policy",
     "app": "paceline.ray.application",
     "start_local_ray": "paceline.ray.local_ray",

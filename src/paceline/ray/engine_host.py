@@ -53,7 +53,7 @@ class EngineHost:
             await self._client.stop()
 
     async def health(self) -> None:
-        """Raise `EngineDied` for a dead engine in a live actor, so that the replica is replaced."""
+        """Raise `EngineDied` for a dead engine in a live actor: Ray replaces it."""
         client = self._running
         now_s = time.monotonic()
         if client.ready is not None:

@@ -117,7 +117,9 @@ def names_of(application: str) -> set[str]:
 
 
 def keys_of(options: Mapping[str, Any]) -> KeyRing:
-    """Return the keys that a front asks for. Raises `ConfigError` if nothing is said of them.
+    """Return the keys that a front asks for.
+
+    Raises `ConfigError` if nothing is said of them.
 
     Ray's proxy listens where it was told to, so that the front cannot know who may connect.
     """

@@ -1,4 +1,4 @@
-"""A replica's engine, as a front sees it: one stream for all requests, and calls without waiting."""
+"""A replica's engine, as a front sees it: one stream for all requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between a front and a replica's engine: those of the engine's socket, several in one."""
+"""Messages between a front and a replica: those of the engine's socket."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FrontLine:
         self._wake.set()
 
     async def take(self, timeout_s: float) -> bytes:
-        """Return what has come since the last call, as bytes; empty ones after a time without news."""
+        """Return what has come since the last call, as bytes; none after `timeout_s`."""
         try:
             await asyncio.wait_for(self._wake.wait(), timeout_s)
         except TimeoutError:

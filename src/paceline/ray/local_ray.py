@@ -33,7 +33,7 @@ def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **op
 
 
 def stay_on_loopback() -> None:
-    """Bind the port between deployments, in a replica's process, to loopback if this Ray is on one machine.
+    """Bind a replica's port to loopback if this Ray is on one machine.
 
     Ray Serve binds it to every address, and reads pickles there. Call it before a constructor ends.
     """

@@ -41,7 +41,10 @@ class Headroom:
 
 
 def _views(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaView]:
-    """Return the replicas that tell what a step costs. metrics: name -> replica -> mean of late."""
+    """Return the replicas that tell what a step costs.
+
+    metrics: name -> replica -> mean of late.
+    """
     backlog, prefill = metrics.get("backlog_tokens", {}), metrics.get("prefill_s_per_token", {})
     views = []
     for replica, rows in metrics.get("open_rows", {}).items():

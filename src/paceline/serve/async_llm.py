@@ -195,7 +195,7 @@ class AsyncLLM(Asking):
     async def update_weights(
         self, weights: str | os.PathLike[str] | Mapping[str, NDArray[floating]], version: str
     ) -> Mapping[str, Sequence[str]]:
-        """Take newer weights: a folder or .gguf file, or tensors by their names in such a folder.
+        """Take newer weights: a folder, a .gguf file, or tensors by name.
 
         Tensors that are left out stay. Open requests go on with the newer weights, computed anew. Returns what
         became of the drafters. Raises `ModelError`, `ConfigError`; then nothing has changed.
@@ -217,7 +217,7 @@ class AsyncLLM(Asking):
         return drafters
 
     async def abort(self) -> int:
-        """End all that is open, with what there is and finish reason `abort`; return how many."""
+        """End all that is open, with finish reason `abort`; return how many."""
         return await self._running.abort(lambda _: True)
 
     async def pause_generation(self, mode: str = "abort") -> None:

@@ -225,7 +225,7 @@ class LLM(Asking):
     def update_weights(
         self, weights: str | os.PathLike[str] | Mapping[str, NDArray[floating]], version: str
     ) -> Renewal:
-        """Take newer weights: a folder or .gguf file, or all tensors by their names in such a folder.
+        """Take newer weights: a folder, a .gguf file, or all tensors by name.
 
         Open streams go on with them, computed anew. Raises `ModelError`, `ConfigError`; then nothing has changed.
         """

@@ -1,4 +1,4 @@
-"""Owner of an engine whose weights are renewed, and whose memory is given back and taken again.
+"""Owner of an engine: renews its weights, gives memory back and takes it again.
 
 A trainer that writes roll-outs with an engine sends it newer weights again and again. Where both share a machine,
 the engine gives back memory while the trainer works.
@@ -40,7 +40,7 @@ ASLEEP = "the engine has given back {}; resume its memory first"
 
 
 class EngineOwner:
-    """A model's weights and the engine over them; both may be given up and made again."""
+    """Owns a model's weights and the engine over them."""
 
     def __init__(self, config: EngineConfig, loaded: Loaded | None, built: Built) -> None:
         """Own an engine that was assembled over loaded weights, see `load_engine`."""
@@ -83,7 +83,10 @@ class EngineOwner:
         return report
 
     def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
-        """Take all weights from arrays, by their names in files. Raises as `update`. No array is kept."""
+        """Take all weights from arrays, by their names in files.
+
+        Raises as `update`. No array is kept.
+        """
         check_version(version)
         report = self._take(with_arrays(self._first_model(), arrays), version, secrets.token_hex(16))
         self._source, self._from_arrays = None, True

@@ -1,4 +1,4 @@
-"""Body and response of POST /generate, in SGLang's form: token ids in, token ids and log-probabilities out."""
+"""Body and response of POST /generate, in SGLang's form: token ids in and out."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class GenerateFormat:
     chunk_kind = "generate"
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
-        """Return what an answer has gained so far, without the tokens that were told with its request."""
+        """Return what an answer has gained so far, without told tokens."""
         ids = list(answer.token_ids)
         text = answer.text if self.skips else self.tokenizer.decode(ids, skip_special=False)
         return {"text": text, "output_ids": ids, "meta_info": self._about(index, answer)}

@@ -218,7 +218,7 @@ async def _save(chunks: AsyncIterator[bytes], path: Path) -> None:
 
 
 async def _body(request: HttpRequest, kind: type[BodyT]) -> BodyT:
-    """Return a body, all of whose fields may be left out; SGLang's other fields are ignored."""
+    """Return a body, an empty one for none; SGLang's other fields are ignored."""
     data = await read_body(request.scope, request.receive)
     return kind.decode(data or b"{}", lenient=True)[0]
 

@@ -89,5 +89,5 @@ class Dispatch:
 
 
 def _same(member: Member | None, restarts: int) -> bool:
-    """Return True for a replica that is there, and whose process has not been replaced since."""
+    """Return True for a replica that is there, in the same process as then."""
     return member is not None and restarts == member.engines.restarts

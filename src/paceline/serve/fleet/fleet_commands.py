@@ -33,7 +33,10 @@ class FleetCommands:
         return next((m.engines.commands.whole_model for m in self._members.values()), None)
 
     async def send(self, command: Command) -> Obeyed:
-        """Return one of the replies. Raises `PacelineError` if a replica did not obey; send it again then."""
+        """Return one of the replies.
+
+        Raises `PacelineError` if a replica did not obey; send it again then.
+        """
         members = list(self._members.values())
         if not members or any(member.ready is None for member in members):
             raise EngineDied("not all replicas are ready; try again later")

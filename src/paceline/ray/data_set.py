@@ -1,4 +1,4 @@
-"""Ray Data: answers to the prompts of a data set, in actors whose queues stay full."""
+"""Ray Data: answers to the prompts of a data set."""
 
 from __future__ import annotations
 
