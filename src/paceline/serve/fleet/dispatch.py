@@ -52,8 +52,7 @@ class Dispatch:
         members = self._members
         banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
-        request = answer.request
-        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
         views = [
             member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
@@ -64,8 +63,7 @@ class Dispatch:
 
     def fresh_tokens(self, answer: OpenAnswer, member: Member) -> int:
         """Return the tokens that a replica would have to prefill."""
-        request = answer.request
-        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         hits = self._index.hits(self._hashes(answer)).get(member.name, 0)
         return max(num_tokens - hits * PAGE_TOKENS, 1)
 

@@ -110,6 +110,8 @@ class Fleet:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         begun = [self._journal.begin(request, answers) for request in requests]
+        if self._hedging is not None:
+            self._hedging.num_requests += len(begun)
         try:
             for answer in begun:
                 await self._place(answer)
@@ -358,9 +360,9 @@ class Fleet:
             self.spawn(self._place(answer, why))
 
     def _give_up(self, answer: OpenAnswer) -> None:
-        request_id = answer.request.request_id
+        request_id, start = answer.request.request_id, answer.num_tokens
         log.error("request %s: %s", request_id, POISON)
-        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON))
+        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON, start=start))
 
     def _leave(self, answer: OpenAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""

@@ -66,6 +66,11 @@ class OpenAnswer:
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far, those told with the request included."""
+        return len(self.request.told) + len(self.told)
+
     def begin_leg(self, replica: str) -> Leg:
         """Add the leg of a replica that goes on where the client is."""
         leg = Leg(replica, len(self.told), self.num_chars)
