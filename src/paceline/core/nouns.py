@@ -10,11 +10,12 @@ backend's per-row state (`backend/rows.py`), so a step can be prepared before th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
-from paceline.core.pass_notes import PassNote  # at run time: messages are decoded by these types
+from paceline.core.figures import Figures, Spent  # at run time: messages are decoded by these types
+from paceline.core.pass_notes import PassNote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,6 +66,11 @@ class Request:
         assert self.prompt_ids, "an empty prompt has no last token to continue"
         assert 0 <= self.seed < 1 << 63
         assert 0 <= self.choice < self.params.n
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt's tokens get log-probabilities, which come with an answer's first tokens."""
+        return self.params.prompt_logprobs is not None and not self.told
 
 
 @noun
@@ -156,7 +162,7 @@ class Admission:
     token_ids: Sequence[int]  # [length] prompt, and the answer written before a preemption
     cached_len: int  # leading tokens whose target KV is already there
     pages: tuple[int, ...]  # of the cached tokens
-    rebirth: bool = False  # True after a preemption
+    rebirth: bool = False  # True if its answer has begun, before a preemption or elsewhere
 
 
 @noun
@@ -340,71 +346,6 @@ class Verdict:
             assert 0 <= verdict.num_accepted <= len(drafted)
             kept = list(verdict.token_ids[: verdict.num_accepted])
             assert kept == list(drafted.token_ids[: verdict.num_accepted])
-
-
-class Spent(NamedTuple):
-    """Counts of a request on one engine so far, as in `Figures`.
-
-    An engine tells them with outcomes, where plain decoding alone does not account for them.
-    """
-
-    cached_tokens: int = 0
-    decode_passes: int = 0
-    decoded_tokens: int = 0
-    drafted_tokens: int = 0
-    verified_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def plainly(self, num_tokens: int) -> Spent:
-        """Return the counts after as many decode passes without drafts, a token each."""
-        passes, decoded = self.decode_passes + num_tokens, self.decoded_tokens + num_tokens
-        return self._replace(decode_passes=passes, decoded_tokens=decoded)
-
-    def after(self, outcome: Outcome, *, first: bool) -> Spent:
-        """Return the counts after an outcome.
-
-        first: it is this engine's first, so the prefill made its first token.
-        """
-        return outcome.spent or self.plainly(max(0, len(outcome.token_ids) - first))
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Counts of one request, sent with its last outcome: its cost and speculation's effect."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    decode_passes: int
-    decoded_tokens: int  # committed by decode passes, so without the prefill's token
-    drafted_tokens: int
-    verified_tokens: int  # drafts after trimming
-    accepted_tokens: int
-    seed: int
-    preemptions: int = 0
-    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
-    legs: int = 1  # replicas of a fleet that wrote a part of the answer
-    inexact: bool = False  # they had different promise keys
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens committed per decode pass, the target's own included, the prefill's token not."""
-        return self.decoded_tokens / self.decode_passes if self.decode_passes else 0.0
-
-    def behind(self, earlier: Spent) -> Figures:
-        """Return the counts of an answer that another engine began.
-
-        earlier: of that engine, which says how much of the prompt was cached.
-        """
-        return replace(
-            self,
-            cached_tokens=earlier.cached_tokens,
-            decode_passes=self.decode_passes + earlier.decode_passes,
-            decoded_tokens=self.decoded_tokens + earlier.decoded_tokens,
-            drafted_tokens=self.drafted_tokens + earlier.drafted_tokens,
-            verified_tokens=self.verified_tokens + earlier.verified_tokens,
-            accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
-        )
 
 
 @noun

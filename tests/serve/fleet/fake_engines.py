@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied
-from paceline.core.nouns import Figures, Outcome, Request, Spent
+from paceline.core.figures import Figures, Spent
+from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.stats import Gauges, Stats
 from paceline.serve.engines import Answers

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.core.nouns import Outcome, Spent, TokenLogprobs
+from paceline.core.figures import Spent
+from paceline.core.nouns import Outcome, TokenLogprobs
 from paceline.serve.engines import Answers
 from paceline.serve.fleet.journal import Journal, WordsMissing
 from tests.serve.fleet.fake_engines import Heard, Row, request_of

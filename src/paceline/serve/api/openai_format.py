@@ -18,7 +18,8 @@ from paceline.serve.api.score_format import MIN_LOGPROB, token_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Figures, Outcome
+    from paceline.core.figures import Figures
+    from paceline.core.nouns import Outcome
     from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.reader import ReaderPlan

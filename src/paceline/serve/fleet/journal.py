@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Spent
+from paceline.core.figures import Spent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.nouns import Figures, Outcome, Request
+    from paceline.core.figures import Figures
+    from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
 

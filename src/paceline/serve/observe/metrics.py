@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from paceline.control.online_cost import Predictions
-    from paceline.core.nouns import Figures
+    from paceline.core.figures import Figures
     from paceline.engine.stats import Gauges, Stats
     from paceline.serve.engines import Engines
     from paceline.serve.observe.access import RequestRecord
@@ -38,6 +38,8 @@ _COUNTERS = (
     ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts, again after a preemption"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
+    ("paceline_resumed_requests", "resumed_requests", "Requests whose answers had begun elsewhere"),
+    ("paceline_resumed_tokens", "resumed_tokens", "Answer tokens that came with these requests"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
     (
         "paceline_waited_rows",
