@@ -83,6 +83,11 @@ class Engines(Protocol):
         ...
 
     @property
+    def pid(self) -> int | None:
+        """Process id of the one engine; None of several, or while there is none."""
+        ...
+
+    @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
         ...

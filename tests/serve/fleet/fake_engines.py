@@ -114,6 +114,8 @@ class FakeEngines:
             self.first_ready.set_result(self.ready)
         self.beat()
 
+    pid = None
+
     @property
     def num_open(self) -> int:
         return len(self._answers)

@@ -90,6 +90,11 @@ class Fleet:
         return next((ready for m in self.members.values() if m.serves and (ready := m.ready)), None)
 
     @property
+    def pid(self) -> int | None:
+        """Not one process, but several."""
+        return None
+
+    @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
         return len(self._journal.open)

@@ -158,6 +158,7 @@ class Member:
         return {
             "replica": self.name,
             "state": self.state,
+            "pid": self.engines.pid,
             "cores": ranges(self.cores),
             "rows": self.num_legs,
             "rows_waiting": 0 if gauges is None else gauges.num_waiting,

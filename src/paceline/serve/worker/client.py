@@ -112,7 +112,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, for tests and logs."""
+        """Process id of the engine; None while there is none."""
         return self._engine.process.pid if self._engine is not None else None
 
     # Requests ----------------------------------------------------------------------------------------
