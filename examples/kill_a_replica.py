@@ -108,10 +108,11 @@ def compare(port: int) -> int:
     replica, at = killed[0]
     longest = max(len(whole.token_ids), len(cut.token_ids))
     same = sum(a == b for a, b in zip(whole.token_ids, cut.token_ids, strict=False))
+    whole_ms, cut_ms = 1e3 * whole.longest_gap_s(), 1e3 * cut.longest_gap_s()
     sys.stdout.write(
-        f"undisturbed: {len(whole.token_ids)} tokens, longest pause {1e3 * whole.longest_gap_s():.0f} ms\n"
-        f"replica {replica} killed at token {at}: {len(cut.token_ids)} tokens by {cut.legs} replicas, longest pause "
-        f"{1e3 * cut.longest_gap_s():.0f} ms\n{longest - same} tokens differ\n"
+        f"undisturbed: {len(whole.token_ids)} tokens, longest pause {whole_ms:.0f} ms\n"
+        f"replica {replica} killed at token {at}: {len(cut.token_ids)} tokens by {cut.legs} replicas, "
+        f"longest pause {cut_ms:.0f} ms\n{longest - same} tokens differ\n"
     )
     return longest - same
 

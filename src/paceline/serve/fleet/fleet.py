@@ -39,7 +39,7 @@ MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing
 POISON = "this request ended every engine that took it, so it is given up"
 FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
-LEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 MOST_LISTED = 200  # open requests in the figures
 
@@ -321,19 +321,19 @@ class Fleet:
         if news.finish_reason is not None:
             self._finished(answer, leg, member)
         elif len(answer.legs) > 1:
-            self._settle(answer, leg, least_lead=LEAD_TOKENS)
+            self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
     def _finished(self, answer: OpenAnswer, leg: Leg, member: Member) -> None:
-        self._settle(answer, leg, least_lead=0)
+        self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
         self._end_leg(answer, leg)
         self._forget(answer)
         self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
-    def _settle(self, answer: OpenAnswer, ahead: Leg, least_lead: int) -> None:
-        """Stop the other replica of an answer once one leads by so many tokens."""
+    def _settle(self, answer: OpenAnswer, ahead: Leg, tokens_ahead: int) -> None:
+        """Stop the other replica of an answer once one is ahead by so many tokens."""
         for other in tuple(answer.legs):
-            if other is not ahead and ahead.num_tokens - other.num_tokens >= least_lead:
+            if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
                 self._drop(answer, other)
 
