@@ -1,4 +1,4 @@
-"""What the server needs of its engines, be it one process or a fleet of them."""
+"""The seam between the server and its engines: one process, or a fleet."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class Answers:
 
 
 class Engines(Protocol):
-    """One engine or several that write the same texts. All methods are for the event loop's thread."""
+    """One engine or several that write the same texts.
+
+    All methods are for the event loop's thread.
+    """
 
     on_snapshot: Callable[[Snapshot], None] | None  # called with each
     on_language: Callable[[Language], None] | None  # called while an engine loads

@@ -33,8 +33,8 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
+from paceline.serve.fleet.fleet_options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
 from paceline.serve.fleet.local import start_fleet
-from paceline.serve.fleet.options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.traces import Traces

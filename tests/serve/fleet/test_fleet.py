@@ -13,9 +13,9 @@ from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFu
 from paceline.core.nouns import Outcome
 from paceline.serve.fleet import fleet as fleet_module
 from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.fleet_options import FleetOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.member import SILENT_S, TICK_S
-from paceline.serve.fleet.options import FleetOptions
 from tests.serve.fleet.fake_engines import FakeEngines, Heard, request_of, whole_answer
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
+from paceline.serve.fleet.fleet_options import FleetOptions, core_groups, deal
 from paceline.serve.fleet.member import ranges
-from paceline.serve.fleet.options import FleetOptions, core_groups, deal
 
 
 @pytest.mark.parametrize(

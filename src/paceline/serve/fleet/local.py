@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.serve.engines import Engines
-    from paceline.serve.fleet.options import FleetOptions
+    from paceline.serve.fleet.fleet_options import FleetOptions
 
     NewEngines = Callable[[frozenset[int]], Engines]
 

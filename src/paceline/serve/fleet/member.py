@@ -95,7 +95,7 @@ class Member:
         self._costs = None
 
     def tick(self, elapsed_s: float) -> None:
-        """Note that time has passed. A late tick counts as a short one: this process was late itself."""
+        """Note that time has passed. A late tick counts as a short one."""
         self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
 
     def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
@@ -107,7 +107,7 @@ class Member:
         return ReplicaView(self.name, alive, promise, self.num_legs, backlog, prefill_s, step_s, hit_pages)
 
     def wait_s(self, num_tokens: int) -> float:
-        """Return the predicted seconds to the first token of a prompt with so many tokens to compute."""
+        """Return the predicted seconds until so many more prompt tokens are computed."""
         prefill_s, _ = self.costs
         return (self.backlog + num_tokens) * prefill_s + self.step_s
 

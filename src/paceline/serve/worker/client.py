@@ -54,6 +54,15 @@ WATCHDOG_S = 8.0  # without a beat of a ready engine
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Setup:
+    """What every process of an engine is started with."""
+
+    config: EngineConfig
+    cores: frozenset[int]
+    watchdog_s: float
+
+
 @dataclass(slots=True, eq=False)
 class EngineProcess:
     """One engine process, from its start to its end."""
@@ -81,9 +90,7 @@ class EngineClient:
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
         process; none: all that this one may use.
         """
-        self.config = config
-        self.cores = cores
-        self._watchdog_s = watchdog_s
+        self._setup = _Setup(config, cores, watchdog_s)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -208,8 +215,8 @@ class EngineClient:
     async def _run_in(self, folder: Path, socket: zmq.asyncio.Socket) -> PacelineError | None:
         address = f"ipc://{folder}/engine"
         _without_limits(socket).bind(address)
-        process = await _spawn(address, self.cores)
-        engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
+        process = await _spawn(address, self._setup.cores)
+        engine = EngineProcess(socket, process, Watchdog(process.pid, self._setup.watchdog_s))
         try:
             self._engine = engine
             await self._listen(engine, folder)
@@ -238,7 +245,7 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        await engine.socket.send(encode(Load(self.config)))  # waits until the process has connected
+        await engine.socket.send(encode(Load(self._setup.config)))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:

@@ -302,7 +302,10 @@ def run(address: str) -> int:
 
 
 def main() -> int:
-    """Entry point of the process. Its cores, if it may not use all, stand behind the address."""
+    """Entry point of the process.
+
+    Its cores stand behind the address, if it may not use all.
+    """
     logs.configure("engine")
     stay_on(frozenset(map(int, sys.argv[2:])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
