@@ -25,6 +25,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.build import build
+from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -213,6 +214,7 @@ def _ready(built: Built) -> Ready:
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
         profile=profile_of(built.engine),
+        promise=built.promise.key(self_test(built.engine)),
     )
 
 
