@@ -58,6 +58,7 @@ class ReplicaStates:
 
     tables: Sequence[tuple[float, ...]]  # `step_s_by_rows` of each
     prefill_s: NDArray[float64]  # of a token
+    names: list[str] = field(init=False)
     alive: NDArray[bool_] = field(init=False)
     open_rows: NDArray[int64] = field(init=False)
     backlog: NDArray[float64] = field(init=False)  # tokens at `since_s`
@@ -68,6 +69,7 @@ class ReplicaStates:
 
     def __post_init__(self) -> None:
         count = len(self.tables)
+        self.names = [str(i) for i in range(count)]
         self.alive = np.zeros(count, np.bool_)
         self.open_rows = np.zeros(count, np.int64)
         self.backlog, self.rate, self.since_s, self.token_s, self.slower_s = np.zeros((5, count))
@@ -90,14 +92,22 @@ class ReplicaStates:
     def columns(self, now: float, hit_pages: NDArray[int64]) -> Columns:
         """Return what a policy reads."""
         wait_s = self.backlog_at(now) * self.prefill_s
-        return Columns(self.alive, self.open_rows, wait_s, self.prefill_s, self.token_s, self.slower_s, hit_pages)
+        return Columns(
+            self.names, self.alive, self.open_rows, wait_s, self.prefill_s, self.token_s, self.slower_s, hit_pages
+        )
 
     def views(self, now: float) -> list[ReplicaView]:
         """Return what the scaler reads: the replicas that live."""
         backlog = self.backlog_at(now)
         return [
             ReplicaView(
-                str(i), True, "", int(self.open_rows[i]), int(backlog[i]), float(self.prefill_s[i]), self.tables[i]
+                self.names[i],
+                True,
+                "",
+                int(self.open_rows[i]),
+                int(backlog[i]),
+                float(self.prefill_s[i]),
+                self.tables[i],
             )
             for i in np.flatnonzero(self.alive).tolist()
         ]

@@ -87,7 +87,8 @@ class RateTable:
     def token_s_by_rows(self, length: float) -> tuple[float, ...]:
         """Return what a `ReplicaView` tells of replicas like this, with rows of some length."""
         rows = np.arange(1, self.num_rows + 1)
-        return tuple(((self.step_s[1:] + self.kv_token_s * length * rows) / self.tokens[1:]).tolist())
+        token_s = (self.step_s[1:] + self.kv_token_s * length * rows) / self.tokens[1:]
+        return tuple(np.maximum.accumulate(token_s).tolist())
 
     @property
     def prefill_s_per_token(self) -> float:
@@ -131,18 +132,17 @@ class SteadyRows(Simulator):
     def measure(self, settling: int, measured: int) -> tuple[float, float, float]:
         """Return the mean seconds and tokens a row of a step, and the mean length of rows."""
         self._admit()
-        self._length[:] = self._to_prefill
-        self._to_prefill[:] = 0
+        rows = np.flatnonzero(self._request >= 0)
+        self._length[rows] = self._to_prefill[rows]
+        self._to_prefill[rows] = 0
         for _ in range(settling):
             self._step()
-        begin, written, self._counts = self._now, self._left.sum(), [0, 0, 0, 0]
-        lengths = [self._length.mean()]
+        begin, left, length = self._now, self._left[rows], self._length[rows]
+        self._counts = [0, 0, 0, 0]
         for _ in range(measured):
             self._step()
-        lengths.append(self._length.mean())
-        rows = len(self._left)
-        tokens = float(written - self._left.sum()) / (measured * rows)
-        return (self._now - begin) / measured, tokens, float(np.mean(lengths))
+        tokens = float((left - self._left[rows]).mean()) / measured
+        return (self._now - begin) / measured, tokens, float((length + self._length[rows]).mean() / 2)
 
     @property
     def mean_k(self) -> float:

@@ -34,7 +34,7 @@ class GatedPrefix:
     most_ratio: float = 1.5
     why: Why = "pages"
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return kept pages, negative, or open requests. [n]"""
         loads = replicas.open_rows.astype(np.float64)
         most, least = loads[replicas.may].max(), loads[replicas.may].min()
@@ -48,7 +48,7 @@ class GatedPrefix:
 
 RIVALS: dict[str, Callable[[], RoutingPolicy]] = {
     "sglang": GatedPrefix,
-    "bare-seconds": partial(Seconds, anew=1.0, open_share=0.0),
+    "bare-seconds": partial(Seconds, anew=1.0, open_share=0.0, recent_share=0.0),
 }
 
 
