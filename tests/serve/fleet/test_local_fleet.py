@@ -124,7 +124,7 @@ class LocalFleet:
         for kind, found in streamed.items():
             found.check_equal(self.whole[kind])
         assert eventually(lambda: self.server.metric('paceline_requests_open{replica="0"}') == 0)
-        return max(found.usage["legs"] for found in streamed.values())
+        return max(int(found.usage["legs"]) for found in streamed.values())
 
 
 @pytest.fixture(scope="module")
