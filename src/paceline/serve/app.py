@@ -215,7 +215,8 @@ def routes_of(state: AppState) -> list[Route]:
     async def about_tokenizer(_: HttpRequest) -> Response:
         return _json(tokenizer_info(await state.serving()))
 
-    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
+    replicas = state.client.replicas if isinstance(state.client, Fleet) else None
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/readyz", health, methods=["GET"]),

@@ -334,9 +334,8 @@ def test_an_operator_moves_an_answer() -> None:
             await bench.fleet.move("r", there)
             await settle()
             assert bench.writer("r") is not writer
-            figures = bench.fleet.figures()
-            assert figures["requests"] == [{"request": "r", "replica": there, "tokens": 3, "legs": 1}]
-            assert [line["resumes"] for line in figures["replicas"]] == [int(there == "0"), int(there == "1")]
+            assert bench.fleet.requests() == [{"request": "r", "replica": there, "tokens": 3, "legs": 1}]
+            assert [line["resumes"] for line in bench.fleet.replicas()] == [int(there == "0"), int(there == "1")]
             await bench.finish(request)
 
     run(scenario)

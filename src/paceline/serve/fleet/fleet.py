@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
@@ -184,10 +185,13 @@ class Fleet:
         if not await self._begin_leg(answer, member, "move"):
             await self._place(answer, "move")
 
-    def figures(self) -> dict[str, Any]:
-        """Return the tables of replicas and of open requests."""
-        requests = [answer.figures() for answer in list(self._journal.open.values())[:MOST_LISTED]]
-        return {"replicas": [m.figures() for m in self.members.values()], "requests": requests}
+    def replicas(self) -> list[dict[str, Any]]:
+        """Return the table of replicas."""
+        return [member.figures() for member in self.members.values()]
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the table of open requests."""
+        return [answer.figures() for answer in islice(self._journal.open.values(), MOST_LISTED)]
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -480,18 +484,13 @@ class Fleet:
         if done.cancelled():
             return
         failed = done.exception()
-        if failed is None:
-            self._mixed(done.result(), member)
-        elif self.first_ready.done():
-            log.error("replica %s could not be started: %s", member.name, failed)
+        keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
+        if failed is None and keys - {done.result().promise}:
+            log.warning(MIXED, member.name)
         if self.first_ready.done():
-            return
-        if failed is None:
+            if failed is not None:
+                log.error("replica %s could not be started: %s", member.name, failed)
+        elif failed is None:
             self.first_ready.set_result(done.result())
         else:
             self.first_ready.set_exception(failed)
-
-    def _mixed(self, ready: Ready, member: Member) -> None:
-        """Warn of a replica that writes other texts than the others."""
-        if any(m.ready is not None and m.ready.promise != ready.promise for m in self.members.values()):
-            log.warning(MIXED, member.name)
