@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
+from paceline.engine.assembly.config import EngineConfig
 from paceline.serve.fleet.fleet_options import FleetOptions, core_groups, deal
+from paceline.serve.fleet.local import replica_config
 from paceline.serve.fleet.member import ranges
 
 
@@ -74,3 +76,13 @@ def test_every_replica_has_cores_and_shares_them_only_in_want(
     assert frozenset().union(*dealt) <= cores
     if replicas <= len(cores):
         assert sum(map(len, dealt)) == len(cores) == len(frozenset().union(*dealt))
+
+
+def test_replicas_share_memory_and_disk_but_no_files() -> None:
+    engine = EngineConfig(kv_disk="/pages", kv_disk_bytes=10 << 20, trace="trace.jsonl")
+    configs = [replica_config(engine, number, 4) for number in range(4)]
+    assert {config.sharers for config in configs} == {4}
+    assert sum(config.kv_disk_bytes for config in configs) == engine.kv_disk_bytes
+    assert len({config.kv_disk for config in configs}) == len({config.trace for config in configs}) == 4
+    plain = replica_config(EngineConfig(), 1, 2)
+    assert plain.kv_disk is plain.trace is None
