@@ -149,7 +149,8 @@ class FakeEngines:
 
     def beat(self, steps: int = 0) -> None:
         gauges = Gauges(len(self.rows), 0, 0, 64, len(self.rows), 0, 0)
-        self.snapshot = Snapshot(Stats(steps=steps), gauges)
+        stats = Stats(steps=steps, step_s=1e-4 * steps, decode_passes=steps, decoded_tokens=steps)
+        self.snapshot = Snapshot(stats, gauges)
         if self.on_snapshot is not None:
             self.on_snapshot(self.snapshot)
 

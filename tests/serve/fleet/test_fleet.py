@@ -511,3 +511,31 @@ def test_what_needs_equal_texts_needs_the_coupled_law(options: dict[str, Any]) -
     FleetOptions().check_law("rejection")
     with pytest.raises(ConfigError, match="coupled"):
         FleetOptions(**options).check_law("rejection")
+
+
+def test_the_sum_of_counters_never_falls() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            told: list[int] = []
+            bench.fleet.on_snapshot = lambda snapshot: told.append(snapshot.stats.steps)
+            bench.fakes[0].beat(steps=10)
+            bench.fakes[1].beat(steps=5)
+            bench.fakes[0].die()
+            bench.fakes[0].revive()
+            bench.fakes[0].beat(steps=3)
+            assert told == [10, 15, 15, 18]
+
+    run(scenario)
+
+
+def test_a_replica_that_has_not_worked_yet_is_taken_to_be_as_fast_as_others() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fakes[0].beat(steps=100)
+            assert bench.fleet.members["0"].costs is not None
+            assert bench.fleet.members["1"].costs is None
+            for index in range(4):
+                await bench.ask(request_of(f"r{index}"))
+            assert [fake.num_open for fake in bench.fakes] == [2, 2]
+
+    run(scenario)

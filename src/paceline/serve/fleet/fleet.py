@@ -105,7 +105,7 @@ class Fleet:
     @property
     def snapshot(self) -> Snapshot | None:
         """Sum of the replicas' newest counters."""
-        return summed([m.engines.snapshot for m in self.members.values() if m.engines.snapshot is not None])
+        return summed(self.members.values())
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
