@@ -15,6 +15,7 @@ from paceline.engine.assembly.owner import EngineOwner
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine
+from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlapped_loop import overlapped
@@ -50,7 +51,7 @@ def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
     owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
-    EngineWorker(owner, line).run()  # type: ignore[arg-type]
+    EngineWorker(Commands(owner), line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 

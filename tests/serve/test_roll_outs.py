@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from paceline.core.errors import ConfigError
-from paceline.serve.fleet.options import FleetOptions
+from paceline.serve.fleet.fleet_options import FleetOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig
 from tests.serve.conftest import Server, running, write_model

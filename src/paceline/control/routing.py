@@ -25,6 +25,8 @@ COUNTED_REQUESTS = 256  # of one generation of page counts; two generations are 
 COUNTED_PAGES = 512  # first pages of a prompt that are counted; later ones are as common as the last of these
 FEW = 2  # requests that share a page at least before it can be common
 MEAN_RATE = 0.02  # share of the mean prompt that one more prompt replaces
+RECENT_REQUESTS = 16  # of each replica on average, after which a request counts 1/e
+MAX_WEIGHT = 1e9  # of the newest request, before all are scaled down
 
 Why = Literal["pages", "load", "turn", "only"]
 
@@ -64,6 +66,7 @@ class Choice(NamedTuple):
 class Columns:
     """What policies read of n replicas. [n] each"""
 
+    names: Sequence[str]
     may: NDArray[bool_]  # it may have the request
     open_rows: NDArray[int64]
     wait_s: NDArray[float64]  # until all prompts sent there are computed
@@ -80,8 +83,11 @@ class RoutingPolicy(Protocol):
     def why(self) -> Why:
         """Strongest reason that it has: "pages" is told where the chosen replica keeps most, else "load"."""
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
-        """Return a price for each replica; the lowest wins. [n]"""
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
+        """Return a price for each replica; the lowest wins. [n]
+
+        recent: requests that each one got lately.
+        """
 
 
 # Views to columns --------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ def columns(request: RequestView, views: Sequence[ReplicaView]) -> Columns:
     prefill_s = np.array(prefill, np.float64)
     wait_s = np.array(backlogs) * prefill_s
     return Columns(
-        may, np.array(rows), wait_s, prefill_s, decoding[:, 0], decoding[:, 1], np.array(hits, np.int64)
+        names, may, np.array(rows), wait_s, prefill_s, decoding[:, 0], decoding[:, 1], np.array(hits, np.int64)
     )
 
 
@@ -125,26 +131,29 @@ def columns(request: RequestView, views: Sequence[ReplicaView]) -> Columns:
 class Seconds:
     """Predicted seconds: the queue, the own prefill, the own answer, and what others lose by it.
 
-    Two corrections of the bare sum keep few replicas from having all. A token computed anew counts `anew` times,
+    Three corrections of the bare sum keep few replicas from having all. A token computed anew counts `anew` times,
     as it will be computed once more when it is evicted. An open row costs at least `open_share` of the prefill of
-    a mean prompt, as it takes so much of the cache.
+    a mean prompt, as it takes so much of the cache. A request that the replica got lately costs `recent_share` of
+    it, as it left pages there: else an idle replica never fills its cache while another evicts pages for new ones.
     """
 
     anew: float = 1.5
     open_share: float = 0.125
+    recent_share: float = 0.05
     answer_tokens: int = 256  # that an answer is taken to have
     why: Why = "pages"
     _mean_prompt: float = field(default=0.0, init=False)
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return seconds. [n]"""
         self._mean_prompt = _moved(self._mean_prompt, request.prompt_tokens)
         hits = replicas.hit_pages * request.page_tokens
         fresh_s = np.maximum(request.prompt_tokens - hits, 1) * replicas.prefill_s
-        taken_s = self.open_share * self._mean_prompt * replicas.prefill_s
-        open_s = np.maximum(taken_s, self.answer_tokens * replicas.slower_s) * replicas.open_rows
+        mean_s = self._mean_prompt * replicas.prefill_s
+        open_s = np.maximum(self.open_share * mean_s, self.answer_tokens * replicas.slower_s) * replicas.open_rows
+        answer_s = self.answer_tokens * replicas.token_s
         found: NDArray[float64] = (
-            replicas.wait_s + self.anew * fresh_s + self.answer_tokens * replicas.token_s + open_s
+            replicas.wait_s + self.anew * fresh_s + answer_s + open_s + self.recent_share * mean_s * recent
         )
         return found
 
@@ -189,7 +198,7 @@ class Prefix:
     why: Why = "pages"
     _common: CommonPages = field(default_factory=CommonPages, init=False)
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return kept pages, negative, or open requests. [n]"""
         common = self._common.count(request.page_hashes, int(np.count_nonzero(replicas.may)))
         rare = np.maximum(replicas.hit_pages - common, 0)
@@ -206,7 +215,7 @@ class Least:
 
     why: Why = "load"
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return open requests. [n]"""
         return replicas.open_rows.astype(np.float64)
 
@@ -217,7 +226,7 @@ class RoundRobin:
 
     why: Why = "turn"
 
-    def prices(self, request: RequestView, replicas: Columns) -> NDArray[float64]:
+    def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return zeros. [n]"""
         return np.zeros(len(replicas.may))
 
@@ -240,11 +249,34 @@ def policy_named(name: str) -> RoutingPolicy:
 # The router --------------------------------------------------------------------------------------
 
 
+class RecentRequests:
+    """How many of the last requests each replica got; older ones count less."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, float] = {}
+        self._newest = 1.0  # weight of a request now: it grows, instead of all others shrinking
+
+    def of(self, names: Sequence[str]) -> NDArray[float64]:
+        """Return the count of each replica. [n]"""
+        get = self._weights.get
+        return np.array([get(name, 0.0) for name in names]) / self._newest
+
+    def add(self, name: str, num_replicas: int) -> None:
+        """Count a request of a fleet of so many."""
+        self._newest *= 1 + 1 / (RECENT_REQUESTS * num_replicas)
+        self._weights[name] = self._weights.get(name, 0.0) + self._newest
+        if self._newest > MAX_WEIGHT:
+            scaled = ((name, weight / self._newest) for name, weight in self._weights.items())
+            self._weights = {name: weight for name, weight in scaled if weight > 1 / MAX_WEIGHT}
+            self._newest = 1.0
+
+
 class Router:
     """Chooses replicas by a policy; equally cheap ones take turns."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
+        self._recent = RecentRequests()
         self._turn = 0  # index that comes first among equals
 
     def choose(self, request: RequestView, views: Sequence[ReplicaView]) -> Choice | None:
@@ -260,11 +292,13 @@ class Router:
         (allowed,) = np.nonzero(replicas.may)
         if not len(allowed):
             return None
-        prices = np.nan_to_num(self._policy.prices(request, replicas)[allowed], nan=np.inf, posinf=np.inf)
+        prices = self._policy.prices(request, replicas, self._recent.of(replicas.names))[allowed]
+        prices[np.isnan(prices)] = np.inf
         cheapest = allowed[prices == prices.min()]
         place = int(np.searchsorted(cheapest, self._turn))
         chosen = int(cheapest[place % len(cheapest)])
         self._turn = chosen + 1
+        self._recent.add(replicas.names[chosen], len(allowed))
         return chosen
 
     def _why(self, replicas: Columns, index: int) -> Why:

@@ -26,6 +26,11 @@ log = logging.getLogger(__name__)
 READ_S = 0.05  # between two looks at pages that are read from disk
 
 
+def versioned(fingerprint: str, mark: str) -> str:
+    """Return a fingerprint of KV, or a promise key, under newer weights. mark: empty for the first ones."""
+    return f"{fingerprint}\0{mark}" if mark else fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class Renewal:
     """Result of an update for drafters, by name."""

@@ -118,7 +118,7 @@ class EngineHost:
         elif isinstance(message, Watch):
             await self._running.watch(on=message.on)
         elif isinstance(message, Cancel) and message.abort:
-            await self._running.abort(lambda request_id: request_id == message.request_id)
+            await self._running.commands.abort(lambda request_id: request_id == message.request_id)
         elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
             await answers.close()
 

@@ -18,7 +18,7 @@ from paceline.ray.local_ray import stay_on_loopback
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import make_app
 from paceline.serve.fleet.fleet import Fleet
-from paceline.serve.fleet.options import FleetOptions
+from paceline.serve.fleet.fleet_options import FleetOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tokenizer_cache import TokenizerCache
 from ray import serve
@@ -85,7 +85,7 @@ class FrontServer:
             self.fleet.add(name, HostEngines(host, self._name))
         for name, member in list(members.items()):
             if name not in names and member.engines.dead:
-                self.fleet.remove(name)
+                del members[name]
 
 
 class FrontReplica:

@@ -33,10 +33,17 @@ log = logging.getLogger(__name__)
 class HostCommands:
     """A trainer's commands to a replica's actor; see `Commanded`."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: Any, front: str, open_ids: Callable[[], Sequence[str]]) -> None:
         self.version = FIRST_VERSION
         self.whole_model: str | None = None
-        self._host = host
+        self._host, self._front, self._open_ids = host, front, open_ids
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        found = [request_id for request_id in self._open_ids() if chosen(request_id)]
+        if found:
+            self._host.send.remote(self._front, encode([Cancel(request_id, abort=True) for request_id in found]))
+        return len(found)
 
     async def send(self, command: Command) -> Obeyed:
         """Return the reply. Raises `PacelineError` if the command could not be obeyed."""
@@ -65,11 +72,16 @@ class HostEngines:
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self.commands = HostCommands(host)
+        self.commands = HostCommands(host, front, lambda: list(self._open))
         self._host = host
         self._front = front
         self._open: dict[str, Answers] = {}
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    @property
+    def pid(self) -> int | None:
+        """None: the process is another machine's, perhaps."""
+        return None
 
     @property
     def num_open(self) -> int:
@@ -95,13 +107,6 @@ class HostEngines:
             self._open.pop(request_id, None)
         if still_open and not self.dead:
             self._send([Cancel(request_id) for request_id in still_open])
-
-    async def abort(self, chosen: Callable[[str], bool]) -> int:
-        """End open requests, chosen by id, with what they have written; return how many."""
-        found = [request_id for request_id in self._open if chosen(request_id)]
-        if found and not self.dead:
-            self._send([Cancel(request_id, abort=True) for request_id in found])
-        return len(found)
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engine's last steps."""
@@ -166,10 +171,10 @@ class HostEngines:
             self._loaded(message)
 
     def _loaded(self, ready: Ready) -> None:
-        if self.first_ready.done():
-            self.restarts += 1
-        else:
+        if not self.first_ready.done():
             self.first_ready.set_result(ready)
+        elif self.ready is None:
+            self.restarts += 1
         self.ready = ready
 
     def _outcomes(self, message: OutcomeBatch) -> None:

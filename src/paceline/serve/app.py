@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.promise import fingerprint
 from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.error_forms import error_response, why_not_here
@@ -90,7 +91,8 @@ class AppState:
         if ready is None:
             raise EngineDied("the engine is not ready; try again later")
         prompts = await self.tokenizer_cache.of(ready)
-        return Serving(prompts, self.served_names or (ready.model_name,), self.lenient)
+        names = self.served_names or (ready.model_name,)
+        return Serving(prompts, names, self.lenient, fingerprint(ready.promise))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -215,7 +217,8 @@ def routes_of(state: AppState) -> list[Route]:
     async def about_tokenizer(_: HttpRequest) -> Response:
         return _json(tokenizer_info(await state.serving()))
 
-    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining)
+    replicas = state.client.replicas if isinstance(state.client, Fleet) else None
+    live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
     return [
         Route("/health", health, methods=["GET"]),
         Route("/readyz", health, methods=["GET"]),
@@ -251,6 +254,8 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
     assert ready is not None
     choices = {choice.what: choice.value for choice in ready.choices}
     law = choices.get("law", "")
+    promise = {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")}
+    promise["key"] = ready.promise
     created = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": name,
@@ -261,7 +266,7 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": ready.max_len,
         "drafters": ready.drafters,
-        "promise": {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")},
+        "promise": promise,
         "type": "model",  # from here on as Anthropic
         "display_name": choices.get("model", ready.model_name),
         "created_at": created,

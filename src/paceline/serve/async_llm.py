@@ -218,7 +218,7 @@ class AsyncLLM(Asking):
 
     async def abort(self) -> int:
         """End all that is open, with finish reason `abort`; return how many."""
-        return await self._running.abort(lambda _: True)
+        return await self._running.commands.abort(lambda _: True)
 
     async def pause_generation(self, mode: str = "abort") -> None:
         """Take no step until `continue_generation`. mode: `abort` what is open, or `keep` it."""

@@ -1,4 +1,4 @@
-"""What the server needs of its engines, be it one process or a fleet of them."""
+"""The seam between the server and its engines: one process, or a fleet."""
 
 from __future__ import annotations
 
@@ -69,13 +69,20 @@ class Commanded(Protocol):
         """Place that whole weights came from last; None: they were loaded first."""
         ...
 
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        ...
+
     async def send(self, command: Command) -> Obeyed:
         """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
         ...
 
 
 class Engines(Protocol):
-    """One engine or several that write the same texts. All methods are for the event loop's thread."""
+    """One engine or several that write the same texts.
+
+    All methods are for the event loop's thread.
+    """
 
     on_snapshot: Callable[[Snapshot], None] | None  # called with each
     on_language: Callable[[Language], None] | None  # called while an engine loads
@@ -107,6 +114,11 @@ class Engines(Protocol):
         ...
 
     @property
+    def pid(self) -> int | None:
+        """Process id of the one engine; None of several, or while there is none."""
+        ...
+
+    @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
         ...
@@ -120,10 +132,6 @@ class Engines(Protocol):
 
     async def cancel(self, answers: Answers) -> None:
         """End the open ones of these answers; no further event is put."""
-        ...
-
-    async def abort(self, chosen: Callable[[str], bool]) -> int:
-        """End open requests, chosen by id, with what they have written; return how many."""
         ...
 
     async def watch(self, *, on: bool) -> None:

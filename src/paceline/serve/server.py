@@ -33,8 +33,8 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
+from paceline.serve.fleet.fleet_options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
 from paceline.serve.fleet.local import start_fleet
-from paceline.serve.fleet.options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.traces import Traces
@@ -267,15 +267,13 @@ def _engines(
 ) -> Engines:
     """Start one engine, or a fleet. Raises `ConfigError`."""
     options = config.fleet
-    if options.replicas == 1 and options.cores == AUTO:
-        return EngineClient(engine, on_progress, tokenizer_cache.of, config.watchdog_s)
-    options.check_law(engine.law)
-    shared = replace(engine, sharers=options.replicas)
 
-    def new_engine(cores: frozenset[int]) -> EngineClient:
-        return EngineClient(shared, on_progress, tokenizer_cache.of, config.watchdog_s, cores)
+    def new_engine(of_one: EngineConfig, cores: frozenset[int]) -> EngineClient:
+        return EngineClient(of_one, on_progress, tokenizer_cache.of, config.watchdog_s, cores)
 
-    return new_engine(options.dealt()[0]) if options.replicas == 1 else start_fleet(options, new_engine)
+    if options.replicas > 1:
+        return start_fleet(options, engine, new_engine)
+    return new_engine(engine, frozenset() if options.cores == AUTO else options.dealt()[0])
 
 
 def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) -> uvicorn.Config:

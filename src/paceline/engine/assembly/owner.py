@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
 from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_version
-from paceline.engine.assembly.build import assemble, load, versioned
-from paceline.engine.renewal import Renewal, renew
+from paceline.engine.assembly.build import assemble, load
+from paceline.engine.renewal import Renewal, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.files.pull import resolve
 from paceline.model.renewed import renewed, with_arrays
@@ -46,7 +46,7 @@ class EngineOwner:
         """Own an engine that was assembled over loaded weights, see `load_engine`."""
         self.config = config
         self.version = FIRST_VERSION  # of the weights
-        self._mark = ""  # what stands for these weights in the hashes of pages
+        self.mark = ""  # what stands for these weights in the hashes of pages; empty: the first ones
         self._source: WeightSource | None = None  # None: the files of the config, or arrays
         self._from_arrays = False
         self._released: set[str] = set()
@@ -101,15 +101,15 @@ class EngineOwner:
     def _take(self, model: LoadedModel, version: str, digest: str) -> Renewal:
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
         put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
-        self.version, self._mark = version, f"{version}\0{digest}"
-        self._loaded = replace(loaded, version=self._mark)
+        self.version, self.mark = version, f"{version}\0{digest}"
+        self._loaded = replace(loaded, version=self.mark)
         self._released.discard(WEIGHTS)
         if self._built is None:
             put_in_place()
             self._wake()
             return Renewal(rebuilt=() if self._built is None else tuple(self._built.engine.drafting.drafters))
         built = self._built
-        fingerprint = versioned(built.fingerprint, self._mark)
+        fingerprint = versioned(built.fingerprint, self.mark)
         report = renew(built.engine, put_in_place, version, fingerprint, built.rebuild)
         log.warning("weights are now version %s; drafters: %s", version, describe(report))
         return report
@@ -139,7 +139,7 @@ class EngineOwner:
             if self._source is not None:
                 model = renewed(self._first_model(), self._source)
                 self.config.backend_spec.repack(loaded.decoder, model.weights)()
-            self._loaded = replace(loaded, version=self._mark)
+            self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
         self._wake()
 

@@ -36,6 +36,7 @@ class ResponseMeta:
     created: int  # unix time, seconds
     model: str
     seed: int
+    fingerprint: str | None = None  # of the promise key
 
     def fields(self, kind: str) -> Json:
         """Return the fields at the top of a response or chunk."""
@@ -45,7 +46,7 @@ class ResponseMeta:
             "created": self.created,
             "model": self.model,
             "seed": self.seed,
-            "system_fingerprint": None,
+            "system_fingerprint": self.fingerprint,
         }
 
 

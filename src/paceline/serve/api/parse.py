@@ -49,6 +49,7 @@ class Serving:
     prompts: Prompts
     names: tuple[str, ...]  # of the model; responses carry the first
     lenient: bool = False  # unknown fields are ignored, not refused
+    fingerprint: str | None = None  # of the engine's promise key
 
     def check_model(self, asked: str | None) -> None:
         """Raise `ApiError` 404 for a model that is not served."""
@@ -154,7 +155,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     plan = prompts.reader_plan(use, prompt.opened)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
-    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
+    return _job(body, requests, serving, form, arrival_s, ignored)
 
 
 def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
@@ -169,7 +170,7 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     scored = all_ids if body.echo and body.logprobs is not None else ()
     as_ids = bool(body.return_tokens_as_token_ids)
     form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
-    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
+    return _job(body, requests, serving, form, arrival_s, ignored)
 
 
 def with_sampling(body: BodyT, defaults: Defaults) -> BodyT:
@@ -207,7 +208,7 @@ def _requests(
 def _job(
     body: ChatBody | CompletionBody,
     requests: list[Request],
-    model: str,
+    serving: Serving,
     form: RouteFormat,
     arrival_s: float,
     ignored: tuple[str, ...],
@@ -215,7 +216,7 @@ def _job(
     first, structure = requests[0], body.structure()
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(
-        meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
+        meta=ResponseMeta(response_id, int(time.time()), serving.names[0], first.seed, serving.fingerprint),
         format=form,
         requests=requests,
         n=first.params.n,

@@ -105,7 +105,7 @@ class RollOuts:
 
     async def _abort_all(self, rid: str | None = None) -> int:
         """Abort the roll-outs of a name, or all; requests of other routes go on."""
-        return await self._client.abort(lambda i: (name := named(i)) is not None and rid in (None, name))
+        return await self._client.commands.abort(lambda i: (name := named(i)) is not None and rid in (None, name))
 
     async def _pause(self, request: HttpRequest) -> Response:
         body = await _body(request, _PauseBody)

@@ -76,7 +76,7 @@ class Audits:
             self._kept.append(audit)
 
     async def work(self, members: Iterable[Member]) -> None:
-        """Go on: begin an audit on an idle replica, compare one that has ended, or break off for real work."""
+        """Begin an audit, compare one that has ended, or break off for work."""
         now = self._now
         if now is None:
             await self._begin(members)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 from paceline.control.routing import RequestView, Router, policy_named
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import PrefixIndex, page_hashes
+from paceline.serve.fleet.member import USUAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from paceline.control.routing import Choice
     from paceline.serve.fleet.fleet_metrics import FleetMetrics
-    from paceline.serve.fleet.journal import OpenAnswer
+    from paceline.serve.fleet.fleet_options import FleetOptions
+    from paceline.serve.fleet.journal import OngoingAnswer
     from paceline.serve.fleet.member import Member
-    from paceline.serve.fleet.options import FleetOptions
 
 ANY = "any"  # value of --resume
 
@@ -31,7 +32,7 @@ class Dispatch:
         self._index = PrefixIndex()
 
     def choose(
-        self, answer: OpenAnswer, without: Collection[str] = (), *, silent: bool = False
+        self, answer: OngoingAnswer, without: Collection[str] = (), *, silent: bool = False
     ) -> tuple[Member, Choice] | None:
         """Return the replica for an answer, now; None if there is none.
 
@@ -47,34 +48,33 @@ class Dispatch:
         return found
 
     def _chosen(
-        self, answer: OpenAnswer, without: Collection[str], *, silent: bool, promise: str
+        self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, Choice] | None:
         members = self._members
         banned = {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
-        request = answer.request
-        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
+        usual = next((m.costs for m in members.values() if m.costs is not None), USUAL)
         views = [
-            member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
+            member.view(hits.get(name, 0), usual, alive=member.serves if silent else member.alive)
             for name, member in members.items()
         ]
         choice = self._router.choose(view, views)
         return None if choice is None else (members[choice.replica], choice)
 
-    def fresh_tokens(self, answer: OpenAnswer, member: Member) -> int:
+    def fresh_tokens(self, answer: OngoingAnswer, member: Member) -> int:
         """Return the tokens that a replica would have to prefill."""
-        request = answer.request
-        num_tokens = len(request.prompt_ids) + len(request.told) + len(answer.told)
+        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         hits = self._index.hits(self._hashes(answer)).get(member.name, 0)
         return max(num_tokens - hits * PAGE_TOKENS, 1)
 
-    def began(self, answer: OpenAnswer, member: Member) -> None:
+    def began(self, answer: OngoingAnswer, member: Member) -> None:
         """Note that a replica gets a prompt's pages."""
         self._index.add(member.name, self._hashes(answer), member.num_pages)
 
-    def ended(self, answer: OpenAnswer, member: Member) -> None:
-        """Note that a replica has the pages of a whole answer, which the next turn begins with."""
+    def ended(self, answer: OngoingAnswer, member: Member) -> None:
+        """Note that a replica has an answer's pages, which the next turn begins with."""
         if len(answer.told) >= PAGE_TOKENS:
             self._index.add(member.name, page_hashes(answer.request, answer.told), member.num_pages)
 
@@ -82,7 +82,7 @@ class Dispatch:
         """Note that a replica's process has ended."""
         self._index.forget(name)
 
-    def _hashes(self, answer: OpenAnswer) -> tuple[bytes, ...]:
+    def _hashes(self, answer: OngoingAnswer) -> tuple[bytes, ...]:
         if answer.page_hashes is None:
             answer.page_hashes = page_hashes(answer.request)
         return answer.page_hashes

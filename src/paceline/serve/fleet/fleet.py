@@ -1,4 +1,4 @@
-"""A fleet: several engines as one, and answers that go on when one of them ends.
+"""A fleet: several engines as one, and answers that outlive them.
 
 Every answer is in the journal. When its replica dies, hangs, is told to stop, or finds no finite logit, another
 one with the same promise key gets the request with the tokens that its client has, and goes on bit for bit.
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Request
     from paceline.serve.engines import Engines, Event, OnEvent
-    from paceline.serve.fleet.journal import Leg, OpenAnswer
-    from paceline.serve.fleet.options import FleetOptions
+    from paceline.serve.fleet.fleet_options import FleetOptions
+    from paceline.serve.fleet.journal import Leg, OngoingAnswer
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 
 log = logging.getLogger(__name__)
 
 MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
 POISON = "this request ended every engine that took it, so it is given up"
+MIXED = "replica %s has another promise key than others: none of them can go on with the other's answers"
 FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
-LEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 MOST_LISTED = 200  # open requests in the figures
 
 
 class Fleet:
     """Several engines that write the same texts; see `Engines`."""
+
+    pid: int | None = None  # it is several processes
 
     def __init__(self, options: FleetOptions) -> None:
         """Begin without replicas; see `add`. Call in a running event loop."""
@@ -78,10 +81,6 @@ class Fleet:
             self.spawn(engines.watch(on=True))
         return member
 
-    def remove(self, name: str) -> None:
-        """Forget a replica that is gone for good."""
-        self._dispatch.forget(self.members.pop(name).name)
-
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run something beside, for as long as the fleet runs."""
         task = asyncio.create_task(work)
@@ -108,7 +107,7 @@ class Fleet:
     @property
     def snapshot(self) -> Snapshot | None:
         """Sum of the replicas' newest counters."""
-        return summed([m.engines.snapshot for m in self.members.values() if m.engines.snapshot is not None])
+        return summed(self.members.values())
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
@@ -116,6 +115,8 @@ class Fleet:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         begun = [self._journal.begin(request, answers) for request in requests]
+        if self._hedging is not None:
+            self._hedging.num_requests += len(begun)
         try:
             for answer in begun:
                 await self._place(answer)
@@ -136,10 +137,6 @@ class Fleet:
         for at_replica in legs:
             if at_replica is not None:
                 await at_replica.close()
-
-    async def abort(self, chosen: Callable[[str], bool]) -> int:
-        """End open requests, chosen by id, with what they have written; return how many."""
-        return sum([await member.engines.abort(chosen) for member in self.members.values()])
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engines' last steps."""
@@ -177,7 +174,7 @@ class Fleet:
         return 0 if undo else self._move_all(member, "drain")
 
     async def move(self, request_id: str, name: str) -> None:
-        """Let another replica go on with an answer. Raises `RequestError`."""
+        """Give an answer to another replica. Raises `RequestError`."""
         member, answer = self._member(name), self._journal.open.get(request_id)
         if answer is None:
             raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
@@ -190,10 +187,13 @@ class Fleet:
         if not await self._begin_leg(answer, member, "move"):
             await self._place(answer, "move")
 
-    def figures(self) -> dict[str, Any]:
-        """Return the tables of replicas and of open requests."""
-        requests = [answer.figures() for answer in list(self._journal.open.values())[:MOST_LISTED]]
-        return {"replicas": [m.figures() for m in self.members.values()], "requests": requests}
+    def replicas(self) -> list[dict[str, Any]]:
+        """Return the table of replicas."""
+        return [member.figures() for member in self.members.values()]
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the table of open requests."""
+        return [answer.figures() for answer in islice(self._journal.open.values(), MOST_LISTED)]
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -202,8 +202,11 @@ class Fleet:
 
     # Placing answers ---------------------------------------------------------------------------------
 
-    async def _place(self, answer: OpenAnswer, why: str | None = None) -> None:
-        """Give an answer to a replica, or let it wait for one. why: it went on for this reason."""
+    async def _place(self, answer: OngoingAnswer, why: str | None = None) -> None:
+        """Give an answer to a replica, or let it wait for one.
+
+        why: it goes on for this reason; None: it is new.
+        """
         tried = set(answer.full)
         while self._is_open(answer) and not answer.legs:
             found = self._dispatch.choose(answer, tried, silent=True)
@@ -216,7 +219,7 @@ class Fleet:
                 return
             tried.add(member.name)
 
-    async def _begin_leg(self, answer: OpenAnswer, member: Member, why: str | None) -> bool:
+    async def _begin_leg(self, answer: OngoingAnswer, member: Member, why: str | None) -> bool:
         """Send a request to a replica; False if it takes none."""
         ready = member.ready
         if ready is None:
@@ -242,15 +245,15 @@ class Fleet:
             self._count_resumed(answer, member, why)
         return True
 
-    def _count_resumed(self, answer: OpenAnswer, member: Member, why: str) -> None:
+    def _count_resumed(self, answer: OngoingAnswer, member: Member, why: str) -> None:
         member.num_resumed += 1
         self.metrics.resumed.labels(why).inc()
         self.metrics.resumed_tokens.inc(len(answer.told))
         if why in MOVES:
             self.metrics.moved.inc()
 
-    def _wait(self, answer: OpenAnswer, why: str | None) -> None:
-        """Let an answer wait for a replica, or end it."""
+    def _wait(self, answer: OngoingAnswer, why: str | None) -> None:
+        """Keep an answer until there is a replica for it, or end it."""
         if answer.refused is not None and not answer.told:
             self._fail(answer, answer.refused)
             return
@@ -275,13 +278,13 @@ class Fleet:
                 del self._waiting[request_id]
                 self._fail(answer, EngineDied(RESTARTING))
 
-    def _is_open(self, answer: OpenAnswer) -> bool:
+    def _is_open(self, answer: OngoingAnswer) -> bool:
         return self._journal.open.get(answer.request.request_id) is answer
 
     # Events of legs ----------------------------------------------------------------------------------
 
-    def _on_event(self, answer: OpenAnswer, leg: Leg, event: Event) -> None:
-        """Take an event of a replica. Words of a leg that was given up count no more."""
+    def _on_event(self, answer: OngoingAnswer, leg: Leg, event: Event) -> None:
+        """Take an event of a replica. It counts unless the leg was given up."""
         if leg not in answer.legs:
             return
         member = self.members[leg.replica]
@@ -293,7 +296,7 @@ class Fleet:
         elif not isinstance(event, Disconnected):
             self._on_outcome(answer, leg, event[1])
 
-    def _on_outcome(self, answer: OpenAnswer, leg: Leg, outcome: Outcome) -> None:
+    def _on_outcome(self, answer: OngoingAnswer, leg: Leg, outcome: Outcome) -> None:
         if outcome.finish_reason == "cancelled":  # not by us
             self._lost(answer, leg, "drain", EngineDied(RESTARTING))
             return
@@ -313,7 +316,7 @@ class Fleet:
         if news is not None:
             self._send_on(answer, leg, news)
 
-    def _send_on(self, answer: OpenAnswer, leg: Leg, news: Outcome) -> None:
+    def _send_on(self, answer: OngoingAnswer, leg: Leg, news: Outcome) -> None:
         member = self.members[leg.replica]
         if not answer.promise and member.ready is not None:
             answer.promise = member.ready.promise
@@ -324,24 +327,27 @@ class Fleet:
         if news.finish_reason is not None:
             self._finished(answer, leg, member)
         elif len(answer.legs) > 1:
-            self._settle(answer, leg, least_lead=LEAD_TOKENS)
+            self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
-    def _finished(self, answer: OpenAnswer, leg: Leg, member: Member) -> None:
-        self._settle(answer, leg, least_lead=0)
+    def _finished(self, answer: OngoingAnswer, leg: Leg, member: Member) -> None:
+        self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
         self._end_leg(answer, leg)
         self._forget(answer)
         self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
-    def _settle(self, answer: OpenAnswer, ahead: Leg, least_lead: int) -> None:
-        """Stop the other replica of an answer once one leads by so many tokens."""
+    def _settle(self, answer: OngoingAnswer, ahead: Leg, tokens_ahead: int) -> None:
+        """Stop the other replica of an answer once one is ahead by so many tokens."""
         for other in tuple(answer.legs):
-            if other is not ahead and ahead.num_tokens - other.num_tokens >= least_lead:
+            if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
                 self._drop(answer, other)
 
-    def _lost(self, answer: OpenAnswer, leg: Leg, why: str, what: PacelineError | Outcome) -> None:
-        """Let another replica go on where one is given up, or end the answer. what: to tell its client then."""
+    def _lost(self, answer: OngoingAnswer, leg: Leg, why: str, what: PacelineError | Outcome) -> None:
+        """Give a leg up: another replica goes on, or the answer ends.
+
+        what: to tell the client in that case.
+        """
         member, gave = self.members[leg.replica], leg.gave
         if isinstance(what, RequestError) and not isinstance(what, QueueFull):
             self._end_leg(answer, leg)
@@ -367,29 +373,29 @@ class Fleet:
         else:
             self.spawn(self._place(answer, why))
 
-    def _give_up(self, answer: OpenAnswer) -> None:
-        request_id = answer.request.request_id
+    def _give_up(self, answer: OngoingAnswer) -> None:
+        request_id, start = answer.request.request_id, answer.num_tokens
         log.error("request %s: %s", request_id, POISON)
-        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON))
+        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON, start=start))
 
-    def _leave(self, answer: OpenAnswer) -> None:
+    def _leave(self, answer: OngoingAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""
         answer.lost_s = time.monotonic()
         for leg in tuple(answer.legs):
             self._drop(answer, leg)
 
-    def _drop(self, answer: OpenAnswer, leg: Leg) -> None:
+    def _drop(self, answer: OngoingAnswer, leg: Leg) -> None:
         at_replica = self._end_leg(answer, leg)
         if at_replica is not None:
             self.spawn(at_replica.close())
 
-    def _end_leg(self, answer: OpenAnswer, leg: Leg) -> Answers | None:
+    def _end_leg(self, answer: OngoingAnswer, leg: Leg) -> Answers | None:
         """Forget a leg; return what its replica may still have to cancel."""
         answer.end_leg(leg)
         self.members[leg.replica].end(leg)
         return leg.answers
 
-    def _fail(self, answer: OpenAnswer, what: PacelineError | Outcome) -> None:
+    def _fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
         """End an answer with an error."""
         if not self._is_open(answer):
             return
@@ -399,11 +405,11 @@ class Fleet:
             answer.answers.put(what)
         self._forget(answer)
 
-    def _put(self, answer: OpenAnswer, outcome: Outcome) -> None:
+    def _put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
         answers = answer.answers
         answers.put((answers.index[answer.request.request_id], outcome))
 
-    def _forget(self, answer: OpenAnswer) -> None:
+    def _forget(self, answer: OngoingAnswer) -> None:
         request_id = answer.request.request_id
         self._journal.end(request_id)
         self._waiting.pop(request_id, None)
@@ -435,7 +441,7 @@ class Fleet:
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
 
     def _move_all(self, member: Member, why: str) -> int:
-        """Move all answers of a replica that another one can go on with; return their number."""
+        """Move the answers that another replica can go on with; return their number."""
         count = 0
         for answer, leg in self._journal.on(member.name):
             if leg in answer.legs and self._dispatch.choose(answer, {member.name}) is not None:
@@ -444,7 +450,7 @@ class Fleet:
         return count
 
     async def _hedge(self) -> None:
-        """Let a second replica write the answers whose first token is late."""
+        """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
         if hedging is None:
             return
@@ -464,7 +470,10 @@ class Fleet:
             self.on_snapshot(whole)
 
     def _told_draining(self, member: Member) -> None:
-        """Move a replica's answers, unless all replicas are told the same: then each finishes its own."""
+        """Move a replica's answers, unless all replicas are told the same.
+
+        In that case each finishes its own.
+        """
         member.draining = member.by_signal = True
         asyncio.get_running_loop().call_later(DRAIN_WAIT_S, self._move_all, member, "drain")
 
@@ -477,24 +486,13 @@ class Fleet:
         if done.cancelled():
             return
         failed = done.exception()
-        if failed is None:
-            self._mixed(done.result(), member)
-        elif self.first_ready.done():
-            log.error("replica %s could not be started: %s", member.name, failed)
+        keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
+        if failed is None and keys - {done.result().promise}:
+            log.warning(MIXED, member.name)
         if self.first_ready.done():
-            return
-        with suppress(asyncio.InvalidStateError):
-            if failed is None:
-                self.first_ready.set_result(done.result())
-            else:
-                self.first_ready.set_exception(failed)
-
-    def _mixed(self, ready: Ready, member: Member) -> None:
-        """Warn of a replica that writes other texts than the others."""
-        others = {m.ready.promise for m in self.members.values() if m is not member and m.ready is not None}
-        if others - {ready.promise}:
-            log.warning(
-                "replica %s has another promise key than the others: it cannot go on with their answers, nor "
-                "they with its own",
-                member.name,
-            )
+            if failed is not None:
+                log.error("replica %s could not be started: %s", member.name, failed)
+        elif failed is None:
+            self.first_ready.set_result(done.result())
+        else:
+            self.first_ready.set_exception(failed)

@@ -9,7 +9,7 @@ from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from paceline.serve.fleet.member import Member
     from paceline.serve.worker.commands import Command, Obeyed
@@ -31,6 +31,10 @@ class FleetCommands:
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
         return next((m.engines.commands.whole_model for m in self._members.values()), None)
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        return sum([await member.engines.commands.abort(chosen) for member in self._members.values()])
 
     async def send(self, command: Command) -> Obeyed:
         """Return one of the replies.

@@ -1,4 +1,4 @@
-"""Metrics of a fleet: its own, and those of the engines with a label for each replica."""
+"""Metrics of a fleet: its own, and those of its engines by replica."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def fleet_routes(fleet: Fleet) -> list[Route]:
     """Return the routes, which ask for the key as all others do."""
 
     async def figures(_: HttpRequest) -> Response:
-        return _json(fleet.figures())
+        return _json({"replicas": fleet.replicas(), "requests": fleet.requests()})
 
     async def drain(request: HttpRequest) -> Response:
         try:

@@ -26,7 +26,7 @@ class Hedging:
         self._factor = None
 
     def due(self, predicted_s: float, waited_s: float) -> bool:
-        """True if a request that waits so long for its first token should be hedged, and may be."""
+        """True if a request that waits so long should be hedged, and may be."""
         if waited_s < LEAST_WAIT_S or self.num_hedged + 1 > BUDGET * self.num_requests:
             return False
         if len(self._late) < MIN_SAMPLES:

@@ -1,4 +1,4 @@
-"""Index of prompt pages: which replica holds how much of a prompt in its prefix cache.
+"""Index of prompt pages: how much of a prompt each replica has cached.
 
 It is a guess. The front adds the pages of prompts that it routed, and keeps of each replica as many as its pool
 has, least recently used out first. A wrong guess costs a prefill, no more.
@@ -21,7 +21,7 @@ USUAL_PAGES = 4096  # kept of a replica that has not told the size of its pool
 
 
 def page_hashes(request: Request, told: Sequence[int] = ()) -> tuple[bytes, ...]:
-    """Return the hashes of the full pages of a prompt, and of what was told behind it.
+    """Return the hashes of the full pages of a prompt and its told answer.
 
     The chain is that of `engine/pages.py` without a model's fingerprint, as replicas of a fleet have one model.
     """
@@ -54,7 +54,7 @@ class PrefixIndex:
             self._drop(pages.popitem(last=False)[0], bit)
 
     def hits(self, hashes: Iterable[bytes]) -> dict[str, int]:
-        """Return how many of a prompt's first pages each replica holds, of those that hold any."""
+        """Return how many first pages of a prompt each replica holds, if any."""
         found: dict[str, int] = {}
         names = {bit: name for name, bit in self._bits.items()}
         left, length = -1, 0

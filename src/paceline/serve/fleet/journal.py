@@ -1,4 +1,4 @@
-"""The journal: what the clients of open requests have been told, and which replicas write on.
+"""The journal: what clients of open requests were told, and which replicas write on.
 
 A token counts once it has been sent to the client. What a replica computed and did not tell is computed again, by
 whichever replica goes on, and comes out the same. So a replica that seems dead may be given up at once: if it
@@ -43,7 +43,7 @@ class Leg:
 
 
 @dataclass(slots=True, eq=False)
-class OpenAnswer:
+class OngoingAnswer:
     """One open request."""
 
     request: Request
@@ -67,6 +67,11 @@ class OpenAnswer:
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far, those told with the request included."""
+        return len(self.request.told) + len(self.told)
+
     def begin_leg(self, replica: str) -> Leg:
         """Add the leg of a replica that goes on where the client is."""
         leg = Leg(replica, len(self.told), self.num_chars)
@@ -85,7 +90,7 @@ class OpenAnswer:
         return replace(self.request, told=self.request.told + tuple(self.told)) if self.told else self.request
 
     def news(self, leg: Leg, outcome: Outcome) -> Outcome | None:
-        """Return what an outcome adds to what was sent, and count it as sent; None if it adds nothing.
+        """Return what an outcome adds, and count it as sent; None if nothing.
 
         Raises `WordsMissing`.
         """
@@ -127,7 +132,7 @@ class OpenAnswer:
 
 
 def _summed(first: Spent, then: Spent) -> Spent:
-    """Return the counts of two legs; the first one says how much of the prompt was cached."""
+    """Return the counts of two legs; the first one says what was cached."""
     return Spent(first.cached_tokens, *(a + b for a, b in zip(first[1:], then[1:], strict=True)))
 
 
@@ -135,18 +140,18 @@ class Journal:
     """The open requests."""
 
     def __init__(self) -> None:
-        self.open: dict[str, OpenAnswer] = {}
+        self.open: dict[str, OngoingAnswer] = {}
 
-    def begin(self, request: Request, answers: Answers) -> OpenAnswer:
+    def begin(self, request: Request, answers: Answers) -> OngoingAnswer:
         """Open a request."""
-        self.open[request.request_id] = answer = OpenAnswer(request, answers)
+        self.open[request.request_id] = answer = OngoingAnswer(request, answers)
         return answer
 
-    def end(self, request_id: str) -> OpenAnswer | None:
+    def end(self, request_id: str) -> OngoingAnswer | None:
         """Forget a request; None if it is not open."""
         return self.open.pop(request_id, None)
 
-    def on(self, replica: str) -> Iterator[tuple[OpenAnswer, Leg]]:
+    def on(self, replica: str) -> Iterator[tuple[OngoingAnswer, Leg]]:
         """Yield the answers that a replica writes, and its legs. They may be ended meanwhile."""
         for answer in tuple(self.open.values()):
             for leg in tuple(answer.legs):

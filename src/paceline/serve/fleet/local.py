@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
 from paceline.serve.fleet.fleet import Fleet
 
+MIN_DISK_BYTES = 1 << 20  # that an engine takes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.engines import Engines
-    from paceline.serve.fleet.options import FleetOptions
+    from paceline.serve.fleet.fleet_options import FleetOptions
 
-    NewEngines = Callable[[frozenset[int]], Engines]
+    NewEngine = Callable[[EngineConfig, frozenset[int]], Engines]
 
 
-def start_fleet(options: FleetOptions, new_engines: NewEngines) -> Fleet:
-    """Start a local fleet. new_engines: starts an engine process on some cores. Raises `ConfigError`.
+def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngine) -> Fleet:
+    """Start a local fleet. new_engine: starts a process on some cores. Raises `ConfigError`.
 
     The first replica starts alone: it measures what steps cost while nothing else runs, and packs the weights; the
     others read both.
     """
-    first, *others = options.dealt()
+    options.check_law(engine.law)
     fleet = Fleet(options)
-    fleet.add("0", new_engines(first), first)
-    fleet.spawn(_add_others(fleet, new_engines, others))
+
+    def add(number: int, cores: frozenset[int]) -> None:
+        fleet.add(str(number), new_engine(replica_config(engine, number, options.replicas), cores), cores)
+
+    async def add_others() -> None:
+        with suppress(PacelineError, asyncio.CancelledError):  # whoever waits for the first one tells of it
+            await asyncio.shield(fleet.first_ready)
+            for number, cores in enumerate(others, 1):
+                add(number, cores)
+
+    first, *others = options.dealt()
+    add(0, first)
+    fleet.spawn(add_others())
     return fleet
 
 
-async def _add_others(fleet: Fleet, new_engines: NewEngines, groups: list[frozenset[int]]) -> None:
-    with suppress(PacelineError, asyncio.CancelledError):  # whoever waits for the first one tells of it
-        await asyncio.shield(fleet.first_ready)
-        for number, cores in enumerate(groups, 1):
-            fleet.add(str(number), new_engines(cores), cores)
+def replica_config(engine: EngineConfig, number: int, replicas: int) -> EngineConfig:
+    """Return the config of one replica: its part of the memory and the disk, and files of its own."""
+    disk, trace = engine.kv_disk, engine.trace
+    return replace(
+        engine,
+        sharers=replicas,
+        kv_disk=disk and str(Path(disk) / f"replica-{number}"),
+        kv_disk_bytes=max(engine.kv_disk_bytes // replicas, MIN_DISK_BYTES),
+        trace=trace and f"{trace}.{number}",
+    )

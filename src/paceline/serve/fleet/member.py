@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.control.routing import ReplicaView
 from paceline.engine.stats import total
@@ -12,7 +12,7 @@ from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer
 TICK_S = 0.1  # between two looks at the replicas
-USUAL_PREFILL_S, USUAL_STEP_S = 1e-3, 2e-2  # of a replica of which nothing is known yet
+
+
+class Costs(NamedTuple):
+    """What work costs a replica."""
+
+    prefill_s: float  # a prompt token
+    step_s_by_rows: tuple[float, ...]  # per token of each row, with 1, 2, ... rows
+
+
+USUAL = Costs(1e-3, (2e-2,))  # where nothing is known of any replica
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +49,8 @@ class Member:
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
     recent: Recent = field(default_factory=Recent)
-    _costs: tuple[float, tuple[float, ...]] | None = None  # seconds per prompt token, and of steps by rows
+    ended: Stats | None = None  # counters of its processes that have ended
+    costs: Costs | None = None  # None: it has not worked yet
 
     @property
     def ready(self) -> Ready | None:
@@ -78,38 +88,33 @@ class Member:
     @property
     def step_s(self) -> float:
         """Seconds that a step of its open requests should take."""
-        by_rows = self.costs[1]
+        by_rows = (self.costs or USUAL).step_s_by_rows
         return by_rows[min(max(self.num_legs, 1), len(by_rows)) - 1]
-
-    @property
-    def costs(self) -> tuple[float, tuple[float, ...]]:
-        """Seconds per prompt token, and per token of each row with 1, 2, ... rows."""
-        if self._costs is None:
-            self._costs = self._estimated()
-        return self._costs
 
     def take(self, snapshot: Snapshot) -> None:
         """Take a snapshot of its counters, which is a sign of life, too."""
         self.silent_s = 0.0
+        last = self.recent.newest
+        if last is not None and snapshot.stats.steps < last.stats.steps:
+            self.ended = last.stats if self.ended is None else total([self.ended, last.stats])
         self.recent.take(snapshot)
-        self._costs = None
+        self.costs = self._estimated(snapshot.stats)
 
     def tick(self, elapsed_s: float) -> None:
-        """Note that time has passed. A late tick counts as a short one: this process was late itself."""
+        """Note that time has passed. A late tick counts as a short one."""
         self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
 
-    def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
-        """Return what routing reads."""
-        ready, (prefill_s, step_s), snapshot = self.ready, self.costs, self.engines.snapshot
+    def view(self, hit_pages: int, usual: Costs, *, alive: bool) -> ReplicaView:
+        """Return what routing reads. usual: costs of a replica that has not worked yet."""
+        ready, snapshot, costs = self.ready, self.engines.snapshot, self.costs or usual
         told = 0 if snapshot is None else snapshot.backlog_tokens
         promise = "" if ready is None else ready.promise
         backlog = max(self.backlog, told)
-        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, prefill_s, step_s, hit_pages)
+        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, *costs, hit_pages)
 
     def wait_s(self, num_tokens: int) -> float:
-        """Return the predicted seconds to the first token of a prompt with so many tokens to compute."""
-        prefill_s, _ = self.costs
-        return (self.backlog + num_tokens) * prefill_s + self.step_s
+        """Return the predicted seconds until so many more prompt tokens are computed."""
+        return (self.backlog + num_tokens) * (self.costs or USUAL).prefill_s + self.step_s
 
     def begin(self, leg: Leg) -> None:
         """Count a leg that begins."""
@@ -137,17 +142,15 @@ class Member:
         self.by_signal = False
         return True
 
-    def _estimated(self) -> tuple[float, tuple[float, ...]]:
-        """Return costs as measured at the start, or as the counters say."""
+    def _estimated(self, whole: Stats) -> Costs | None:
+        """Return costs as measured at the start, or as the counters say; None without any."""
         ready, share = self.ready, self.recent.since(SHARE_S)
         if ready is not None and ready.profile is not None:
             kept = (per_pass(share) if share is not None else None) or 1.0
             profile = ready.profile
-            return profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows)
-        whole = None if self.recent.newest is None else self.recent.newest.stats
-        if whole is None or not whole.steps or not whole.decoded_tokens + whole.prefilled_tokens:
-            return USUAL_PREFILL_S, (USUAL_STEP_S,)
-        return whole.step_s / (whole.prefilled_tokens + whole.decoded_tokens), (whole.step_s / whole.steps,)
+            return Costs(profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows))
+        num_tokens = whole.decoded_tokens + whole.prefilled_tokens
+        return Costs(whole.step_s / num_tokens, (whole.step_s / whole.steps,)) if num_tokens else self.costs
 
     # What is told --------------------------------------------------------------------------------
 
@@ -158,6 +161,7 @@ class Member:
         return {
             "replica": self.name,
             "state": self.state,
+            "pid": self.engines.pid,
             "cores": ranges(self.cores),
             "rows": self.num_legs,
             "rows_waiting": 0 if gauges is None else gauges.num_waiting,
@@ -174,12 +178,14 @@ class Member:
         }
 
 
-def summed(snapshots: Sequence[Snapshot]) -> Snapshot | None:
-    """Return the sum of several replicas' counters; None without any."""
+def summed(members: Collection[Member]) -> Snapshot | None:
+    """Return the sum of several replicas' counters, which never falls; None without any."""
+    snapshots = [m.engines.snapshot for m in members if m.engines.snapshot is not None]
     if not snapshots:
         return None
     steps = sorted((step for s in snapshots for step in s.steps), key=lambda step: step.end_s)
-    stats, gauges = total([s.stats for s in snapshots]), total([s.gauges for s in snapshots])
+    ended = [m.ended for m in members if m.ended is not None]
+    stats, gauges = total([s.stats for s in snapshots] + ended), total([s.gauges for s in snapshots])
     return Snapshot(stats, gauges, tuple(steps), sum(s.backlog_tokens for s in snapshots))
 
 

@@ -33,8 +33,15 @@ HEADERS = [
 class LiveFeed:
     """Route in plain ASGI. The engine notes its steps only while somebody listens."""
 
-    def __init__(self, client: Engines, recent: Recent, draining: Callable[[], bool]) -> None:
-        self._client, self._recent, self._draining = client, recent, draining
+    def __init__(
+        self,
+        client: Engines,
+        recent: Recent,
+        draining: Callable[[], bool],
+        replicas: Callable[[], list[dict[str, Any]]] | None = None,
+    ) -> None:
+        """replicas: returns the table of a fleet; None: there is none."""
+        self._client, self._recent, self._draining, self._replicas = client, recent, draining, replicas
         self._num_listeners = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +85,8 @@ class LiveFeed:
         now_s, newest = time.time(), self._recent.newest
         steps = newest.steps if newest is not None else ()
         figures = {"time": now_s, "ready": self._client.ready is not None} | self._recent.figures()
-        return figures | {"steps": [_step(step, now_s) for step in steps]}
+        table = {} if self._replicas is None else {"replicas": self._replicas()}
+        return figures | table | {"steps": [_step(step, now_s) for step in steps]}
 
 
 async def _send(send: Send, data: bytes, *, more: bool) -> None:

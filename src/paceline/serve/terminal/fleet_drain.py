@@ -1,4 +1,4 @@
-"""`paceline fleet drain REPLICA`: take a replica out of service; others go on with its answers."""
+"""`paceline fleet drain REPLICA`: take a replica out of service and move its answers."""
 
 from __future__ import annotations
 

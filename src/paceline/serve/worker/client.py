@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -56,6 +57,16 @@ WATCHDOG_S = 8.0  # without a beat of a ready engine
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Setup:
+    """What every process of an engine is started with."""
+
+    config: EngineConfig
+    cores: frozenset[int]
+    watchdog_s: float
+    prepare: Callable[[Ready], Awaitable[object]] | None
+
+
 @dataclass(slots=True, eq=False)
 class EngineProcess:
     """One engine process, from its start to its end."""
@@ -83,19 +94,16 @@ class EngineClient:
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
         process; none: all that this one may use.
         """
-        self.config = config
-        self.cores = cores
-        self._watchdog_s = watchdog_s
+        self._setup = _Setup(config, cores, watchdog_s, prepare)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
         self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
-        self.commands = CommandSender(self._send_to_ready)
+        self.commands = CommandSender(self._send_to_ready, lambda: list(self._open))
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
-        self._prepare = prepare
         self._context = zmq.asyncio.Context()
         self._engine: EngineProcess | None = None
         self._open: dict[str, Answers] = {}
@@ -115,7 +123,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine, for tests and logs."""
+        """Process id of the engine; None while there is none."""
         return self._engine.process.pid if self._engine is not None else None
 
     # Requests ----------------------------------------------------------------------------------------
@@ -145,13 +153,6 @@ class EngineClient:
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
-
-    async def abort(self, chosen: Callable[[str], bool]) -> int:
-        """End open requests, chosen by id, with what they have written; return how many."""
-        request_ids = [request_id for request_id in self._open if chosen(request_id)]
-        for request_id in request_ids:
-            await self._send_to_ready(Cancel(request_id, abort=True))
-        return len(request_ids)
 
     async def _send_to_ready(self, message: ToEngine) -> None:
         if self._engine is None or self._engine.ready is None:
@@ -223,8 +224,8 @@ class EngineClient:
     async def _run_in(self, folder: Path, socket: zmq.asyncio.Socket) -> PacelineError | None:
         address = f"ipc://{folder}/engine"
         _without_limits(socket).bind(address)
-        process = await _spawn(address, self.cores)
-        engine = EngineProcess(socket, process, Watchdog(process.pid, self._watchdog_s))
+        process = await _spawn(address, self._setup.cores)
+        engine = EngineProcess(socket, process, Watchdog(process.pid, self._setup.watchdog_s))
         try:
             self._engine = engine
             await self._listen(engine, folder)
@@ -254,15 +255,15 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        load = Load(self.config, self.commands.weights)
+        load = Load(self._setup.config, self.commands.weights)
         await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:
             message = _message(await engine.socket.recv())
-            if isinstance(message, Ready) and self._prepare is not None:
+            if isinstance(message, Ready) and self._setup.prepare is not None:
                 try:
-                    await self._prepare(message)
+                    await self._setup.prepare(message)
                 except Exception as error:
                     engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
                     return
@@ -313,7 +314,9 @@ class EngineClient:
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 
-    def _obeyed(self, _: EngineProcess, message: Obeyed) -> None:
+    def _obeyed(self, engine: EngineProcess, message: Obeyed) -> None:
+        if engine.ready is not None and message.promise != engine.ready.promise:
+            engine.ready = msgspec.structs.replace(engine.ready, promise=message.promise)
         self.commands.take(message)
 
     def _failed(self, engine: EngineProcess, message: Failed) -> None:

@@ -9,11 +9,13 @@ from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import error_of
 from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.messages import Cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from paceline.serve.worker.commands import Command
+    from paceline.serve.worker.messages import ToEngine
 
 LOST = "the engine process ended before it could obey; it is being restarted, so try again"
 
@@ -21,11 +23,11 @@ LOST = "the engine process ended before it could obey; it is being restarted, so
 class CommandSender:
     """Sends commands to one engine process and waits for its replies."""
 
-    def __init__(self, send: Callable[[Command], Awaitable[None]]) -> None:
-        """send: raises `EngineDied` without a ready engine."""
+    def __init__(self, send: Callable[[ToEngine], Awaitable[None]], open_ids: Callable[[], Sequence[str]]) -> None:
+        """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
         self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
-        self._send = send
+        self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
 
@@ -33,6 +35,13 @@ class CommandSender:
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
         return None if self.weights is None else self.weights.source.model
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        found = [request_id for request_id in self._open_ids() if chosen(request_id)]
+        for request_id in found:
+            await self._send(Cancel(request_id, abort=True))
+        return len(found)
 
     async def send(self, command: Command) -> Obeyed:
         """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""

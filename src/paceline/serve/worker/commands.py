@@ -48,6 +48,7 @@ class Obeyed(Message, frozen=True):
     """Reply to a command, behind all outcomes that came before it."""
 
     version: str  # of the weights from here on
+    promise: str = ""  # the engine's key from here on
     drafters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)  # what an update did to them
     kind: str = ""  # as in `Failed`
     error: str | None = None  # None: done

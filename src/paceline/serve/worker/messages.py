@@ -101,7 +101,7 @@ class Ready(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """A signal told the engine to finish what is open and to take no more requests."""
+    """The engine was told by a signal to take no more requests."""
 
 
 class Rejected(Message, frozen=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
 from paceline.engine.assembly.owner import flush
+from paceline.engine.renewal import versioned
 from paceline.serve.worker.commands import (
     FlushCache,
     GoOn,
@@ -31,9 +33,17 @@ Drafters = dict[str, tuple[str, ...]]
 class Commands:
     """Obeys a trainer's commands over one engine."""
 
-    def __init__(self, owner: EngineOwner) -> None:
+    def __init__(self, owner: EngineOwner, promise: str = "") -> None:
+        """promise: key of the engine with its first weights."""
         self.owner = owner
         self.paused = False
+        self._promise = promise
+
+    @property
+    def promise(self) -> str:
+        """Promise key of the engine with its weights of now."""
+        mark = self.owner.mark
+        return hashlib.sha256(versioned(self._promise, mark).encode()).hexdigest() if mark else self._promise
 
     @property
     def steps(self) -> bool:
@@ -45,11 +55,11 @@ class Commands:
         try:
             drafters = _HANDLERS[type(command)](self, command)
         except PacelineError as error:
-            return Obeyed(self.owner.version, kind=type(error).__name__, error=str(error))
+            return Obeyed(self.owner.version, self.promise, kind=type(error).__name__, error=str(error))
         except Exception as error:
             log.exception("a command failed: %s", type(command).__name__)
-            return Obeyed(self.owner.version, error=f"{type(error).__name__}: {error}")
-        return Obeyed(self.owner.version, drafters or {})
+            return Obeyed(self.owner.version, self.promise, error=f"{type(error).__name__}: {error}")
+        return Obeyed(self.owner.version, self.promise, drafters or {})
 
     def _pause(self, _: Pause) -> None:
         if not self.owner.asleep:

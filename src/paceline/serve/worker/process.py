@@ -25,6 +25,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.owner import load_engine
+from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.commands import COMMANDS
@@ -54,7 +55,6 @@ from paceline.serve.worker.watchdog import SHOW_THREADS
 if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
     from paceline.engine.assembly.build import Built
-    from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.engine import Engine
     from paceline.model.template import ChatTemplate
     from paceline.serve.worker.commands import Command
@@ -107,8 +107,8 @@ class ServerConnection:
 class EngineWorker:
     """Receives messages, steps the engine, sends outcomes."""
 
-    def __init__(self, owner: EngineOwner, server: ServerConnection) -> None:
-        self.commands = Commands(owner)
+    def __init__(self, commands: Commands, server: ServerConnection) -> None:
+        self.commands = commands
         self.server = server
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
@@ -233,7 +233,7 @@ def _progress_sender(server: ServerConnection) -> Any:
     return report
 
 
-def _ready(built: Built) -> Ready:
+def _ready(built: Built, promise: str) -> Ready:
     tokenizer = built.engine.tokenizer
     return Ready(
         model_name=built.model_name,
@@ -247,6 +247,7 @@ def _ready(built: Built) -> Ready:
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
         profile=profile_of(built.engine),
+        promise=promise,
     )
 
 
@@ -288,7 +289,7 @@ def warm_up(built: Built) -> None:
     engine.reset_stats()
 
 
-def _load(server: ServerConnection) -> EngineOwner | None:
+def _load(server: ServerConnection) -> Commands | None:
     """Load what the first message asks for, or send the reason and return None."""
     message = server.receive(SEND_MS)
     if not isinstance(message, Load):
@@ -301,9 +302,10 @@ def _load(server: ServerConnection) -> EngineOwner | None:
             lambda json, template: server.send(Language(json, _template(template))),
         )
         warm_up(owner.built)
+        commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
         if message.weights is not None:
             owner.update(message.weights.source, message.weights.version)
-        return owner
+        return commands
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
@@ -316,20 +318,20 @@ def run(address: str) -> int:
     """Serve one server until it stops us. Returns the exit status."""
     server = ServerConnection(address)
     try:
-        owner = _load(server)
-        if owner is None:
+        commands = _load(server)
+        if commands is None:
             return 2
-        worker, built = EngineWorker(owner, server), owner.built
+        worker, built = EngineWorker(commands, server), commands.owner.built
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
         server.send(snapshot_of(built.engine))
-        server.send(_ready(built))
+        server.send(_ready(built, commands.promise))
         if (grammars := built.engine.target.rows.grammars.compiled) is not None:
             threading.Thread(target=grammars.prepare, daemon=True).start()
         del built  # or its memory could not be given back
         worker.run()
-        owner.close()
+        commands.owner.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
         return 1
@@ -339,7 +341,10 @@ def run(address: str) -> int:
 
 
 def main() -> int:
-    """Entry point of the process. Its cores, if it may not use all, stand behind the address."""
+    """Entry point of the process.
+
+    Its cores stand behind the address, if it may not use all.
+    """
     logs.configure("engine")
     stay_on(frozenset(map(int, sys.argv[2:])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

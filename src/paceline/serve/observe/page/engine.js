@@ -175,6 +175,19 @@ function Charts() {
     <${Chart} title="KV pages" unit="held" data=${pages} said=${`Pages over time, now ${last?.pages_used}`} lines=${[{ label: "held", color: "--accent", fill: true }]} />`;
 }
 
+/** @param {{replicas: import("./types.js").Replica[]}} props */
+function Fleet({ replicas }) {
+  return html`<figure class="chart fleet">
+    <figcaption><h2>Replicas <small>${replicas.filter((one) => one.state === "up").length} of ${replicas.length} up</small></h2></figcaption>
+    <table>
+      <thead><tr>${["replica", "state", "cores", "rows", "TPOT", "K", "hits", "pages", "resumes"].map((name) => html`<th>${name}</th>`)}</tr></thead>
+      <tbody>${replicas.map((one) => html`<tr data-replica=${one.replica}><td>${one.replica}</td><td data-state=${one.state}>${one.state}</td><td>${one.cores}</td>
+        <td>${one.rows}</td><td>${duration(one.tpot_ms)}</td><td>${fixed(one.k_mean)}</td>
+        <td>${one.hit_rate === null ? "–" : `${Math.round(100 * one.hit_rate)} %`}</td><td>${one.pages_held}</td><td>${one.resumes}</td></tr>`)}</tbody>
+    </table>
+  </figure>`;
+}
+
 export function Engine() {
   const key = apiKey.value;
   useEffect(() => {
@@ -195,6 +208,6 @@ export function Engine() {
   return html`<div class="page engine"><div class="wide-column">
     <h1>Engine</h1>
     ${fault.value ? html`<${FaultBox} fault=${fault.value} />` : null}
-    ${now ? html`<${Tiles} now=${now} /><div class="charts"><${Charts} /><${Why} now=${now} /></div>` : fault.value ? null : html`<p class="faint">Waiting for the feed…</p>`}
+    ${now ? html`<${Tiles} now=${now} />${now.replicas ? html`<${Fleet} replicas=${now.replicas} />` : null}<div class="charts"><${Charts} /><${Why} now=${now} /></div>` : fault.value ? null : html`<p class="faint">Waiting for the feed…</p>`}
   </div></div>`;
 }

@@ -86,5 +86,17 @@
  * @property {{p50: number | null, p95: number | null}} ttft_ms
  * @property {{p50: number | null, p95: number | null}} tpot_ms
  * @property {Step[]} steps
+ * @property {Replica[]} [replicas] of a fleet
+ *
+ * @typedef {object} Replica One engine of a fleet.
+ * @property {string} replica
+ * @property {string} state
+ * @property {string} cores
+ * @property {number} rows
+ * @property {number | null} tpot_ms
+ * @property {number | null} k_mean
+ * @property {number | null} hit_rate
+ * @property {number} pages_held
+ * @property {number} resumes
  */
 export {};

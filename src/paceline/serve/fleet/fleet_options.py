@@ -60,7 +60,7 @@ class FleetOptions:
             raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
 
     def dealt(self) -> list[frozenset[int]]:
-        """Return the cores of each replica. Raises `ConfigError` for cores that this process may not use."""
+        """Return the cores of each replica. Raises `ConfigError` for cores it cannot have."""
         usable = usable_cores()
         if self.cores == AUTO:
             return deal(self.replicas, usable, places(usable))
@@ -83,7 +83,7 @@ def core_groups(text: str) -> list[frozenset[int]]:
 
 
 def deal(replicas: int, cores: frozenset[int], place: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
-    """Deal cores out, as evenly as can be; neighbours share a replica, and few replicas span nodes.
+    """Deal cores out, evenly; neighbours share a replica, and few replicas span nodes.
 
     place: of each core, its node first. With fewer cores than replicas some share one.
     """

@@ -1,0 +1,227 @@
+"""Engines without a process: a replica whose every word, death and silence a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import EngineDied
+from paceline.core.figures import Figures, Spent
+from paceline.core.nouns import Outcome, Request
+from paceline.core.params import SamplingParams
+from paceline.engine.stats import Gauges, Stats
+from paceline.serve.engines import Answers
+from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.worker.messages import Ready, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from paceline.serve.engines import Event, OnEvent
+
+
+def token_of(request: Request, index: int) -> int:
+    """Token of an answer: a function of the request and its place, as an engine's is."""
+    return (31 * request.seed + 7 * index + 11 * len(request.prompt_ids) + request.choice) % 997
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """Text of an answer's tokens. Even ones keep their text back until the next odd one, as stops do."""
+    shown = len(token_ids)
+    while shown and token_ids[shown - 1] % 2 == 0:
+        shown -= 1
+    return "".join(f"{token} " for token in token_ids[:shown])
+
+
+def whole_answer(request: Request) -> list[int]:
+    return [token_of(request, index) for index in range(request.params.max_tokens)]
+
+
+@dataclass
+class Row:
+    """A request as a replica writes it."""
+
+    request: Request
+    told: list[int]
+    spent: Spent = field(default_factory=Spent)
+
+    def more(self, count: int) -> Outcome:
+        """Write up to so many tokens more; behind the last comes the rest of the text, whatever was kept back."""
+        whole = whole_answer(self.request)
+        start, before = len(self.told), text_of(self.told)
+        self.told = whole[: start + count]
+        done = len(self.told) == len(whole)
+        text = "".join(f"{token} " for token in self.told) if done else text_of(self.told)
+        ids = tuple(self.told[start:])
+        first = self.spent == Spent()
+        passes, decoded = self.spent.decode_passes + 1, self.spent.decoded_tokens + len(ids) - first
+        self.spent = self.spent._replace(decode_passes=passes, decoded_tokens=decoded)
+        figures = Figures(
+            prompt_tokens=len(self.request.prompt_ids),
+            completion_tokens=len(self.told),
+            drafted_tokens=0,
+            verified_tokens=0,
+            accepted_tokens=0,
+            seed=self.request.seed,
+            cached_tokens=0,
+            decode_passes=passes,
+            decoded_tokens=decoded,
+        )
+        return Outcome(
+            self.request.request_id,
+            ids,
+            text[len(before) :],
+            finish_reason="length" if done else None,
+            figures=figures if done else None,
+            start=start,
+            spent=self.spent,
+        )
+
+
+READY: dict[str, Any] = {
+    "model_name": "fake",
+    "max_len": 1000,
+    "vocab_size": 1000,
+    "tokenizer_json": "",
+    "eos_ids": (),
+    "bos_id": None,
+    "template": None,
+    "choices": (),
+}
+
+
+class FakeEngines:
+    """A replica; see `Engines`."""
+
+    def __init__(self, promise: str = "one") -> None:
+        self.promise = promise
+        self.restarts = 0
+        self.snapshot: Snapshot | None = None
+        self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.on_snapshot: Callable[[Snapshot], None] | None = None
+        self.on_language: Callable[[Any], None] | None = None
+        self.on_draining: Callable[[], None] | None = None
+        self.ready: Ready | None = None
+        self.rows: dict[str, Row] = {}
+        self.submitted: list[Request] = []
+        self.full = False
+        self._answers: dict[str, Answers] = {}
+        self.commands = FleetCommands({})
+        self.load()
+
+    def load(self) -> None:
+        self.ready = Ready(**READY, promise=self.promise)
+        if not self.first_ready.done():
+            self.first_ready.set_result(self.ready)
+        self.beat()
+
+    pid = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._answers)
+
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
+        if self.ready is None:
+            raise EngineDied("not ready")
+        answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
+        for request in requests:
+            self.submitted.append(request)
+            self.rows[request.request_id] = Row(replace(request, told=()), list(request.told))
+            self._answers[request.request_id] = answers
+        return answers
+
+    async def cancel(self, answers: Answers) -> None:
+        for request_id in tuple(answers.index):
+            self.rows.pop(request_id, None)
+            self._answers.pop(request_id, None)
+        answers.index.clear()
+
+    async def watch(self, *, on: bool) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    # What a test does --------------------------------------------------------------------------------
+
+    def beat(self, steps: int = 0) -> None:
+        gauges = Gauges(len(self.rows), 0, 0, 64, len(self.rows), 0, 0)
+        stats = Stats(steps=steps, step_s=1e-4 * steps, decode_passes=steps, decoded_tokens=steps)
+        self.snapshot = Snapshot(stats, gauges)
+        if self.on_snapshot is not None:
+            self.on_snapshot(self.snapshot)
+
+    def say(self, request_id: str, count: int = 1) -> Outcome:
+        """Write on, and tell it."""
+        outcome = self.rows[request_id].more(count)
+        self.tell(outcome)
+        return outcome
+
+    def tell(self, outcome: Outcome) -> None:
+        answers = self._answers.get(outcome.request_id)
+        if answers is not None:
+            answers.put((answers.index[outcome.request_id], outcome))
+            if outcome.finish_reason is not None:
+                self._answers.pop(outcome.request_id, None)
+                self.rows.pop(outcome.request_id, None)
+                answers.index.pop(outcome.request_id, None)
+
+    def refuse(self, request_id: str, error: Any) -> None:
+        answers = self._answers.pop(request_id)
+        self.rows.pop(request_id)
+        answers.index.clear()
+        answers.put(error)
+
+    def die(self) -> None:
+        """End with all that is open; `revive` brings it back."""
+        self.ready = None
+        lost = {id(a): a for a in self._answers.values()}
+        self._answers.clear()
+        self.rows.clear()
+        for answers in lost.values():
+            answers.index.clear()
+            answers.put(EngineDied("died"))
+
+    def revive(self) -> None:
+        self.restarts += 1
+        self.load()
+
+
+def request_of(name: str, max_tokens: int = 12, prompt: int = 5, seed: int = 3, **more: Any) -> Request:
+    return Request(name, tuple(range(1, prompt + 1)), SamplingParams(max_tokens=max_tokens), seed, **more)
+
+
+class Heard:
+    """What a client was told."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.last: Outcome | None = None
+        self.error: Any = None
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Exception):
+            self.error = event
+            return
+        assert isinstance(event, tuple)
+        outcome = event[1]
+        assert self.last is None, "words after the end"
+        assert outcome.start == len(self.token_ids)
+        self.token_ids += outcome.token_ids
+        self.text += outcome.text
+        if outcome.finish_reason is not None:
+            self.last = outcome
+
+    def check_whole(self, request: Request) -> None:
+        whole = whole_answer(request)
+        assert self.token_ids == whole
+        assert self.text == "".join(f"{token} " for token in whole)
+        assert self.last is not None
+        assert self.last.figures is not None
+        assert self.last.figures.completion_tokens == len(whole)

@@ -1,0 +1,541 @@
+"""A fleet over replicas whose deaths, silences and late words a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.nouns import Outcome
+from paceline.serve.fleet import fleet as fleet_module
+from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
+from paceline.serve.fleet.member import SILENT_S, TICK_S
+from tests.serve.fleet.fake_engines import FakeEngines, Heard, request_of, whole_answer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from paceline.core.nouns import Request
+
+HANGS_S = 20.0
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), HANGS_S)
+
+    asyncio.run(bounded())
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def settle() -> None:
+    """Let tasks that are due run."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+class Bench:
+    """A fleet with its fakes, and what the clients of open requests heard."""
+
+    def __init__(self, fleet: Fleet, fakes: list[FakeEngines]) -> None:
+        self.fleet, self.fakes = fleet, fakes
+        self.heard: dict[str, Heard] = {}
+
+    async def ask(self, request: Request) -> Heard:
+        heard = self.heard[request.request_id] = Heard()
+        await self.fleet.submit([request], heard.take)
+        return heard
+
+    def writer(self, request_id: str) -> FakeEngines:
+        (found,) = [fake for fake in self.fakes if request_id in fake.rows]
+        return found
+
+    async def finish(self, request: Request) -> None:
+        """Let whoever writes an answer write it to its end."""
+        heard = self.heard[request.request_id]
+        while heard.last is None:
+            await until(lambda: any(request.request_id in fake.rows for fake in self.fakes))
+            self.writer(request.request_id).say(request.request_id, 2)
+        heard.check_whole(request)
+
+    def metric(self, name: str) -> float:
+        registry = CollectorRegistry()
+        registry.register(self.fleet.metrics)
+        lines = generate_latest(registry).decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+@asynccontextmanager
+async def fleet_of(count: int, promises: str = "", **options: Any) -> AsyncIterator[Bench]:
+    fleet = Fleet(FleetOptions(replicas=max(count, 1), **options))
+    fakes = [FakeEngines(promises[index : index + 1] or "one") for index in range(count)]
+    for index, fake in enumerate(fakes):
+        fleet.add(str(index), fake)
+    await settle()
+    try:
+        yield Bench(fleet, fakes)
+    finally:
+        await fleet.stop()
+
+
+def test_requests_are_shared_and_answered() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3, route="round-robin") as bench:
+            requests = [request_of(f"r{i}", seed=i) for i in range(6)]
+            for request in requests:
+                await bench.ask(request)
+            assert [fake.num_open for fake in bench.fakes] == [2, 2, 2]
+            assert bench.fleet.num_open == 6
+            for request in requests:
+                await bench.finish(request)
+            assert bench.fleet.num_open == 0
+            assert all(member.num_legs == member.backlog == 0 for member in bench.fleet.members.values())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("said", [0, 1, 5])
+def test_an_answer_outlives_its_replica(said: int) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            dies = bench.writer("r")
+            if said:
+                dies.say("r", said)
+            dies.die()
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            goes_on = bench.writer("r")
+            assert goes_on is not dies
+            assert list(goes_on.submitted[-1].told) == whole_answer(request)[:said]
+            await bench.finish(request)
+            assert heard.last is not None and heard.last.figures is not None
+            assert heard.last.figures.legs == (2 if said else 1)
+            assert bench.metric('paceline_resumed_total{why="death"}') == 1
+            assert bench.metric("paceline_resumed_tokens_total") == said
+            assert bench.metric("paceline_resume_seconds_count") == 1
+
+    run(scenario)
+
+
+def test_a_silent_replica_is_left_and_its_late_words_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r")
+            await bench.ask(request)
+            silent = bench.writer("r")
+            late = silent.say("r", 3)
+            member = next(m for m in bench.fleet.members.values() if m.engines is silent)
+            member.silent_s = SILENT_S + TICK_S
+            await until(lambda: bench.metric('paceline_resumed_total{why="hang"}') == 1)
+            goes_on = bench.writer("r")
+            assert goes_on is not silent
+            silent.tell(late)
+            silent.beat()
+            await bench.finish(request)
+            assert member.alive  # it has given a sign of life
+
+    run(scenario)
+
+
+def test_a_silent_replica_without_another_one_is_waited_for() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            request = request_of("r")
+            await bench.ask(request)
+            bench.fleet.members["0"].silent_s = SILENT_S + TICK_S
+            await asyncio.sleep(3 * TICK_S)
+            await bench.finish(request)
+            await bench.ask(request_of("s"))  # better a silent one than none
+
+    run(scenario)
+
+
+def test_all_dead_means_no_new_requests_and_open_ones_wait() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            bench.writer("r").say("r", 4)
+            for fake in bench.fakes:
+                fake.die()
+            await settle()
+            assert bench.fleet.ready is None
+            with pytest.raises(EngineDied):
+                await bench.fleet.submit([request_of("s")])
+            assert heard.error is None
+            bench.fakes[1].revive()
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_an_answer_that_waits_too_long_ends_as_without_a_fleet() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1, resume_wait_s=0.0) as bench:
+            heard = await bench.ask(request_of("r"))
+            bench.fakes[0].die()
+            await until(lambda: heard.error is not None)
+            assert isinstance(heard.error, EngineDied)
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_with_resume_off_an_answer_ends_with_its_replica() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, resume="off") as bench:
+            heard = await bench.ask(request_of("r"))
+            bench.writer("r").die()
+            assert isinstance(heard.error, EngineDied)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("resume", "goes_on"), [("on", False), ("any", True)])
+def test_another_promise_key_is_refused_or_marked(resume: str, goes_on: bool) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, "ab", resume=resume, resume_wait_s=0.2) as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            first = bench.writer("r")
+            first.say("r", 2)
+            first.die()
+            if not goes_on:
+                await until(lambda: heard.error is not None)
+                return
+            await bench.finish(request)
+            assert heard.last is not None and heard.last.figures is not None
+            assert heard.last.figures.inexact
+
+    run(scenario)
+
+
+def test_a_poison_pill_ends_after_three_replicas() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            bench.writer("r").say("r", 2)
+            for _ in range(3):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                bench.writer("r").die()
+            assert heard.last is not None
+            assert heard.last.finish_reason == "error"
+            await settle()
+            assert sum(fake.ready is not None for fake in bench.fakes) == 1
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_who_loses_many_replicas_but_goes_on_between_is_no_poison_pill() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r", max_tokens=30)
+            await bench.ask(request)
+            for _ in range(8):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                dies = bench.writer("r")
+                dies.say("r", 2)
+                dies.die()
+                dies.revive()
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            await bench.finish(request)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_row_without_a_finite_logit_is_tried_once_elsewhere(count: int) -> None:
+    async def scenario() -> None:
+        async with fleet_of(count) as bench:
+            heard = await bench.ask(request_of("r"))
+            for _ in range(count):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                assert heard.last is None
+                broken = bench.writer("r")
+                broken.tell(Outcome("r", (), "", finish_reason="error", error="NaN"))
+            assert heard.last is not None
+            assert heard.last.error == "NaN"
+
+    run(scenario)
+
+
+def test_draining_moves_rows_and_takes_no_new_ones() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            requests = [request_of(f"r{i}", seed=i) for i in range(4)]
+            for request in requests:
+                await bench.ask(request)
+                bench.writer(request.request_id).say(request.request_id, 1)
+            moved = bench.fleet.drain("0")
+            assert moved == 4 - bench.fakes[1].num_open
+            await until(lambda: bench.fakes[1].num_open == 4)
+            await bench.ask(last := request_of("last"))
+            assert bench.fakes[0].num_open == 0
+            assert bench.metric("paceline_moved_total") == moved
+            for request in (*requests, last):
+                await bench.finish(request)
+            bench.fleet.drain("0", undo=True)
+            assert bench.fleet.members["0"].alive
+            with pytest.raises(RequestError, match="no replica"):
+                bench.fleet.drain("7")
+
+    run(scenario)
+
+
+def test_a_signal_to_one_replica_moves_its_rows_and_one_to_all_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "DRAIN_WAIT_S", 0.05)
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(first := request_of("a"))
+            told = bench.writer("a")
+            assert told.on_draining is not None
+            told.on_draining()
+            await until(lambda: bench.writer("a") is not told)
+            told.die()  # as a process does that drains and has nothing open
+            told.revive()
+            await until(lambda: all(m.alive for m in bench.fleet.members.values()))
+            writer = bench.writer("a")
+            for fake in bench.fakes:
+                assert fake.on_draining is not None
+                fake.on_draining()
+            await asyncio.sleep(0.15)
+            assert bench.writer("a") is writer
+            await bench.finish(first)
+
+    run(scenario)
+
+
+def test_an_operator_moves_an_answer() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            writer = bench.writer("r")
+            writer.say("r", 3)
+            here = str(bench.fakes.index(writer))
+            there = str(1 - int(here))
+            with pytest.raises(RequestError, match="already"):
+                await bench.fleet.move("r", here)
+            with pytest.raises(RequestError, match="is open"):
+                await bench.fleet.move("unknown", there)
+            await bench.fleet.move("r", there)
+            await settle()
+            assert bench.writer("r") is not writer
+            assert bench.fleet.requests() == [{"request": "r", "replica": there, "tokens": 3, "legs": 1}]
+            assert [line["resumes"] for line in bench.fleet.replicas()] == [int(there == "0"), int(there == "1")]
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_a_full_replica_is_passed_over_and_all_full_is_told() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request := request_of("r"))
+            bench.writer("r").refuse("r", QueueFull("full"))
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            assert heard.error is None
+            await bench.finish(request)
+            heard = await bench.ask(request_of("s"))
+            for _ in range(2):
+                await until(lambda: any("s" in fake.rows for fake in bench.fakes))
+                bench.writer("s").refuse("s", QueueFull("full"))
+            await until(lambda: heard.error is not None)
+            assert isinstance(heard.error, QueueFull)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [RequestError("bad"), PacelineError("a bug")])
+def test_errors_of_requests_are_told(error: PacelineError) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request_of("r"))
+            for _ in range(1 if isinstance(error, RequestError) else 2):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                bench.writer("r").refuse("r", error)
+            assert heard.error is error
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_ends_its_rows() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = Heard()
+            answers = await bench.fleet.submit([request_of("a"), request_of("b")], heard.take)
+            assert sum(fake.num_open for fake in bench.fakes) == 2
+            await answers.close()
+            assert sum(fake.num_open for fake in bench.fakes) == 0
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_the_next_turn_goes_where_the_pages_are() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            first = request_of("a", prompt=64)
+            await bench.ask(first)
+            writer = bench.writer("a")
+            await bench.finish(first)
+            for index in range(3):
+                await bench.ask(again := request_of(f"b{index}", prompt=80))
+                assert bench.writer(again.request_id) is writer
+                await bench.finish(again)
+            assert (
+                bench.metric('paceline_routed_total{replica="0",why="pages"}')
+                + sum(bench.metric(f'paceline_routed_total{{replica="{i}",why="pages"}}') for i in range(1, 4))
+                == 3
+            )
+
+    run(scenario)
+
+
+# Hedging -------------------------------------------------------------------------------------------------
+
+
+def ready_to_hedge(bench: Bench) -> Hedging:
+    hedging = bench.fleet._hedging
+    assert hedging is not None
+    for _ in range(MIN_SAMPLES):
+        hedging.first_token(1.0, 0.001)
+    hedging.num_requests = 1000
+    return hedging
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_two_replicas_write_a_late_answer_and_the_one_ahead_is_heard(ahead: int) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            hedging = ready_to_hedge(bench)
+            request = request_of("r", max_tokens=30)
+            heard = await bench.ask(request)
+            first = bench.writer("r")
+            second = bench.fakes[1 - bench.fakes.index(first)]
+            await until(lambda: "r" in second.rows)
+            assert hedging.num_hedged == 1
+            order = [first, second] if ahead == 0 else [second, first]
+            order[1].say("r", 2)
+            order[0].say("r", 5)
+            order[1].say("r", 2)
+            assert len(heard.token_ids) == 5
+            order[0].say("r", 8)
+            await settle()
+            assert bench.writer("r") is order[0]
+            await bench.finish(request)
+            won = "first" if ahead == 0 else "second"
+            assert bench.metric(f'paceline_hedged_total{{won="{won}"}}') == 1
+
+    run(scenario)
+
+
+def test_a_hedged_answer_outlives_one_of_its_replicas() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            ready_to_hedge(bench)
+            await bench.ask(request := request_of("r"))
+            await until(lambda: all("r" in fake.rows for fake in bench.fakes))
+            bench.fakes[0].say("r", 2)
+            bench.fakes[0].die()
+            await bench.finish(request)
+            assert bench.metric("paceline_resumed_total") == 0
+
+    run(scenario)
+
+
+def test_hedging_keeps_to_its_budget() -> None:
+    hedging = Hedging()
+    for _ in range(MIN_SAMPLES):
+        hedging.first_token(0.1, 0.1)
+    hedging.num_requests = 49
+    assert not hedging.due(0.1, 10.0)
+    hedging.num_requests = 50
+    assert hedging.due(0.1, 10.0)
+    assert not hedging.due(0.1, 0.09)
+    hedging.num_hedged = 1
+    assert not hedging.due(0.1, 10.0)
+
+
+# Audits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_finished_answers_are_written_again_while_idle(broken: bool) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, audit=1.0) as bench:
+            await bench.ask(request := request_of("r"))
+            writer = bench.writer("r")
+            await bench.finish(request)
+            other = bench.fakes[1 - bench.fakes.index(writer)]
+            await until(lambda: "r-audit" in other.rows)
+            if broken:
+                other.rows["r-audit"].request = request_of("r-audit", seed=4)
+            other.say("r-audit", request.params.max_tokens)
+            await until(lambda: bench.metric("paceline_audited_total") == 1)
+            assert bench.metric("paceline_audit_mismatches_total") == int(broken)
+
+    run(scenario)
+
+
+def test_an_audit_makes_room_for_work() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, audit=1.0, route="round-robin") as bench:
+            await bench.ask(request := request_of("r"))
+            await bench.finish(request)
+            await until(lambda: any("r-audit" in fake.rows for fake in bench.fakes))
+            for index in range(2):
+                await bench.ask(request_of(f"s{index}"))
+            await until(lambda: not any("r-audit" in fake.rows for fake in bench.fakes))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("options", [{"hedge": "p95"}, {"audit": 0.1}])
+def test_what_needs_equal_texts_needs_the_coupled_law(options: dict[str, Any]) -> None:
+    FleetOptions(**options).check_law("coupled")
+    FleetOptions().check_law("rejection")
+    with pytest.raises(ConfigError, match="coupled"):
+        FleetOptions(**options).check_law("rejection")
+
+
+def test_the_sum_of_counters_never_falls() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            told: list[int] = []
+            bench.fleet.on_snapshot = lambda snapshot: told.append(snapshot.stats.steps)
+            bench.fakes[0].beat(steps=10)
+            bench.fakes[1].beat(steps=5)
+            bench.fakes[0].die()
+            bench.fakes[0].revive()
+            bench.fakes[0].beat(steps=3)
+            assert told == [10, 15, 15, 18]
+
+    run(scenario)
+
+
+def test_a_replica_that_has_not_worked_yet_is_taken_to_be_as_fast_as_others() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fakes[0].beat(steps=100)
+            assert bench.fleet.members["0"].costs is not None
+            assert bench.fleet.members["1"].costs is None
+            for index in range(4):
+                await bench.ask(request_of(f"r{index}"))
+            assert [fake.num_open for fake in bench.fakes] == [2, 2]
+
+    run(scenario)

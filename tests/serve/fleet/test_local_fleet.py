@@ -1,0 +1,253 @@
+"""A real fleet of three tiny engines: killed, stopped, told to end, and all dead at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from paceline import cli
+from tests.serve.conftest import running
+from tests.serve.test_faults import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.serve.conftest import Server
+
+TOKENS = 3000  # of an answer: about a second, in which a test has time to do harm
+PROMPT = "the cat and the other thing on the mat"
+USUAL = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.1}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "warm": {"top_p": 0.9},
+    "penalties": {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    "stop": {"stop": ["qqqq", "zz"], "min_tokens": 2500},
+    "scores": {"logprobs": 3},
+    "choices": {"n": 2, "max_tokens": TOKENS // 2},
+    "bias": {"logit_bias": {"65": 3.0, "66": -100.0}},
+    "grammar": {"structured_outputs": {"regex": "([a-z]{3} ){600,700}"}, "ignore_eos": False},
+    "slow": {"speculation": {"draft": "off"}},
+    "long": {"max_tokens": 3 * TOKENS, "speculation": {"draft": "off"}},
+}
+for number, kind in enumerate(KINDS.values()):
+    kind["seed"] = number
+
+
+@dataclass
+class Streamed:
+    """What a stream brought, by choice."""
+
+    text: dict[int, str] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
+    ends: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    num_chunks: int = 0
+
+    def take(self, event: dict[str, Any]) -> None:
+        self.error = event.get("error")
+        self.num_chunks += 1
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            self.text[index] = self.text.get(index, "") + choice["text"]
+            self.scores += (choice.get("logprobs") or {}).get("token_logprobs", [])
+            if choice["finish_reason"]:
+                self.ends[index] = choice["finish_reason"]
+
+    def check_equal(self, whole: Streamed) -> None:
+        assert self.error is None
+        assert (self.text, self.scores, self.ends) == (whole.text, whole.scores, whole.ends)
+        assert self.usage["completion_tokens"] == whole.usage["completion_tokens"]
+
+
+class LocalFleet:
+    """The server and its replicas."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.url = server, server.url
+
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/v1/fleet", timeout=10.0).json()
+        return found
+
+    def replicas(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.figures()["replicas"]
+        return found
+
+    def all_up(self) -> bool:
+        return [line["state"] for line in self.replicas()] == ["up"] * 3
+
+    def writers(self) -> list[dict[str, Any]]:
+        """Replicas that write an answer now."""
+        return [line for line in self.replicas() if line["rows"] and line["pid"]]
+
+    def stream(self, body: dict[str, Any], streamed: Streamed) -> Streamed:
+        body = USUAL | body | {"stream": True, "stream_options": {"include_usage": True}}
+        with (
+            httpx.Client(timeout=60.0) as client,
+            client.stream("POST", f"{self.url}/v1/completions", json=body) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                streamed.error = response.json()["error"] | {"status": response.status_code}
+                return streamed
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    streamed.take(json.loads(line.removeprefix("data: ")))
+        return streamed
+
+    @cached_property
+    def whole(self) -> dict[str, Streamed]:
+        """What every kind of request is answered if nothing happens."""
+        with ThreadPoolExecutor(len(KINDS)) as pool:
+            return dict(
+                zip(KINDS, pool.map(lambda body: self.stream(body, Streamed()), KINDS.values()), strict=True)
+            )
+
+    def streams(self, kinds: list[str]) -> tuple[ThreadPoolExecutor, dict[str, Streamed], list[Any]]:
+        """Start streams, and wait until each has had a chunk."""
+        pool, streamed = ThreadPoolExecutor(len(kinds)), {kind: Streamed() for kind in kinds}
+        futures = [pool.submit(self.stream, KINDS[kind], streamed[kind]) for kind in kinds]
+        assert eventually(lambda: all(s.num_chunks for s in streamed.values()))
+        return pool, streamed, futures
+
+    def check(self, pool: ThreadPoolExecutor, streamed: dict[str, Streamed], futures: list[Any]) -> int:
+        """Compare with undisturbed answers; return the most legs that one had."""
+        with pool:
+            for future in futures:
+                future.result()
+        for kind, found in streamed.items():
+            found.check_equal(self.whole[kind])
+        assert eventually(lambda: self.server.metric('paceline_requests_open{replica="0"}') == 0)
+        return max(int(found.usage["legs"]) for found in streamed.values())
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[LocalFleet]:
+    """Three replicas: a poison pill ends three."""
+    with running(model, "--replicas", "3") as server:
+        found = LocalFleet(server)
+        assert eventually(found.all_up, 60.0)
+        assert len(found.whole) == len(KINDS)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def whole_again(fleet: LocalFleet) -> Iterator[None]:
+    yield
+    assert eventually(fleet.all_up, 60.0)
+
+
+def test_kinds_of_requests_differ_and_end(fleet: LocalFleet) -> None:
+    assert len({whole.text[0] for whole in fleet.whole.values()}) == len(KINDS)
+    assert all(whole.ends for whole in fleet.whole.values())
+    assert {line["promise"] for line in fleet.replicas()} == {fleet.replicas()[0]["promise"]}
+
+
+def test_every_kind_of_answer_outlives_kill_9(fleet: LocalFleet) -> None:
+    running_streams = fleet.streams(list(KINDS))
+    killed = fleet.writers()[0]
+    os.kill(killed["pid"], signal.SIGKILL)
+    assert fleet.check(*running_streams) == 2
+    assert fleet.server.metric('paceline_resumed_total{why="death"}') >= 1
+
+
+def test_answers_outlive_a_replica_that_hangs(fleet: LocalFleet) -> None:
+    running_streams = fleet.streams(["penalties", "scores", "long"])
+    stopped = fleet.writers()[0]
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    try:
+        assert fleet.check(*running_streams) == 2
+        assert fleet.server.metric('paceline_resumed_total{why="hang"}') >= 1
+    finally:
+        os.kill(stopped["pid"], signal.SIGCONT)
+
+
+def test_a_replica_told_to_end_hands_its_answers_on_and_is_replaced(fleet: LocalFleet) -> None:
+    running_streams = fleet.streams(["grammar", "stop", "long"])
+    told = fleet.writers()[0]
+    os.kill(told["pid"], signal.SIGTERM)
+    assert fleet.check(*running_streams) == 2
+    assert eventually(lambda: fleet.all_up() and fleet.replicas()[int(told["replica"])]["pid"] != told["pid"])
+
+
+def test_operators_drain_move_and_look(fleet: LocalFleet, capsys: pytest.CaptureFixture[str]) -> None:
+    running_streams = fleet.streams(["warm", "slow", "long"])
+    drained = fleet.writers()[0]["replica"]
+    assert cli.main(["fleet", "drain", drained, "--url", fleet.url]) == 0
+    assert fleet.check(*running_streams) == 2
+    assert cli.main(["fleet", "--url", fleet.url]) == 0
+    assert cli.main(["fleet", "drain", drained, "--undo", "--url", fleet.url]) == 0
+    out = capsys.readouterr().out
+    assert "answers moved: " in out
+    assert "draining" in out
+    pool, streamed, futures = fleet.streams(["long"])
+    open_request = fleet.figures()["requests"][0]
+    there = next(line["replica"] for line in fleet.replicas() if line["replica"] != open_request["replica"])
+    assert cli.main(["fleet", "move", open_request["request"], there, "--url", fleet.url]) == 0
+    assert fleet.check(pool, streamed, futures) == 2
+    assert cli.main(["fleet", "move", "unknown", "0", "--url", fleet.url]) == 2
+    assert cli.main(["fleet", "drain", "9", "--url", fleet.url]) == 2
+
+
+def test_a_poison_pill_gets_its_500_after_three_replicas(fleet: LocalFleet) -> None:
+    """Replicas that are stopped give nothing, so that killing them one by one looks as if the request did it."""
+    lines = {line["replica"]: line["pid"] for line in fleet.replicas()}
+    for pid in lines.values():
+        os.kill(pid, signal.SIGSTOP)
+    streamed = Streamed()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fleet.stream, KINDS["warm"], streamed)
+        for _ in range(3):
+            assert eventually(
+                lambda: any(line["rows"] and line["pid"] in lines.values() for line in fleet.replicas())
+            )
+            taken = next(line for line in fleet.replicas() if line["rows"] and line["pid"] in lines.values())
+            os.kill(lines.pop(taken["replica"]), signal.SIGKILL)
+        future.result()
+    assert streamed.error is not None
+    assert streamed.error["status"] == 500
+    assert "every engine" in streamed.error["message"]
+
+
+def test_all_dead_is_503_for_new_requests_and_a_pause_for_open_ones(fleet: LocalFleet) -> None:
+    running_streams = fleet.streams(["warm", "long"])
+    for line in fleet.replicas():
+        os.kill(line["pid"], signal.SIGKILL)
+    assert eventually(lambda: fleet.server.health() == 503, 5.0)
+    assert httpx.post(f"{fleet.url}/v1/completions", json=USUAL).status_code == 503
+    assert eventually(lambda: fleet.server.health() == 200, 60.0)
+    assert fleet.check(*running_streams) == 2
+    assert httpx.post(f"{fleet.url}/v1/completions", json=USUAL | {"max_tokens": 3}).status_code == 200
+
+
+def test_metrics_have_a_label_for_the_replica(fleet: LocalFleet) -> None:
+    for name in "012":
+        assert fleet.server.metric(f'paceline_replica_up{{replica="{name}"}}') == 1
+        assert fleet.server.metric(f'paceline_engine_up{{replica="{name}"}}') == 1
+
+
+@pytest.mark.nightly
+def test_fifty_kills_lose_nothing(fleet: LocalFleet) -> None:
+    """Takes minutes: each killed replica has to load again."""
+    chance = random.Random(1)
+    for _ in range(50):
+        assert eventually(fleet.all_up, 60.0)
+        running_streams = fleet.streams(chance.sample(list(KINDS), 4))
+        time.sleep(chance.random() * 0.3)
+        writers = fleet.writers()
+        if writers:
+            os.kill(chance.choice(writers)["pid"], chance.choice([signal.SIGKILL, signal.SIGTERM]))
+        fleet.check(*running_streams)
