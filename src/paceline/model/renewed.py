@@ -14,7 +14,7 @@ from paceline.model.files.stored import Held
 from paceline.model.weights import LazyWeights, canonical_names, load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -29,15 +29,17 @@ MAX_TENSOR_FILES = 4096
 _MADE = {"rope_factors": "rope_factors"}  # numbers of a config, which GGUF files keep as a tensor
 
 
-def renewed(model: LoadedModel, source: WeightSource) -> LoadedModel:
-    """Return a model with the numbers of a source. Raises `ModelError`, `ConfigError`."""
-    if source.model is not None:
-        path = Path(source.model)
-        if not path.exists():  # a name would be looked up elsewhere
-            raise ModelNotFound(f"{path} is no folder or .gguf file of this machine")
-        newer = load_model(path)
-        check_same_shape(model.config, newer.config)
-        model = replace(model, path=newer.path, weights=newer.weights)
+def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedModel:
+    """Return a model with the numbers of a source. first: opens the one that was loaded first.
+
+    Raises `ModelError`, `ConfigError`.
+    """
+    if source.model is None:
+        model = first()
+    elif Path(source.model).exists():  # a name would be looked up elsewhere
+        model = load_model(Path(source.model))
+    else:
+        raise ModelNotFound(f"{source.model} is no folder or .gguf file of this machine")
     if source.tensors is not None:
         model = with_tensors(model, _tensors_in(Path(source.tensors)))
     return model

@@ -19,7 +19,7 @@ from paceline.engine.assembly.build import assemble, load
 from paceline.engine.renewal import Renewal, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.files.pull import resolve
-from paceline.model.renewed import renewed, with_arrays
+from paceline.model.renewed import check_same_shape, renewed, with_arrays
 from paceline.model.weights import forget_files, load_model
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class EngineOwner:
     def update(self, source: WeightSource, version: str) -> Renewal:
         """Take the weights of a source. Raises `ModelError`, `ConfigError`; then nothing has changed."""
         check_version(version)
-        model = self._first_model()
-        newer = renewed(model, source)
+        newer = renewed(self._first_model, source)
         digest = "".join(content_key(Path(place)) for place in (source.model, source.tensors) if place)
         report = self._take(newer, version, digest)
         self._source, self._from_arrays = source, False
@@ -100,6 +99,7 @@ class EngineOwner:
 
     def _take(self, model: LoadedModel, version: str, digest: str) -> Renewal:
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
+        check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
         put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
         self.version, self.mark = version, f"{version}\0{digest}"
         self._loaded = replace(loaded, version=self.mark)
@@ -137,7 +137,7 @@ class EngineOwner:
                 raise ConfigError("these weights came from arrays, which are gone: update the weights instead")
             loaded = load(self.config)
             if self._source is not None:
-                model = renewed(self._first_model(), self._source)
+                model = renewed(self._first_model, self._source)
                 self.config.backend_spec.repack(loaded.decoder, model.weights)()
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
