@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,12 @@ from safetensors.numpy import load_file, save_file
 from paceline import LLM, SamplingParams
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
 from paceline.core.nouns import Request
+from paceline.core.weight_source import WeightSource
 from paceline.engine.renewal import renew
+from paceline.model.heads.config import read_config
+from paceline.model.renewed import renewed
+from paceline.model.weights import load_model
+from tests.draft.heads import head_values, random_weights, write_head
 from tests.engine.same_text import PLAIN, Answer, Settings, assert_same, make_engine, run
 from tests.engine.test_overlapped_loop import overlapped
 from tests.serve.conftest import write_model
@@ -169,10 +175,6 @@ def test_memory_stays_while_an_answer_is_open(llm: LLM) -> None:
 
 
 def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tmp_path: Path) -> None:
-    from paceline.core.weight_source import WeightSource
-    from paceline.model.renewed import renewed
-    from paceline.model.weights import load_model
-
     new, name = tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
     save_file({name: new[name]}, tmp_path / "1.safetensors")
     old = load_model(models[0])
@@ -180,6 +182,42 @@ def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tm
     assert (found.weights["layers.1.mlp_down"] == new[name]).all()
     others = [n for n in old.weights if n != "layers.1.mlp_down"]
     assert all((found.weights[n] == old.weights[n]).all() for n in others)
+
+
+# Drafters that share tables ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(models: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A head with random weights: its drafts are seldom kept."""
+    config = load_model(models[0]).config
+    values = head_values("eagle3", config)
+    return write_head(tmp_path, values, config, random_weights(read_config(values, config)))
+
+
+def test_a_head_is_built_again_over_the_newer_tables(models: tuple[Path, Path], head: Path, backend) -> None:
+    with (
+        opened(models[0], *backend, draft="off") as plain,
+        opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm,
+    ):
+        for version, model in (("newer", models[1]), ("back", models[0])):
+            before = llm.built.engine.drafting.drafters["eagle3"]
+            assert llm.update_weights(model, version).rebuilt == ("eagle3",)
+            assert llm.built.engine.drafting.drafters["eagle3"] is not before
+            plain.update_weights(model, version)
+            (found,), (expected,) = llm.generate([PROMPT], SCORED), plain.generate([PROMPT], SCORED)
+            assert found.token_ids == expected.token_ids
+            assert found.figures.drafted_tokens > 0
+        llm.built.engine.check()
+
+
+def test_a_head_that_cannot_be_built_again_is_unloaded(models: tuple[Path, Path], head: Path, backend) -> None:
+    with opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm:
+        shutil.rmtree(head)
+        assert llm.update_weights(models[1], "newer").unloaded == ("eagle3",)
+        (found,) = llm.generate([PROMPT], SCORED)
+        assert found.figures.drafted_tokens == 0
+        llm.built.engine.check()
 
 
 # In any loop -------------------------------------------------------------------------------------

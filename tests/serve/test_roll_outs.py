@@ -290,3 +290,24 @@ def test_the_routes_go_with_a_key_or_this_machine_only() -> None:
     with pytest.raises(ConfigError, match="--audit"):
         HttpConfig(operation=rl, fleet=FleetOptions(replicas=2, audit=0.5))
     HttpConfig(operation=rl, insecure=True, api_key="secret")
+
+
+def test_commands_reach_every_replica(model: Path, newer: Path) -> None:
+    with running(model, "--rl", "--replicas", "2", "--route", "round-robin") as server, server.client() as client:
+        for _ in range(300):
+            replicas = client.get("/v1/fleet").json()["replicas"]
+            if len(replicas) == 2 and all(line["state"] == "up" for line in replicas):
+                break
+            time.sleep(0.1)
+        old = [generate(client)["output_ids"] for _ in range(2)]
+        assert old[0] == old[1]
+        one = Open(client, "one")
+        post(client, "/update_weights_from_disk", model_path=str(newer), weight_version="v1")
+        new = [generate(client) for _ in range(4)]
+        assert {answer["meta_info"]["weight_version"] for answer in new} == {"v1"}
+        assert all(answer["output_ids"] == new[0]["output_ids"] != old[0] for answer in new)
+        assert post(client, "/abort_request", abort_all=True)["aborted"] == 1
+        assert [w["version"] for w in one.result()["meta_info"]["weight_versions"]] == ["default", "v1"]
+        promises = {line["promise"] for line in client.get("/v1/fleet").json()["replicas"]}
+        assert len(promises) == 1
+        assert promises != {line["promise"] for line in replicas}
