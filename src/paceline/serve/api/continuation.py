@@ -91,7 +91,7 @@ class SentPart:
     """First tokens of an answer that its client has, though the engine writes them again."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, count: int, told: str) -> None:
-        """count: of the tokens that the client has. told: text of those that came with the request."""
+        """count: of the tokens that the client has. told: text of the request's own."""
         self._request, self._tokenizer, self._count = request, tokenizer, count
         self._ids, self._text = list(request.told), told
 

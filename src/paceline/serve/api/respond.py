@@ -215,7 +215,7 @@ class Responder:
         return self._event_id() + event if self.job.event_ids else event
 
     def _event_id(self) -> bytes:
-        """Return the line with the event's id: how many tokens of each answer there are so far."""
+        """Return the line with an event's id: tokens of each answer so far."""
         return b"id: " + ",".join(str(answer.num_tokens) for answer in self.answers).encode() + b"\n"
 
     def _running_usage(self) -> Json:
