@@ -11,6 +11,7 @@ from paceline.core.nouns import Outcome, Request, TokenLogprobs
 from paceline.core.params import SamplingParams
 from paceline.serve.api.continuation import SentPart
 from tests.serve.conftest import running
+from tests.serve.test_tools import NOW, WEATHER, chatty
 from tests.tiny import tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
     from tests.serve.conftest import Server
+
+__all__ = ["chatty"]  # a fixture
 
 PROMPT = "the cat in the hat"
 USER = [{"role": "user", "content": PROMPT}]
@@ -247,3 +250,44 @@ def test_any_outcomes_are_cut_at_any_count() -> None:
             assert all(o.finish_reason is None for o in has)
             assert lacks[-1].finish_reason == "length"
             assert sum(o.finish_reason is not None for o in lacks) == 1
+
+
+# Parts of a message ----------------------------------------------------------------------------------
+
+
+def message_of(found: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    """Reasoning, content, and names and arguments of calls, put together as clients do."""
+    parts: dict[str, str] = {}
+    for _, body in found:
+        delta = body["choices"][0]["delta"]
+        pieces = {"content": delta.get("content"), "reasoning": delta.get("reasoning")}
+        for call in delta.get("tool_calls", ()):
+            pieces[f"name {call['index']}"] = call["function"].get("name")
+            pieces[f"arguments {call['index']}"] = call["function"]["arguments"]
+        parts |= {name: parts.get(name, "") + piece for name, piece in pieces.items() if piece}
+    return parts
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"temperature": 0.0}])
+def test_a_message_goes_on_in_the_middle_of_its_parts(chatty: Server, more: dict[str, Any]) -> None:
+    """Also in a call's arguments."""
+    body = WARM | {"messages": USER, "max_tokens": 300, "tools": [WEATHER, NOW], **more}
+    with chatty.client() as http:
+        found = events(http, body, "chat/completions")
+        whole = message_of(found)
+        assert ("arguments 0" in whole) == ("tool_choice" in more)
+        ids = [i for _, event in found for i in event["choices"][0].get("token_ids", ())]
+        for place in range(0, len(found) - 1, max(1, len(found) // 12)):
+            last = found[place][0]
+            begun = message_of(found[: place + 1])
+            for rest in (
+                events(http, body, "chat/completions", last),
+                events(http, body | {"answer_ids": ids[: int(last)]}, "chat/completions"),
+            ):
+                new = message_of(rest)
+                assert {k: begun.get(k, "") + new.get(k, "") for k in {*begun, *new}} == whole
+        message = post(http, body | {"answer_ids": ids[:9]}, "chat/completions")["choices"][0]["message"]
+        assert (message.get("reasoning") or "") == whole.get("reasoning", "")
+        assert (message["content"] or "") == whole.get("content", "")
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        assert [c["arguments"] for c in calls] == [v for k, v in whole.items() if k.startswith("arguments")]
