@@ -44,6 +44,7 @@ class Member:
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
     silent_s: float = 0.0  # since its last message, in ticks of this process
+    silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
@@ -68,11 +69,6 @@ class Member:
         return self.serves and not self.silent
 
     @property
-    def silent(self) -> bool:
-        """True if it seems to hang."""
-        return self.silent_s > max(SILENT_S, SILENT_STEPS * self.step_s)
-
-    @property
     def state(self) -> str:
         """State in a word."""
         if self.engines.ready is None:
@@ -93,7 +89,7 @@ class Member:
 
     def take(self, snapshot: Snapshot) -> None:
         """Take a snapshot of its counters, which is a sign of life, too."""
-        self.silent_s = 0.0
+        self._beat()
         last = self.recent.newest
         if last is not None and snapshot.stats.steps < last.stats.steps:
             self.ended = last.stats if self.ended is None else total([self.ended, last.stats])
@@ -103,6 +99,7 @@ class Member:
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
         self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
+        self.silent = self.silent_s > max(SILENT_S, SILENT_STEPS * self.step_s)
 
     def view(self, hit_pages: int, usual: Costs, *, alive: bool) -> ReplicaView:
         """Return what routing reads. usual: costs of a replica that has not worked yet."""
@@ -123,7 +120,7 @@ class Member:
 
     def heard(self, leg: Leg) -> None:
         """Note a message about a leg: its prompt is computed."""
-        self.silent_s = 0.0
+        self._beat()
         self.backlog -= leg.backlog
         leg.backlog = 0
 
@@ -138,9 +135,12 @@ class Member:
         if self.engines.restarts == self.incarnation:
             return False
         self.incarnation = self.engines.restarts
-        self.silent_s, self.draining = 0.0, self.draining and not self.by_signal
-        self.by_signal = False
+        self._beat()
+        self.draining, self.by_signal = self.draining and not self.by_signal, False
         return True
+
+    def _beat(self) -> None:
+        self.silent_s, self.silent = 0.0, False
 
     def _estimated(self, whole: Stats) -> Costs | None:
         """Return costs as measured at the start, or as the counters say; None without any."""
