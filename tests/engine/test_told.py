@@ -15,6 +15,7 @@ from paceline.core.errors import QueueFull, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.params import Grammar, SamplingParams
 from paceline.engine.scheduler import Limits
+from tests.draft.heads import trained_head
 from tests.engine.same_text import (
     PLAIN,
     VOCAB,
@@ -26,6 +27,7 @@ from tests.engine.same_text import (
     make_engine,
     run,
     settings_,
+    target,
     with_stops,
     workloads,
 )
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 OWN_MODEL, NGRAM, SUFFIX = "draft-model:model=noisy", "ngram:min=1,max=4", "suffix:shared=2000"
-DRAFTS = ["off", NGRAM, SUFFIX, OWN_MODEL, f"auto:{SUFFIX}+{OWN_MODEL}"]
+HEAD = "eagle3"  # trained when it is first asked for
+DRAFTS = ["off", HEAD, NGRAM, SUFFIX, OWN_MODEL, f"auto:{SUFFIX}+{OWN_MODEL}"]
 BITWISE = {"int8", "int4"}  # log-probabilities too; PyTorch's own depend on the shape of a product
 
 
@@ -95,6 +98,8 @@ def in_parts(engines: list[Engine], requests: list[Request], steps: list[int]) -
 
 def engine_of(draft: str, changed: Settings, types: str, number: int) -> Engine:
     """Half of them overlap, and half change their minds about each row's drafts."""
+    if draft == HEAD:
+        draft = f"{HEAD}:model={trained_head(HEAD, target().decoder)},k=4"  # type: ignore[arg-type]
     overlaps = {"overlap": "on"} if number % 2 and types != "cuda" and draft != "off" else {}
     engine = make_engine(draft, changed, types=types, **overlaps)
     if number % 4 > 1 and draft != "off" and not draft.startswith("auto"):
@@ -140,6 +145,7 @@ def check_parts(draft: str, types: str, examples: int) -> int:
         (NGRAM, "int4", 30),
         (SUFFIX, "int8", 30),
         (OWN_MODEL, "int4", 30),
+        (HEAD, "int8", 20),
         (OWN_MODEL, "cuda", 4),
         (NGRAM, "f64", 12),
     ],
@@ -178,6 +184,15 @@ def test_greedy_answers_go_on_exactly_under_any_law(law: str) -> None:
     expected = run(make_engine("off", PLAIN, law), [whole])
     got = in_parts([make_engine(OWN_MODEL, PLAIN, law), make_engine(NGRAM, PLAIN, law)], [whole], [4])
     assert_same(expected, got)
+
+
+def test_the_rest_begins_at_once() -> None:
+    """The first tokens after a fault do not wait for the next pass."""
+    engine = make_engine("off", PLAIN, types="int8")
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    engine.add(Request("a", tuple(range(40, 60)), params, seed=1, told=(50, 51)))
+    (outcome,) = engine.step()
+    assert (outcome.start, len(outcome.token_ids)) == (2, 1)
 
 
 def test_scores_of_a_prompt_are_told_once() -> None:

@@ -241,7 +241,7 @@ def check_token_ids(
     prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int, told: Sequence[int] = ()
 ) -> None:
     """Raise `RequestError` if a request names tokens that a vocabulary does not have."""
-    for what, name, text in (("prompt", "prompt", prompt_ids), ("answer so far", "answer_ids", told)):
+    for what, name, text in (("prompt", "prompt", prompt_ids), ("answer so far (answer_ids)", "answer_ids", told)):
         if not all(0 <= token_id < vocab_size for token_id in text):
             raise RequestError(f"the {what} has token ids outside the vocabulary of {vocab_size}", name)
     for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

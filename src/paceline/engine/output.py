@@ -194,8 +194,8 @@ class OutputQueue:
         known += scores.logprobs[len(known) + 1 - scores.first :]
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        """Queue a response's tokens. The first of an answer become an outcome at once."""
-        if len(token_ids) < response.checker.num_tokens:
+        """Queue a response's tokens. Its first become an outcome at once."""
+        if response.started:
             self.gains.append((response, token_ids, verdict))
         else:
             self._emit(response, token_ids, verdict)

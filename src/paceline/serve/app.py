@@ -22,6 +22,7 @@ from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestEr
 from paceline.core.promise import fingerprint
 from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
+from paceline.serve.api.continuation import event_ids_of
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
@@ -150,6 +151,9 @@ class ModelRoute(BodyRoute):
         state = self._state
         data = await read_body(scope, receive)
         job = _of_key(await self._job(data, time.monotonic()), scope.get(SALT))
+        if job.stream and job.events is None:
+            event_ids, sent = event_ids_of(scope, job.requests)
+            job = replace(job, event_ids=event_ids, sent=sent)
         if job.ignored:
             log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))
         if len(job.requests) > state.max_open:  # a retry could not succeed either

@@ -1,4 +1,4 @@
-"""Facts of the promise key: those of an engine's parts, and a self-test on a fixed prompt.
+"""Facts of the promise key, and a self-test on a fixed prompt.
 
 No version says whether another machine's arithmetic gives the same bits: its mathematical library, its compiler, a
 processor's fault. Two engines that disagree here would disagree in texts, too.
@@ -47,7 +47,8 @@ def promise_of(config: EngineConfig, decoder: Decoder, content: str, language: s
 def self_test(engine: Engine) -> str:
     """Return a digest of the log-probabilities behind a fixed prompt.
 
-    The engine is idle, and cold afterwards. The numbers are made of all the logits there, in float64, and these of the keys and values of all tokens before.
+    The engine is idle, and cold afterwards. The numbers are made of all the logits there, in float64, and these of
+    the keys and values of all tokens before.
     """
     config = engine.target.config
     length = max(1, min(MOST_TOKENS, MOST_WORK // num_weights(config), engine.scheduler.max_len - 1))

@@ -174,17 +174,20 @@ class Metrics:
         self._ttft.observe(wait_s)
         self.recent.first_token(wait_s)
 
-    def finished(self, reason: str, first_s: float, figures: Figures | None, total_s: float) -> None:
+    def finished(
+        self, reason: str, first_s: float, figures: Figures | None, total_s: float, num_told: int = 0
+    ) -> None:
         """Observe the end of an answer.
 
         first_s, total_s: from arrival to the first token and to the end. figures: None if it was cut short.
+        num_told: tokens that came with the request.
         """
         self.answers.labels(reason).inc()
         if figures is None:
             return
         self._e2e.observe(total_s)
-        if figures.completion_tokens > 1:
-            mean_s = (total_s - first_s) / (figures.completion_tokens - 1)
+        if (num_tokens := figures.completion_tokens - num_told) > 1:
+            mean_s = (total_s - first_s) / (num_tokens - 1)
             self._tpot.observe(mean_s)
             self.recent.later_tokens(mean_s)
 
