@@ -160,6 +160,7 @@ def make_engine(
 class Answer:
     """All that promise 1 covers."""
 
+    start: int = 0  # tokens before these, told with the request
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -168,6 +169,7 @@ class Answer:
 
     def take(self, outcome: Outcome) -> None:
         assert not self.ending, "told of an answer that has ended"
+        assert outcome.start == self.start + len(self.token_ids)
         if outcome.prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "told of a prompt's scores twice"
             assert not self.token_ids, "they come with the first outcome"
@@ -177,7 +179,7 @@ class Answer:
         self.logprobs += outcome.logprobs or ()
         if outcome.finish_reason is not None:
             assert outcome.figures is not None
-            assert outcome.figures.completion_tokens == len(self.token_ids)
+            assert outcome.figures.completion_tokens == self.start + len(self.token_ids)
             self.ending = (
                 outcome.finish_reason,
                 outcome.stop_reason,
@@ -188,7 +190,7 @@ class Answer:
 
 def run(engine: Engine, requests: list[Request], stagger: int = 0) -> dict[str, Answer]:
     """Serve the requests, one arriving every `stagger` steps, checking every invariant after every step."""
-    answers = {r.request_id: Answer() for r in requests}
+    answers = {r.request_id: Answer(len(r.told)) for r in requests}
     waiting, steps = list(requests), 0
     while waiting or engine.has_work:
         while waiting and (stagger == 0 or steps % stagger == 0):

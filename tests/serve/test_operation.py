@@ -20,7 +20,7 @@ import pytest
 from paceline.cli import main
 from paceline.core import logs
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Figures
+from paceline.core.figures import Figures
 from paceline.engine.stats import Gauges, Stats
 from paceline.serve.api.keys import KeyRing, StoredKey, new_key, read_keys
 from paceline.serve.observe.access import RequestRecord

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.core.errors import EngineDied
-from paceline.core.nouns import Figures, Outcome
+from paceline.core.figures import Figures
+from paceline.core.nouns import Outcome
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder

@@ -198,7 +198,7 @@ class Rows(TokenRows):
         self.computed[row] = admission.cached_len
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
-        (self._scoring.discard if request.params.prompt_logprobs is None else self._scoring.add)(row)
+        (self._scoring.add if request.scores_prompt else self._scoring.discard)(row)
         self._texts[row] = None
         if request.params.grammar is not None:
             self.grammars.admit(admission)

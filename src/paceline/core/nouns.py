@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
-from paceline.core.pass_notes import PassNote  # at run time: messages are decoded by these types
+from paceline.core.figures import Figures, Spent  # at run time: messages are decoded by these types
+from paceline.core.pass_notes import PassNote
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +47,10 @@ def noun(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A request for one text; n choices become n requests that differ in `choice` only."""
+    """A request for one text; n choices become n requests that differ in `choice` only.
+
+    An answer may have begun elsewhere: its first tokens, `told`, are known, and it goes on behind them.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]  # [prompt_len]
@@ -54,14 +58,19 @@ class Request:
     seed: int  # 0 <= seed < 2**63
     choice: int = 0
     salt: str = ""  # requests of different salts share no cached pages
-    arrival_s: float = 0.0  # time.monotonic()
     speculation: Speculation | None = None  # None: the engine's own
+    told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
 
     def check(self) -> None:
         """Assert what every package may rely on."""
         assert self.prompt_ids, "an empty prompt has no last token to continue"
         assert 0 <= self.seed < 1 << 63
         assert 0 <= self.choice < self.params.n
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if its prompt's tokens get log-probabilities, which come with an answer's first tokens."""
+        return self.params.prompt_logprobs is not None and not self.told
 
 
 @noun
@@ -153,7 +162,7 @@ class Admission:
     token_ids: Sequence[int]  # [length] prompt, and the answer written before a preemption
     cached_len: int  # leading tokens whose target KV is already there
     pages: tuple[int, ...]  # of the cached tokens
-    rebirth: bool = False  # True after a preemption
+    rebirth: bool = False  # True if its answer has begun, before a preemption or elsewhere
 
 
 @noun
@@ -339,28 +348,6 @@ class Verdict:
             assert kept == list(drafted.token_ids[: verdict.num_accepted])
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Counts of one request, sent with its last outcome: its cost and speculation's effect."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    decode_passes: int
-    decoded_tokens: int  # committed by decode passes, so without the prefill's token
-    drafted_tokens: int
-    verified_tokens: int  # drafts after trimming
-    accepted_tokens: int
-    seed: int
-    preemptions: int = 0
-    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens committed per decode pass, the target's own included, the prefill's token not."""
-        return self.decoded_tokens / self.decode_passes if self.decode_passes else 0.0
-
-
 @noun
 class Outcome:
     """Gain of one request in a step, after stops: what is streamed to its client."""
@@ -377,3 +364,5 @@ class Outcome:
         None  # [prompt_len - 1], with the first outcome if asked for
     )
     notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked
+    start: int = 0  # answer tokens before these, those told with the request included
+    spent: Spent | None = None  # None: see `Spent.after`

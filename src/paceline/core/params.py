@@ -237,10 +237,13 @@ def _check_token_id(name: str, value: object) -> None:
         raise RequestError(f"{name}: {shown(value)} is not a token id", name)
 
 
-def check_token_ids(prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+def check_token_ids(
+    prompt_ids: Sequence[int], params: SamplingParams, vocab_size: int, told: Sequence[int] = ()
+) -> None:
     """Raise `RequestError` if a request names tokens that a vocabulary does not have."""
-    if not all(0 <= token_id < vocab_size for token_id in prompt_ids):
-        raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}", "prompt")
+    for what, name, text in (("prompt", "prompt", prompt_ids), ("answer so far (answer_ids)", "answer_ids", told)):
+        if not all(0 <= token_id < vocab_size for token_id in text):
+            raise RequestError(f"the {what} has token ids outside the vocabulary of {vocab_size}", name)
     for name, token_ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if any(token_id >= vocab_size for token_id in token_ids):
             raise RequestError(f"{name} names tokens outside the vocabulary of {vocab_size}", name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.drafters import DrafterPool
+from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.step import SerialLoop, Verbs
@@ -34,6 +35,7 @@ UNLOADED = (
     "drafter %s is unloaded: as often as it was tried, it could not have paid for itself here; "
     "its weights and %.0f MiB of its KV are given back, texts stay the same"
 )
+UNFIT = "the answer so far does not fit the request's grammar; send the tokens that this request was answered with"
 NO_PROMPT_SCORES = "this backend does not score prompts; leave out prompt_logprobs, and logprobs with echo"
 
 
@@ -64,14 +66,18 @@ class Engine(Verbs):
         request.check()
         if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
-        check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size)
+        check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size, request.told)
         self._check_speculation(request)
-        if request.params.prompt_logprobs is not None and not self.target.scores_prompts:
+        if request.scores_prompt and not self.target.scores_prompts:
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
         check_room(self.scheduler, request)
-        self.scheduler.add(request)
-        self.outputs.open(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
+        checker = StopChecker(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
+        if request.told:
+            checker.take_told(request.told)
+            self._stats.resumed_requests += 1
+            self._stats.resumed_tokens += len(request.told)
+        self.outputs.open(self.scheduler.add(request), checker)
 
     def _check_speculation(self, request: Request) -> None:
         """Raise `RequestError` if a request names a drafter that is not loaded."""
@@ -83,10 +89,12 @@ class Engine(Verbs):
             )
 
     def _check_grammar(self, request: Request) -> None:
-        """Compile a request's grammar. Raises `RequestError` if that fails."""
+        """Compile a request's grammar. Raises `RequestError`, also for told tokens that do not fit."""
         grammar, compiled = request.params.grammar, self.target.rows.grammars.compiled
         if grammar is not None and compiled is not None:
             compiled.compile(grammar)
+            if request.told and compiled.begin(grammar, request.told).failed:
+                raise RequestError(UNFIT, "answer_ids")
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last outcome comes with the next step. Ignores unknown ids."""
@@ -164,6 +172,7 @@ def check_room(scheduler: Scheduler, request: Request) -> None:
     some of its choices refused would be no answer.
     """
     prompt_len, limits, max_len = len(request.prompt_ids), scheduler.limits, scheduler.max_len
+    known_len = prompt_len + len(request.told)
     if prompt_len + request.params.max_tokens > max_len:
         raise PromptTooLong(
             f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
@@ -172,5 +181,5 @@ def check_room(scheduler: Scheduler, request: Request) -> None:
             "max_tokens" if prompt_len < max_len else "messages",
         )
     num_queued = scheduler.num_queued_tokens
-    if request.choice == 0 and scheduler.waiting and num_queued + prompt_len > limits.max_queued_tokens:
-        raise QueueFull(f"{num_queued} prompt tokens are waiting already; try again later")
+    if request.choice == 0 and scheduler.waiting and num_queued + known_len > limits.max_queued_tokens:
+        raise QueueFull(f"{num_queued} tokens are waiting already; try again later")

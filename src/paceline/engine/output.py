@@ -10,7 +10,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from paceline.core.nouns import Figures, Outcome
+from paceline.core.errors import RequestError
+from paceline.core.figures import Figures, Spent
+from paceline.core.nouns import Outcome
 from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FAILED = "request %s failed"
+ENDED = "the answer so far has ended ({}), so there is nothing to continue; take it as it is"
 INTERNAL = "internal error while writing the answer; the log has the details"
 
 
@@ -47,6 +50,15 @@ class StopChecker(TokenwiseChecker):
         self._unread = [*self._unread, *token_ids] if self._unread else token_ids
         self.num_tokens = after
         return StopCheck(len(token_ids))
+
+    def take_told(self, token_ids: Sequence[int]) -> str:
+        """Take in an answer's first tokens; return their text.
+
+        Raises `RequestError` if they end the answer.
+        """
+        if reason := self.take(token_ids).finish_reason:
+            raise RequestError(ENDED.format(reason), "answer_ids")
+        return self.text()
 
     def text(self) -> str:
         """Return the text since the last call that no later token can take back."""
@@ -72,7 +84,7 @@ class StopChecker(TokenwiseChecker):
 class Response:
     """The answer of an open request so far, and what speculation did for it."""
 
-    request_id: str
+    state: RequestState
     checker: StopChecker
     decode_passes: int = 0
     decoded_tokens: int = 0
@@ -81,6 +93,14 @@ class Response:
     accepted_tokens: int = 0
     kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
     prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
+    started: bool = False  # an outcome was made
+    told_passes: int = 0  # decode passes that the client knows of
+    told_drafts: int = 0  # and drafted tokens
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.state.request.request_id
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add a pass's tokens to the answer. An error ends this request, never another."""
@@ -105,8 +125,26 @@ class Response:
         scored, self.prompt_logprobs = self.prompt_logprobs, None
         return None if scored is None else tuple(scored)
 
-    def figures(self, state: RequestState) -> Figures:
+    def spent(self, num_tokens: int) -> Spent | None:
+        """Return the counts to tell with an outcome; None where `Spent.after` finds them."""
+        first, self.started = not self.started, True
+        self.told_passes += max(0, num_tokens - first)
+        plain = self.decode_passes == self.told_passes and self.drafted_tokens == self.told_drafts
+        if plain and not (first and self.state.cached_len):
+            return None
+        self.told_passes, self.told_drafts = self.decode_passes, self.drafted_tokens
+        return Spent(
+            self.state.cached_len,
+            self.decode_passes,
+            self.decoded_tokens,
+            self.drafted_tokens,
+            self.verified_tokens,
+            self.accepted_tokens,
+        )
+
+    def figures(self) -> Figures:
         """Return the counts that go with the last outcome."""
+        state = self.state
         return Figures(
             prompt_tokens=len(state.request.prompt_ids),
             completion_tokens=self.checker.num_tokens,
@@ -129,20 +167,19 @@ class OutputQueue:
     first tokens of an answer and its end become one at once: clients wait for the first, and the end is the last.
     """
 
-    def __init__(self, end_request: Callable[[str], RequestState]) -> None:
-        """end_request: ends a request in the scheduler and returns its state."""
+    def __init__(self, end_request: Callable[[str], object]) -> None:
+        """end_request: ends a request in the scheduler."""
         self.responses: dict[str, Response] = {}  # of open requests, by request id
         self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
         self.outcomes: list[Outcome] = []  # in the order in which clients should see them
         self.book = NoteBook()
         self._end_request = end_request
 
-    def open(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
+    def open(self, state: RequestState, checker: StopChecker) -> None:
         """Begin the response to a request."""
-        self.book.open(request)
-        checker = StopChecker(request, eos_ids, detokenizer)
-        self.responses[request.request_id] = response = Response(request.request_id, checker)
-        if request.params.prompt_logprobs is not None:
+        self.book.open(state.request)
+        self.responses[state.request.request_id] = response = Response(state, checker)
+        if state.scores_prompt:
             response.prompt_logprobs = []
 
     def score_prompt(self, request_id: str, scores: PromptScores) -> None:
@@ -157,8 +194,8 @@ class OutputQueue:
         known += scores.logprobs[len(known) + 1 - scores.first :]
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
-        """Queue a response's tokens. The first of an answer become an outcome at once."""
-        if len(token_ids) < response.checker.num_tokens:
+        """Queue a response's tokens. Its first become an outcome at once."""
+        if response.started:
             self.gains.append((response, token_ids, verdict))
         else:
             self._emit(response, token_ids, verdict)
@@ -187,7 +224,7 @@ class OutputQueue:
         """Close a response and its request, with a last outcome: tokens, why it ended, figures."""
         del self.responses[response.request_id]
         self.book.end(response.request_id)
-        state = self._end_request(response.request_id)
+        self._end_request(response.request_id)
         self.outcomes.append(
             Outcome(
                 response.request_id,
@@ -196,9 +233,10 @@ class OutputQueue:
                 logprobs=_logprobs(verdict, len(token_ids)) if verdict else None,
                 finish_reason=check.finish_reason,
                 stop_reason=check.stop_reason,
-                figures=response.figures(state),
+                figures=response.figures(),
                 error=INTERNAL if check.finish_reason == "error" else None,
                 prompt_logprobs=response.take_prompt_logprobs(),
+                start=response.checker.num_tokens - len(token_ids),
             )
         )
 
@@ -216,13 +254,17 @@ class OutputQueue:
             log.exception(FAILED, response.request_id)
             self.end(response, StopCheck(0, "error"), "")
             return
-        logprobs = None if verdict.logprobs is None else _logprobs(verdict, len(token_ids))
-        if response.prompt_logprobs is None:
-            self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
-        else:
-            scored = response.take_prompt_logprobs()
-            outcome = Outcome(response.request_id, tuple(token_ids), text, logprobs, prompt_logprobs=scored)
-            self.outcomes.append(outcome)
+        self.outcomes.append(
+            Outcome(
+                response.request_id,
+                tuple(token_ids),
+                text,
+                logprobs=None if verdict.logprobs is None else _logprobs(verdict, len(token_ids)),
+                prompt_logprobs=None if response.prompt_logprobs is None else response.take_prompt_logprobs(),
+                start=response.checker.num_tokens - len(token_ids),
+                spent=response.spent(len(token_ids)),
+            )
+        )
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

@@ -45,7 +45,7 @@ class Limits:
     num_rows: int = 64  # requests that run at once
     max_len: int = 32768  # tokens of prompt and answer of one request; a model's own context may be less
     prefill_tokens: int = 512  # prompt tokens computed in one step, over all rows
-    max_queued_tokens: int = 1 << 20  # prompt tokens of the requests that wait for a row
+    max_queued_tokens: int = 1 << 20  # known tokens of the requests that wait for a row
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ class RequestState:
     @property
     def scores_prompt(self) -> bool:
         """True if its prompt's tokens get log-probabilities."""
-        return self.request.params.prompt_logprobs is not None
+        return self.request.scores_prompt
 
     def token_cost(self, *, beside: bool) -> int:
         """Return the prefill tokens that one token counts for; a scored one has logits.
@@ -133,15 +133,15 @@ class Scheduler:
 
     # Arrivals and ends ---------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> RequestState:
         """Queue a request that `engine.check_room` admits."""
-        root = root_hash(self.fingerprint, request.salt)
-        prompt_ids = list(request.prompt_ids)
-        answer_end = len(prompt_ids) + request.params.max_tokens
-        state = RequestState(request, self._num_arrived, [root], prompt_ids, answer_end)
+        root, known = root_hash(self.fingerprint, request.salt), [*request.prompt_ids, *request.told]
+        answer_end = len(request.prompt_ids) + request.params.max_tokens
+        state = RequestState(request, self._num_arrived, [root], known, answer_end)
         self._num_arrived += 1
         self.requests[request.request_id] = state
         self._enqueue(state)
+        return state
 
     @property
     def capacity(self) -> int:
@@ -323,7 +323,7 @@ class Scheduler:
         state.num_past, state.num_sent_pages = past, past + len(hits)
         state.scheduled_len = state.computed_len = state.num_sent_pages * PAGE_TOKENS
         if not state.num_preemptions:
-            state.cached_len = state.scheduled_len
+            state.cached_len = min(state.scheduled_len, len(state.request.prompt_ids))
         insort(self.running, state, key=lambda r: r.order)
         self._num_asking += _asks(state)
         return state
@@ -495,5 +495,5 @@ def _admission(state: RequestState) -> Admission:
         token_ids=tuple(state.token_ids),
         cached_len=state.computed_len,
         pages=tuple(state.pages[: state.computed_len // PAGE_TOKENS]),
-        rebirth=state.num_preemptions > 0,
+        rebirth=state.num_preemptions > 0 or bool(state.request.told),
     )

@@ -69,6 +69,8 @@ class Stats:
     prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0
     preemptions: int = 0
+    resumed_requests: int = 0  # whose answers had begun elsewhere
+    resumed_tokens: int = 0  # of these answers, told with their requests
     drafter_failures: int = 0
     waited_rows: int = 0  # summed over the steps that they sat out, their last outcome being in flight
     untapped_tokens: int = 0  # cached tokens without taps; a head drafts from behind them

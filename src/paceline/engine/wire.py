@@ -15,6 +15,7 @@ from paceline.core.params import (
     MAX_NAME_CHARS,
     MAX_SEED,
     MAX_TOKEN_ID,
+    MAX_TOKENS,
     Grammar,
     SamplingParams,
     Speculation,
@@ -50,7 +51,7 @@ class Submit(Message, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)]
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
     salt: Salt = ""
-    arrival_s: float = 0.0
+    told: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = (
         None  # of `Speculation`; None: the request has none
     )
@@ -65,7 +66,14 @@ class Submit(Message, frozen=True):
         s = r.speculation
         speculation = (s.draft, s.k, s.tpot_ms, s.details) if s else ()
         return cls(
-            r.request_id, r.prompt_ids, _unusual(r.params), r.seed, r.choice, r.salt, r.arrival_s, *speculation
+            r.request_id,
+            r.prompt_ids,
+            _unusual(r.params),
+            r.seed,
+            r.choice,
+            r.salt,
+            r.told,
+            *speculation,
         )
 
     def request(self) -> Request:
@@ -77,8 +85,8 @@ class Submit(Message, frozen=True):
             self.seed,
             self.choice,
             self.salt,
-            self.arrival_s,
             None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms, self.details),
+            self.told,
         )
 
 

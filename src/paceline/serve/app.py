@@ -19,8 +19,10 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.promise import fingerprint
 from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
+from paceline.serve.api.continuation import event_ids_of
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
@@ -86,7 +88,8 @@ class AppState:
         if ready is None:
             raise EngineDied("the engine is not ready; try again later")
         prompts = await self.tokenizer_cache.of(ready)
-        return Serving(prompts, self.served_names or (ready.model_name,), self.lenient)
+        names = self.served_names or (ready.model_name,)
+        return Serving(prompts, names, self.lenient, fingerprint(ready.promise))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -146,6 +149,9 @@ class ModelRoute(BodyRoute):
         state = self._state
         data = await read_body(scope, receive)
         job = _of_key(await self._job(data, time.monotonic()), scope.get(SALT))
+        if job.stream and job.events is None:
+            event_ids, sent = event_ids_of(scope, job.requests)
+            job = replace(job, event_ids=event_ids, sent=sent)
         if job.ignored:
             log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))
         if len(job.requests) > state.max_open:  # a retry could not succeed either
@@ -247,6 +253,8 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
     assert ready is not None
     choices = {choice.what: choice.value for choice in ready.choices}
     law = choices.get("law", "")
+    promise = {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")}
+    promise["key"] = ready.promise
     created = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "id": name,
@@ -257,7 +265,7 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": ready.max_len,
         "drafters": ready.drafters,
-        "promise": {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")},
+        "promise": promise,
         "type": "model",  # from here on as Anthropic
         "display_name": choices.get("model", ready.model_name),
         "created_at": created,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -85,7 +84,7 @@ class Asking:
             params = replace(params, max_tokens=room)
         self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
-        return requests_of(name, prompt_ids, params, seed_of(params), time.monotonic(), speculation=speculation)
+        return requests_of(name, prompt_ids, params, seed_of(params), speculation=speculation)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:

@@ -199,13 +199,12 @@ def requests_of(
     prompt_ids: tuple[int, ...],
     params: SamplingParams,
     seed: int,
-    arrival_s: float,
     salt: str = "",
     speculation: Speculation | None = None,
 ) -> list[Request]:
     """Return one request for each of the n choices, with ids NAME-CHOICE."""
     return [
-        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, arrival_s, speculation)
+        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, speculation)
         for choice in range(params.n)
     ]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Figures, FinishReason, Outcome, TokenLogprobs
+    from paceline.core.figures import Figures
+    from paceline.core.nouns import FinishReason, Outcome, TokenLogprobs
     from paceline.serve.api.tool_calls.events import ParsedAnswer
 
 

@@ -14,6 +14,7 @@ from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.promise import Promise
 from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
@@ -21,6 +22,7 @@ from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
+from paceline.engine.assembly.promise_key import language_digest, promise_of
 from paceline.engine.engine import Engine
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
@@ -101,7 +103,8 @@ class Loaded:
     why_weights: str = ""
     kv_type: str = ""  # of its KV; empty: as the config has it
     why_kv: str = ""  # why it is not the usual one
-    content: str = ""  # key of its files, for pages on disk
+    content: str = ""  # key of its files, for pages on disk and the promise key
+    language: str = ""  # digest of tokenizer and template, for the promise key
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
 
@@ -122,6 +125,7 @@ class Built:
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: str = ""  # empty: nobody has asked for it
+    promise: Promise = field(default_factory=Promise)
 
 
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
@@ -169,7 +173,8 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
-        content="" if config.kv_disk is None else content_key(model.path),
+        content=content_key(model.path),
+        language=language_digest(model.text),
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -226,7 +231,8 @@ def assemble(
     choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
-    return Built(engine, loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json)
+    about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
+    return Built(engine, *about, promise_of(config, loaded.decoder, loaded.content, loaded.language))
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:

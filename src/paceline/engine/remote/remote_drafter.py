@@ -184,4 +184,4 @@ def _anonymous(request: Request) -> Request:
     """Return what a drafter may know of a request: how its tokens are chosen."""
     params = replace(request.params, stop=())
     salt = sha256(request.salt.encode()).hexdigest() if request.salt else ""  # tells users apart, no more
-    return replace(request, request_id="any", params=params, salt=salt, speculation=None)
+    return replace(request, request_id="any", params=params, salt=salt, speculation=None, told=())

@@ -18,7 +18,8 @@ from paceline.serve.api.score_format import MIN_LOGPROB, token_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Figures, Outcome
+    from paceline.core.figures import Figures
+    from paceline.core.nouns import Outcome
     from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.reader import ReaderPlan
@@ -35,6 +36,7 @@ class ResponseMeta:
     created: int  # unix time, seconds
     model: str
     seed: int
+    fingerprint: str | None = None  # of the promise key
 
     def fields(self, kind: str) -> Json:
         """Return the fields at the top of a response or chunk."""
@@ -44,7 +46,7 @@ class ResponseMeta:
             "created": self.created,
             "model": self.model,
             "seed": self.seed,
-            "system_fingerprint": None,
+            "system_fingerprint": self.fingerprint,
         }
 
 
@@ -179,9 +181,10 @@ class _TextOffsets:
     it. A special token, which the text leaves out, has no length.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, told: Sequence[int] = ()) -> None:
+        """told: tokens before them."""
         self._text = tokenizer.detokenizer()
-        self._offset = 0  # characters
+        self._offset = len(self._text.push(told)) if told else 0  # characters
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token and advance behind it."""
@@ -199,6 +202,7 @@ class CompletionFormat:
     n: int = 1
     scored: Sequence[Sequence[int]] = ()  # [num_prompts] ids whose scores come first; empty: none
     as_ids: bool = False  # log-probabilities name tokens by their ids
+    told: Sequence[Sequence[int]] = ()  # [num_answers] tokens that came with the request; empty: none did
     _offsets: dict[int, _TextOffsets] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "cmpl-"
     kind = "text_completion"
@@ -208,7 +212,7 @@ class CompletionFormat:
         """Return a whole choice."""
         text = self._echo(index) + answer.text
         prompt = self._scored_prompt(index, answer.prompt_logprobs)
-        logprobs = self._logprobs(answer.logprobs, prompt, _TextOffsets(self.tokenizer))
+        logprobs = self._logprobs(answer.logprobs, prompt, self._new_offsets(index))
         return {"index": index, "text": text, "logprobs": logprobs, **answer.ending()}
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json:
@@ -225,7 +229,12 @@ class CompletionFormat:
         return [TokenLogprobs(self.scored[index // self.n][0], nan), *scored]
 
     def _stream_offsets(self, index: int) -> _TextOffsets:
-        return self._offsets.setdefault(index, _TextOffsets(self.tokenizer))
+        if index not in self._offsets:
+            self._offsets[index] = self._new_offsets(index)
+        return self._offsets[index]
+
+    def _new_offsets(self, index: int) -> _TextOffsets:
+        return _TextOffsets(self.tokenizer, self.told[index] if self.told else ())
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""

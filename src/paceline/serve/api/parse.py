@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.serve.api.chat_body import conversation_of
+from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
@@ -49,6 +50,7 @@ class Serving:
     prompts: Prompts
     names: tuple[str, ...]  # of the model; responses carry the first
     lenient: bool = False  # unknown fields are ignored, not refused
+    fingerprint: str | None = None  # of the engine's promise key
 
     def check_model(self, asked: str | None) -> None:
         """Raise `ApiError` 404 for a model that is not served."""
@@ -73,6 +75,9 @@ class Job:
     extras: Extras | None = None  # further fields of the response
     events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
     grammar_field: str = ""  # of the body, that asks for structured output
+    told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
+    sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told
+    event_ids: bool = False  # events of the stream say how many tokens there are so far
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,11 +141,11 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     conversation = conversation_of(body, [message.for_template() for message in body.messages])
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
-    requests = _requests(body, [prompt.ids], prompts, arrival_s, prompts.answer_form(use, prompt.opened))
+    requests = _requests(body, [prompt.ids], prompts, prompts.answer_form(use, prompt.opened))
     plan = prompts.reader_plan(use, prompt.opened)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
-    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
+    return _job(body, requests, serving, form, arrival_s, ignored)
 
 
 def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
@@ -151,11 +156,13 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
-    requests = _requests(body, all_ids, prompts, arrival_s)
+    requests = _requests(body, all_ids, prompts)
     scored = all_ids if body.echo and body.logprobs is not None else ()
     as_ids = bool(body.return_tokens_as_token_ids)
-    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids)
-    return _job(body, requests, serving.names[0], form, arrival_s, ignored)
+    told = [request.told for request in requests]
+    check_scores(told, scores=bool(scored))
+    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids, told if any(told) else ())
+    return _job(body, requests, serving, form, arrival_s, ignored)
 
 
 def with_sampling(body: BodyT, defaults: Defaults) -> BodyT:
@@ -168,7 +175,6 @@ def _requests(
     body: ChatBody | CompletionBody,
     all_ids: list[tuple[int, ...]],
     prompts: Prompts,
-    arrival_s: float,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
     """Return the requests for all answers to all prompts, under one seed.
@@ -180,29 +186,35 @@ def _requests(
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     for ids, asked in zip(all_ids, params, strict=True):
         prompts.check_room(ids, asked.max_tokens)
+    told = told_answers(body, len(all_ids) * params[0].n)
+    check_scores(told, scores=body.prompt_logprobs is not None)
     seed = seed_of(params[0])
     name = secrets.token_hex(12)
     salt = body.cache_salt or ""
     speculation = body.speculation.checked() if body.speculation else None
-    return [
+    requests = [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seed, arrival_s, salt, speculation)
+        for request in requests_of(f"{name}-{index}", ids, asked, seed, salt, speculation)
     ]
+    if not any(told):
+        return requests
+    return [replace(request, told=ids) for request, ids in zip(requests, told, strict=True)]
 
 
 def _job(
     body: ChatBody | CompletionBody,
     requests: list[Request],
-    model: str,
+    serving: Serving,
     form: RouteFormat,
     arrival_s: float,
     ignored: tuple[str, ...],
 ) -> Job:
-    first, structure = requests[0], body.structure()
+    first, structure, prompts = requests[0], body.structure(), serving.prompts
+    begun = any(request.told for request in requests)
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(
-        meta=ResponseMeta(response_id, int(time.time()), model, first.seed),
+        meta=ResponseMeta(response_id, int(time.time()), serving.names[0], first.seed, serving.fingerprint),
         format=form,
         requests=requests,
         n=first.params.n,
@@ -213,6 +225,7 @@ def _job(
         ignored=ignored,
         extras=_extras(body, requests, form),
         grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
+        told=[told_text(r, prompts.tokenizer, prompts.vocab_size) for r in requests] if begun else (),
     )
 
 

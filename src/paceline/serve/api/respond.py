@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from paceline.core.errors import PacelineError
+from paceline.core.nouns import Outcome
+from paceline.serve.api.continuation import SentPart
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from paceline.core.nouns import Outcome
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job
@@ -51,6 +52,24 @@ class Responder:
         self._metrics = metrics
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
         self._reason: str | None = None  # why the answers were cut short
+        self._sent: list[SentPart] = []  # of each answer; empty: clients lack all that comes
+        self._take_told()
+
+    def _take_told(self) -> None:
+        """Take in what the client has of the answers; nothing of it is sent."""
+        job, tokenizer = self.job, self.job.format.tokenizer
+        for index, (request, text) in enumerate(zip(job.requests, job.told, strict=False)):
+            self._replay(index, Outcome(request.request_id, request.told, text))
+        told = job.told or [""] * len(job.requests)
+        for request, count, text in zip(job.requests, job.sent, told, strict=False):
+            self._sent.append(SentPart(request, tokenizer, count, text))
+
+    def _replay(self, index: int, outcome: Outcome) -> None:
+        """Take in what the client has."""
+        if outcome.token_ids:
+            if self.job.stream:
+                self.job.format.delta(index, self.answers[index], outcome)
+            self.answers[index].add(outcome)
 
     async def run(self, client: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the job to the engine and its answers to the client.
@@ -141,7 +160,8 @@ class Responder:
             self._metrics.first_token(elapsed_s)
         self.answers[index].add(outcome)
         if outcome.finish_reason is not None:
-            self._metrics.finished(outcome.finish_reason, self._first_s[index], outcome.figures, elapsed_s)
+            first_s, num_told = self._first_s[index], len(self.job.requests[index].told)
+            self._metrics.finished(outcome.finish_reason, first_s, outcome.figures, elapsed_s, num_told)
 
     def _note(self, record: RequestRecord | None) -> None:
         if record is not None:
@@ -163,6 +183,13 @@ class Responder:
 
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         """Add an outcome to its answer and return the event that carries it."""
+        if self._sent:
+            known, new = self._sent[index].split(outcome)
+            if known is not None:
+                self._replay(index, known)
+            if new is None:
+                return b""
+            outcome = new
         choice = self.job.format.delta(index, self.answers[index], outcome)
         if choice is None and outcome.notes:
             choice = {"index": index, "delta": {}, "finish_reason": None}
@@ -184,7 +211,12 @@ class Responder:
         body = self.job.meta.fields(self.job.format.chunk_kind) | {"choices": choices}
         if extend is not None:
             extend(body)
-        return _event(body | ({"usage": total} if self.job.wants_usage else {}))
+        event = _event(body | ({"usage": total} if self.job.wants_usage else {}))
+        return self._event_id() + event if self.job.event_ids else event
+
+    def _event_id(self) -> bytes:
+        """Return the line with an event's id: tokens of each answer so far."""
+        return b"id: " + ",".join(str(answer.num_tokens) for answer in self.answers).encode() + b"\n"
 
     def _running_usage(self) -> Json:
         return token_usage(self.job.num_prompt_tokens, sum(answer.num_tokens for answer in self.answers))

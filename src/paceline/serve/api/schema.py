@@ -16,6 +16,7 @@ from paceline.core.params import (
     MAX_NAME_CHARS,
     MAX_SEED,
     MAX_TOKEN_ID,
+    MAX_TOKENS,
     SamplingParams,
     Speculation,
     shown,
@@ -161,6 +162,8 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    # Token ids of the answer so far; with several answers, a list of each.
+    answer_ids: Annotated[list[int | TokenIds], Meta(max_length=MAX_TOKENS)] | None = None
 
     @property
     def wants_usage(self) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from paceline.core.nouns import Figures, Outcome
+    from paceline.core.figures import Figures
+    from paceline.core.nouns import Outcome
 
 log = logging.getLogger("paceline.access")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from paceline.control.online_cost import Predictions
-    from paceline.core.nouns import Figures
+    from paceline.core.figures import Figures
     from paceline.engine.stats import Gauges, Stats
     from paceline.serve.observe.access import RequestRecord
     from paceline.serve.worker.client import EngineClient
@@ -38,6 +38,8 @@ _COUNTERS = (
     ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts, again after a preemption"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
+    ("paceline_resumed_requests", "resumed_requests", "Requests whose answers had begun elsewhere"),
+    ("paceline_resumed_tokens", "resumed_tokens", "Answer tokens that came with these requests"),
     ("paceline_drafter_failures", "drafter_failures", "Drafts dropped because a drafter failed"),
     (
         "paceline_waited_rows",
@@ -171,17 +173,20 @@ class Metrics:
         self._ttft.observe(wait_s)
         self.recent.first_token(wait_s)
 
-    def finished(self, reason: str, first_s: float, figures: Figures | None, total_s: float) -> None:
+    def finished(
+        self, reason: str, first_s: float, figures: Figures | None, total_s: float, num_told: int = 0
+    ) -> None:
         """Observe the end of an answer.
 
         first_s, total_s: from arrival to the first token and to the end. figures: None if it was cut short.
+        num_told: tokens that came with the request.
         """
         self.answers.labels(reason).inc()
         if figures is None:
             return
         self._e2e.observe(total_s)
-        if figures.completion_tokens > 1:
-            mean_s = (total_s - first_s) / (figures.completion_tokens - 1)
+        if (num_tokens := figures.completion_tokens - num_told) > 1:
+            mean_s = (total_s - first_s) / (num_tokens - 1)
             self._tpot.observe(mean_s)
             self.recent.later_tokens(mean_s)
 

@@ -16,7 +16,7 @@ from paceline.core.params import AUTO, SamplingParams, Speculation
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from paceline.core.nouns import Figures
+    from paceline.core.figures import Figures
     from paceline.serve.llm import LLM
 
 CONNECT_S = 10.0

@@ -86,6 +86,7 @@ class Ready(Message, frozen=True):
     choices: tuple[StartupChoice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
     sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
+    promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
 
 
 class Rejected(Message, frozen=True):

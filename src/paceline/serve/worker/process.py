@@ -23,6 +23,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent
 from paceline.engine.assembly.build import build
+from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -196,6 +197,7 @@ def _ready(built: Built) -> Ready:
         choices=tuple(StartupChoice(c.what, c.value, c.why) for c in built.choices),
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
+        promise=built.promise.key(self_test(built.engine)),
     )
 
 

@@ -1,0 +1,86 @@
+"""Counts of one request: its cost, and what speculation did for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Gain(Protocol):
+    """Part of an outcome that counts are made from."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Tokens of the answer."""
+        ...
+
+    @property
+    def spent(self) -> Spent | None:
+        """Counts that came with them."""
+        ...
+
+
+class Spent(NamedTuple):
+    """Counts of a request on one engine so far, as in `Figures`.
+
+    An engine tells them with outcomes, where plain decoding alone does not account for them.
+    """
+
+    cached_tokens: int = 0
+    decode_passes: int = 0
+    decoded_tokens: int = 0
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def plainly(self, num_tokens: int) -> Spent:
+        """Return the counts after as many decode passes without drafts, a token each."""
+        passes, decoded = self.decode_passes + num_tokens, self.decoded_tokens + num_tokens
+        return self._replace(decode_passes=passes, decoded_tokens=decoded)
+
+    def after(self, outcome: Gain, *, first: bool) -> Spent:
+        """Return the counts after an outcome.
+
+        first: it is this engine's first, so the prefill made its first token.
+        """
+        return outcome.spent or self.plainly(max(0, len(outcome.token_ids) - first))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Counts of one request, sent with its last outcome: its cost and speculation's effect."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    decode_passes: int
+    decoded_tokens: int  # committed by decode passes, so without the prefill's token
+    drafted_tokens: int
+    verified_tokens: int  # drafts after trimming
+    accepted_tokens: int
+    seed: int
+    preemptions: int = 0
+    kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per decode pass, the target's own included, the prefill's token not."""
+        return self.decoded_tokens / self.decode_passes if self.decode_passes else 0.0
+
+    def behind(self, earlier: Spent) -> Figures:
+        """Return the counts of an answer that another engine began.
+
+        earlier: of that engine, which says how much of the prompt was cached.
+        """
+        return replace(
+            self,
+            cached_tokens=earlier.cached_tokens,
+            decode_passes=self.decode_passes + earlier.decode_passes,
+            decoded_tokens=self.decoded_tokens + earlier.decoded_tokens,
+            drafted_tokens=self.drafted_tokens + earlier.drafted_tokens,
+            verified_tokens=self.verified_tokens + earlier.verified_tokens,
+            accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
+        )

@@ -1,0 +1,72 @@
+"""Facts of the promise key, and a self-test on a fixed prompt.
+
+No version says whether another machine's arithmetic gives the same bits: its mathematical library, its compiler, a
+processor's fault. Two engines that disagree here would disagree in texts, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from typing import TYPE_CHECKING
+
+from paceline import __version__
+from paceline.control.fixed import FixedK
+from paceline.core.nouns import Request
+from paceline.core.params import MAX_TOP_LOGPROBS, SamplingParams
+from paceline.core.promise import Promise
+from paceline.model.config import num_weights
+from paceline.model.files.packed_cache import build_mark
+
+if TYPE_CHECKING:
+    from paceline.backend.seam import Decoder
+    from paceline.core.nouns import TokenLogprobs
+    from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.engine import Engine
+    from paceline.model.weights import TextSource
+
+MOST_TOKENS = 64  # of the prompt
+MOST_WORK = 10_000_000_000  # weights times tokens: larger models read less, a very large one a token
+STRIDE = 7919  # between tokens of the prompt: a prime, so they spread over the vocabulary
+
+
+def language_digest(text: TextSource) -> str:
+    """Return a digest of a model's tokenizer and chat template."""
+    template = text.template()
+    facts = json.dumps([text.tokenizer_digest(), template and template.text])
+    return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def promise_of(config: EngineConfig, decoder: Decoder, content: str, language: str) -> Promise:
+    """Return what the texts of an engine depend on. content, language: of its model."""
+    numbers = f"{decoder.describe()}, KV {config.kv_type}, {config.numerics_mode}"
+    return Promise(__version__, build_mark(), numbers, content, language, config.law)
+
+
+def self_test(engine: Engine) -> str:
+    """Return a digest of the log-probabilities behind a fixed prompt.
+
+    The engine is idle, and cold afterwards. The numbers are made of all the logits there, in float64, and these of
+    the keys and values of all tokens before.
+    """
+    config = engine.target.config
+    length = max(1, min(MOST_TOKENS, MOST_WORK // num_weights(config), engine.scheduler.max_len - 1))
+    prompt_ids = tuple(i * STRIDE % config.vocab_size for i in range(1, length + 1))
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_TOP_LOGPROBS)
+    engine.controller = FixedK()  # the engine's own would trace these steps
+    engine.add(Request("self-test", prompt_ids, params, seed=0))
+    outcomes = []
+    while engine.has_work:
+        outcomes += engine.step()
+    engine.forget()  # and take a fresh controller of the engine's own kind
+    engine.reset_stats()
+    return _digest([entry for outcome in outcomes for entry in outcome.logprobs or ()])
+
+
+def _digest(entries: list[TokenLogprobs]) -> str:
+    whole = hashlib.sha256()
+    for entry in entries:
+        ids, numbers = (entry.token_id, *entry.top_ids), (entry.logprob, *entry.top_logprobs)
+        whole.update(struct.pack(f"<{len(ids)}q{len(numbers)}d", *ids, *numbers))
+    return whole.hexdigest()

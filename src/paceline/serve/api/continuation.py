@@ -1,0 +1,132 @@
+"""Answers that go on behind tokens that a client has already.
+
+A body's `answer_ids` are the tokens of an answer so far, from any server of the same promise key. The engine goes
+on behind them. A client of a stream that broke off may have counted instead: each event's id is the number of
+tokens so far. With that id in `last-event-id`, the same body and the seed, the answer is written again, and what
+the client has is not sent. Either way the response goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import RequestError
+from paceline.core.nouns import Outcome
+from paceline.core.params import check_token_ids, shown
+from paceline.engine.output import StopChecker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.types import Scope
+
+    from paceline.core.nouns import Request
+    from paceline.model.tokenizer import Tokenizer
+    from paceline.serve.api.schema import Sampled
+
+LAST_EVENT_ID, ACCEPT, EVENT_STREAM = b"last-event-id", b"accept", b"text/event-stream"
+_COUNTS = re.compile(r"[0-9]{1,7}(,[0-9]{1,7})*")
+
+
+def told_answers(body: Sampled, num_answers: int) -> list[tuple[int, ...]]:
+    """Return the tokens that a client has of each answer. Raises `RequestError`."""
+    given = body.answer_ids or []
+    if not given:
+        return [()] * num_answers
+    if num_answers == 1 and all(isinstance(one, int) for one in given):
+        return [tuple(one for one in given if isinstance(one, int))]
+    lists = [tuple(one) for one in given if not isinstance(one, int)]
+    if len(lists) != len(given) or len(lists) != num_answers:
+        wanted = "a list of token ids" if num_answers == 1 else f"{num_answers} lists of token ids, one an answer"
+        raise RequestError(f"answer_ids must be {wanted}", "answer_ids")
+    return lists
+
+
+def told_text(request: Request, tokenizer: Tokenizer, vocab_size: int | None) -> str:
+    """Return the text of a request's told tokens. Raises `RequestError` if they end the answer."""
+    size = tokenizer.vocab_size if vocab_size is None else vocab_size
+    check_token_ids(request.prompt_ids, request.params, size, request.told)
+    if len(request.told) > request.params.max_tokens:
+        raise RequestError(
+            f"answer_ids has {len(request.told)} tokens, and max_tokens, which counts the whole answer, is "
+            f"{request.params.max_tokens}",
+            "answer_ids",
+        )
+    return _text_of(request, tokenizer, request.told)
+
+
+def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:
+    """Raise `RequestError` for scores of a prompt beside an answer that has begun."""
+    if any(told) and scores:
+        raise RequestError(
+            "scores of a prompt come with the beginning of its answer; leave out prompt_logprobs, and logprobs "
+            "with echo, or leave out answer_ids",
+            "answer_ids",
+        )
+
+
+def event_ids_of(scope: Scope, requests: Sequence[Request]) -> tuple[bool, Sequence[int]]:
+    """Return if events get ids, and how many tokens the client has of each answer.
+
+    The numbers are none without `last-event-id`. Raises `RequestError`.
+    """
+    headers = {name: bytes(value) for name, value in scope["headers"]}
+    last = headers.get(LAST_EVENT_ID, b"").decode("latin-1").strip()
+    if not last:
+        return EVENT_STREAM in headers.get(ACCEPT, b""), ()
+    counts = [int(one) for one in last.split(",")] if _COUNTS.fullmatch(last) else []
+    if len(counts) != len(requests):
+        wanted = "a number of tokens" if len(requests) == 1 else f"{len(requests)} numbers of tokens"
+        raise RequestError(f"last-event-id must be an id of this stream, {wanted}, not {shown(last)}")
+    if any(request.params.seed is None and not request.params.greedy for request in requests):
+        raise RequestError("last-event-id needs the seed, which every event of the stream tells", "seed")
+    if any(count < len(request.told) for count, request in zip(counts, requests, strict=True)):
+        raise RequestError("last-event-id counts the whole answer, answer_ids included", "answer_ids")
+    return True, counts
+
+
+class SentPart:
+    """First tokens of an answer that its client has, though the engine writes them again."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, count: int, told: str) -> None:
+        """count: of the tokens that the client has. told: text of the request's own."""
+        self._request, self._tokenizer, self._count = request, tokenizer, count
+        self._ids, self._text = list(request.told), told
+
+    def split(self, outcome: Outcome) -> tuple[Outcome | None, Outcome | None]:
+        """Return the parts of an outcome that the client has, and lacks.
+
+        An end is always told again.
+        """
+        length, before = len(outcome.token_ids), len(self._ids)
+        missing = self._count - before
+        if missing <= 0 and outcome.finish_reason is None:
+            return None, outcome
+        self._ids += outcome.token_ids
+        self._text += outcome.text
+        if missing >= length:
+            if outcome.finish_reason is None:
+                return outcome, None
+            return _first(outcome, length, len(outcome.text)), _rest(outcome, length, len(outcome.text))
+        if missing <= 0:
+            return None, outcome
+        sent = _text_of(self._request, self._tokenizer, self._ids[: self._count])
+        cut = len(sent) - (len(self._text) - len(outcome.text))
+        return _first(outcome, missing, cut), _rest(outcome, missing, cut)
+
+
+def _first(outcome: Outcome, count: int, cut: int) -> Outcome:
+    logprobs = None if outcome.logprobs is None else outcome.logprobs[:count]
+    return Outcome(outcome.request_id, outcome.token_ids[:count], outcome.text[:cut], logprobs)
+
+
+def _rest(outcome: Outcome, count: int, cut: int) -> Outcome:
+    logprobs = None if outcome.logprobs is None else outcome.logprobs[count:]
+    return replace(outcome, token_ids=outcome.token_ids[count:], text=outcome.text[cut:], logprobs=logprobs)
+
+
+def _text_of(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return the text that a client has with an answer's first tokens."""
+    return StopChecker(request, frozenset(tokenizer.eos_ids), tokenizer.detokenizer()).take_told(token_ids)
