@@ -372,7 +372,7 @@ def _measure(
     done = 0.0
     try:
         with progress("measuring") as update:
-            for w, run in _runs(c.workloads, repeat):
+            for w, run in _in_turns(c.workloads, repeat):
                 first = run % len(rows)
                 for m in (*rows[first:], *rows[:first]):
                     _measure_one(m, workers, w, prompts[w.name][run])
@@ -383,7 +383,7 @@ def _measure(
         sys.stderr.write("interrupted: the tables hold the runs that every row has finished\n")
 
 
-def _runs(workloads: Sequence[PeerWorkload], repeat: int) -> Iterator[tuple[PeerWorkload, int]]:
+def _in_turns(workloads: Sequence[PeerWorkload], repeat: int) -> Iterator[tuple[PeerWorkload, int]]:
     """Yield workloads in turns, each with the number of its run."""
     for again in range(repeat):
         for w in workloads:
