@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_SEED
+from paceline.sim import fleet_command
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
 POLICIES = "off, static:K, table, average, turbospec, ours"
+USUAL_ROWS = "1,4,16,64,256"
 MAX_REPLICAS = 4096
 MAX_DEPTH = 16  # drafts of a row, at most
 
@@ -41,11 +43,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="of a profile with several, the one whose costs drafts have (default: the only one that takes time)",
     )
     add("--policy", action="append", metavar="NAME", help=f"one of {POLICIES}; may be repeated (default: all)")
-    add("--rows", default="1,4,16,64,256", metavar="N[,N...]", help="requests that run at once, on each replica")
+    add("--rows", default=USUAL_ROWS, metavar="N[,N...]", help="requests that run at once, on each replica")
     add("--replicas", type=int, default=1, metavar="N", help="engines that share the requests")
     add("--requests", type=int, metavar="N", help="requests in all (default: 16 for every row)")
     add("--arrivals", default="closed", metavar="SPEC", help="closed, poisson:RATE or bursts:RATE,SIZE")
-    add("--trace", metavar="FILE.jsonl", help="lines with arrival_s, prompt_tokens, output_tokens instead")
+    add("--trace", metavar="FILE", help="requests of a file instead, perhaps compressed (.gz)")
+    add(
+        "--trace-format",
+        choices=("jsonl", "mooncake", "azure"),
+        default="jsonl",
+        help="jsonl: lines with arrival_s, prompt_tokens, output_tokens and perhaps hash_ids (default)",
+    )
     add("--prompt-tokens", type=int, default=1, metavar="N")
     add("--output-tokens", type=int, default=256, metavar="N")
     add("--tail", type=float, default=0.0, metavar="S", help="spread of the logs of the answers' lengths")
@@ -77,6 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--spread", type=float, default=0.0, metavar="S", help="how much requests differ in acceptance, in logits")
     add("--seed", type=int, default=0, metavar="N")
     add("--json", metavar="FILE", help="write the table there too")
+    fleet_command.add_arguments(parser)
 
 
 def run(args: Namespace) -> int:
@@ -88,6 +97,8 @@ def run(args: Namespace) -> int:
     policies, sizes = args.policy or ALL, _sizes(args.rows)
     for name in policies:
         policy_of(name, profile, 1)  # a wrong name is refused before anything runs
+    if args.route:
+        return _run_fleet(args, profile, sizes)
     found: list[dict[str, Any]] = []
     with progress("simulating") as update:
         for number, (rows, name) in enumerate((r, p) for r in sizes for p in policies):
@@ -116,13 +127,21 @@ def run(args: Namespace) -> int:
     return 0
 
 
+def _run_fleet(args: Namespace, profile: Profile, sizes: list[int]) -> int:
+    """Simulate a fleet of one policy; rows are 64 where they are not given."""
+    rows, policies = [64] if args.rows == USUAL_ROWS else sizes, args.policy or ["ours"]
+    if len(rows) != 1 or len(policies) != 1 or args.overlap != "off":
+        raise ConfigError("--route: give one number of --rows and one --policy, and no --overlap")
+    return fleet_command.run(args, profile, rows[0], partial(policy_of, policies[0], profile, rows[0]))
+
+
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _check(args: Namespace) -> None:
     from paceline.serve.terminal.output_files import check_file
-    from paceline.sim.workloads import MAX_REQUEST_TOKENS, MAX_REQUESTS
+    from paceline.sim.traces import MAX_REQUEST_TOKENS, MAX_REQUESTS
 
     check_file("--json", args.json)
     for name, value, low, high in (
@@ -262,7 +281,7 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
     if args.trace:
-        return workloads.read_trace(Path(args.trace), chances, args.spread, args.seed)
+        return workloads.read_trace(Path(args.trace), args.trace_format, chances, args.spread, args.seed)
     sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
     number = args.requests or 16 * rows * args.replicas
     return workloads.make(args.arrivals, number, sizes, chances, args.spread, args.seed)

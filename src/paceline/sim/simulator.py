@@ -6,6 +6,7 @@ as their price. The policies are those of the engine, on the same seam.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,33 +106,34 @@ class Simulator:
         self._to_prefill = np.zeros(replica.num_rows, np.int64)
         self._length = np.zeros(replica.num_rows, np.int64)
         self._left = np.zeros(replica.num_rows, np.int64)  # tokens still to write
-        self._next = 0  # first request that has not been admitted
+        self._queue = deque(range(len(workload)))  # requests that have no row yet
         self._now = 0.0
-        self._first = np.zeros(len(workload))
-        self._end = np.zeros(len(workload))
+        self._first = np.full(len(workload), np.nan)
+        self._end = np.full(len(workload), np.nan)
         self._counts = [0, 0, 0, 0]  # steps, drafted, accepted, passes
 
     def run(self) -> Simulated:
         """Run until every request has ended, and return the result."""
-        while self._next < len(self.workload) or (self._request >= 0).any():
+        while self._queue or (self._request >= 0).any():
             self._admit()
             if (self._request < 0).all():
-                self._now = float(self.workload.arrival_s[self._next])
+                self._now = float(self.workload.arrival_s[self._queue[0]])
             else:
                 self._step()
         return Simulated(self._first, self._end, self.workload, *self._counts)
 
     def _admit(self) -> None:
-        w = self.workload
         for row in np.flatnonzero(self._request < 0):
-            if self._next == len(w) or w.arrival_s[self._next] > self._now:
+            if not self._queue or self.workload.arrival_s[self._queue[0]] > self._now:
                 return
-            self._request[row] = self._next
-            self._to_prefill[row] = w.prompt_lens[self._next]
-            self._length[row] = 0
-            self._left[row] = w.output_lens[self._next]
-            self.policy.admit(int(row))
-            self._next += 1
+            self._begin_row(int(row), self._queue.popleft())
+
+    def _begin_row(self, row: int, request: int) -> None:
+        self._request[row] = request
+        self._to_prefill[row] = self.workload.prompt_lens[request]
+        self._length[row] = 0
+        self._left[row] = self.workload.output_lens[request]
+        self.policy.admit(row)
 
     def _step(self) -> None:
         planned = self._plan(self._request >= 0)
@@ -166,10 +168,14 @@ class Simulator:
             self._counts[index] += count
 
     def _prefill(self, budget: int, members: NDArray[bool_]) -> tuple[Work, NDArray[int64]]:
-        """Return the work of the next prefill chunks, and each row's tokens. [num_rows]"""
+        """Return the work of the next prefill chunks, the oldest requests' first, and each row's. [num_rows]"""
         waiting = np.where(members, self._to_prefill, 0)
-        before = np.cumsum(waiting) - waiting
-        chunks = np.clip(budget - before, 0, waiting)
+        if not waiting.any():
+            return NO_WORK, waiting
+        oldest = np.argsort(self._request)
+        before = np.cumsum(waiting[oldest]) - waiting[oldest]
+        chunks = np.zeros_like(waiting)
+        chunks[oldest] = np.clip(budget - before, 0, waiting[oldest])
         tokens = int(chunks.sum())
         if not tokens:
             return NO_WORK, chunks
@@ -201,7 +207,8 @@ class Simulator:
         self._length[rows] += chunks[rows]
         self._to_prefill[rows] -= chunks[rows]
         begun = rows[self._to_prefill[rows] == 0]
-        self._first[self._request[begun]] = self._now
+        requests = self._request[begun]  # one that goes on has had its first token
+        self._first[requests] = np.fmin(self._first[requests], self._now)
         self._length[begun] += 1
         self._left[begun] -= 1
         self._finish(begun[self._left[begun] == 0])

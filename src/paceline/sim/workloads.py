@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,15 +9,13 @@ import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.sim.simulator import Workload, mixed_ease
+from paceline.sim.traces import MAX_REQUEST_TOKENS, read_fleet_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import float64, int64
+    from numpy import float64
     from numpy.typing import NDArray
-
-MAX_REQUESTS = 10_000_000
-MAX_REQUEST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +74,11 @@ def make(
     return Workload(times, np.full(num_requests, sizes.prompt_tokens), lens, mixed_ease(chances, ease))
 
 
-def read_trace(path: Path, chances: NDArray[float64], spread: float, seed: int = 0) -> Workload:
-    """Read JSON lines with `arrival_s`, `prompt_tokens`, `output_tokens`. Raises `ConfigError`."""
-    try:
-        lines = [json.loads(line) for line in path.read_text().split("\n") if line]
-        times = np.array([float(line["arrival_s"]) for line in lines])
-        prompts, outputs = (np.array([int(line[k]) for line in lines]) for k in ("prompt_tokens", "output_tokens"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no trace: {type(error).__name__} {error}") from None
-    if not (0 < len(lines) <= MAX_REQUESTS and _within(prompts) and _within(outputs) and np.isfinite(times).all()):
-        raise ConfigError(f"{path}: a trace has 1 to {MAX_REQUESTS} requests of 1 to {MAX_REQUEST_TOKENS} tokens")
-    order = np.argsort(times, kind="stable")
-    ease = np.random.default_rng(seed).normal(0, spread, len(lines))
-    return Workload(times[order], prompts[order], outputs[order], mixed_ease(chances, ease))
-
-
-def _within(counts: NDArray[int64]) -> bool:
-    return bool(((counts >= 1) & (counts <= MAX_REQUEST_TOKENS)).all())
+def read_trace(path: Path, form: str, chances: NDArray[float64], spread: float, seed: int = 0) -> Workload:
+    """Read a trace for one engine, see `traces.py`. Raises `ConfigError`."""
+    trace = read_fleet_trace(path, form)
+    ease = np.random.default_rng(seed).normal(0, spread, len(trace))
+    return Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, mixed_ease(chances, ease))
 
 
 def split(workload: Workload, num_replicas: int) -> list[Workload]:
