@@ -112,6 +112,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"attention_bias": True, "attention_out_bias": False}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "helium": ("Helium", {"head_dim": 12}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 23,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
 }
 
 

@@ -91,6 +91,7 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     "glm4": ({"rope.dimension_count": 8}, FUSED_UP),
     "seed_oss": ({}, {}),
     "ernie4_5": ({}, {}),
+    "gpt-oss": ({**YARN_KEYS, "rope.scaling.yarn_beta_fast": 32.0}, {}),
 }
 
 

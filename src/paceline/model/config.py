@@ -76,6 +76,7 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
     mixture: MixtureFacts | None = None  # its layers have experts
     sinks: bool = False  # each head has the score of a key without a value, which every token sees
+    truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -115,6 +116,7 @@ FAMILIES: dict[str, Family] = {
             gguf_names={"mlp_norm": "post_attention_norm.weight"},
             mixture=MixtureFacts(normed=True, biased=True, size_key="intermediate_size", router="router"),
             sinks=True,
+            truncates_yarn=False,
         ),
         Family(
             "gemma3_text",

@@ -23,7 +23,13 @@ from paceline.model.config import (
 from paceline.model.experts import PARTS, Experts, expert_names
 from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor
-from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import (
+    MERGES_KEY,
+    end_ids,
+    special_texts,
+    tokenizer_digest,
+    tokenizer_from_gguf,
+)
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
 from paceline.model.template import TemplateSource
@@ -178,7 +184,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         logit_cap=read.factor("final_logit_softcapping"),
         max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
-        eos_ids=_ids(file, *END_KEYS),
+        eos_ids=_end_ids(file),
     )
     config.check()
     _check_vocabulary(file, config)
@@ -270,6 +276,7 @@ def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
         magnitude=_MAGNITUDES[scaling](read, factor, original) if scaling in _MAGNITUDES else 1.0,
         beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
+        truncates=facts.truncates_yarn,
         divisors=_divisors(short, head_dim) if is_longrope else (),
         long_divisors=_divisors(long, head_dim) if is_longrope else (),
         query_growth=read.number("attention.temperature_scale", 0.0),
@@ -338,6 +345,10 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:
     found = (file.metadata.get(key) for key in keys)
     return tuple(dict.fromkeys(i for i in found if type(i) is int))
+
+
+def _end_ids(file: GgufFile) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*_ids(file, *END_KEYS), *end_ids(file.metadata))))
 
 
 def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:
