@@ -55,7 +55,7 @@ def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | N
 
 
 def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with one call each and its result behind it, in the order of the calls."""
+    """Return messages with one call each, its result behind it."""
     found: list[Mapping[str, Any]] = []
     at = 0
     while at < len(messages):
@@ -74,14 +74,17 @@ def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def _answered(result: Mapping[str, Any], place: int, calls: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of the call that a result is of: by its id, else by its place among the results."""
+    """Return the number of a result's call: by its id, else by place."""
     ids = [call.get("id") for call in calls]
     named = result.get("tool_call_id")
     return ids.index(named) if named is not None and named in ids else min(place, len(calls) - 1)
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its reasoning as `thinking`; beside calls, text that announces them is part of it."""
+    """Return a message with its reasoning as `thinking`.
+
+    Beside calls, text that announces them is part of it: some templates refuse both.
+    """
     reasoning, content = message.get("reasoning_content"), message.get("content")
     if message.get("tool_calls") and reasoning and content:
         return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}

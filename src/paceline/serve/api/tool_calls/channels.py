@@ -29,7 +29,10 @@ class ChannelReader:
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str], splits: bool, opened: bool) -> None:
-        """markers: id -> text of the special tokens. splits: reasoning is told apart. opened: it has begun."""
+        """Begin with the first message.
+
+        markers: id -> text of the special tokens. splits: reasoning is told apart. opened: it has begun.
+        """
         self._markers = MarkerText(tokenizer, markers) if markers else None
         self._family = HarmonyCalls()
         self._sink = CallSink(self._family.new_id)

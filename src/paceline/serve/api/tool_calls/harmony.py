@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: an answer is a run of messages, each in a channel."""
+"""Harmony, the format of gpt-oss: an answer is messages, each in a channel."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ _RECIPIENT = re.compile(r"\bto=([\w.-]{1,80})")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands before a message."""
+    """Channel and recipient of a message, as far as they say what it is."""
 
     kind: Literal["reasoning", "content", "call"]
     function: str = ""  # that a call is of
 
     @classmethod
     def of(cls, text: str) -> Header:
-        """Read a header; a recipient that is no function is a tool of the model's own, so it is reasoning."""
+        """Read a header.
+
+        A recipient that is no function is a tool of the model's own: such a message is reasoning.
+        """
         channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
         if recipient is not None and recipient[1].startswith(_NAMESPACE):
             return cls("call", recipient[1].removeprefix(_NAMESPACE))
@@ -57,7 +60,7 @@ class HarmonyCalls:
     in_channels = True
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
-        """Return True if a template begins messages of reasoning so, or the vocabulary has the markers."""
+        """Return True if the template or the vocabulary has the markers."""
         return ANALYSIS in template or (CHANNEL in tokens and MESSAGE in tokens)
 
     def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:
@@ -66,7 +69,7 @@ class HarmonyCalls:
         return MessageBody(Header.of(opener).function)
 
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
-        """Add the rules of one call and return their expression: an answer ends with its call.
+        """Add the rules of one call, which ends an answer, and return their expression.
 
         The function stands behind the channel or before it; the type of the arguments may be named.
         """
