@@ -8,8 +8,9 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding, tensor_shapes
+from paceline.model.config import ModelConfig, Rope, Sliding, tensor_shapes
 from paceline.model.experts import Experts
+from paceline.model.families import FAMILIES
 from paceline.model.tokenizer import Tokenizer
 
 END = "<|end|>"

@@ -22,8 +22,9 @@ from paceline.backend.seam import PassRequest
 from paceline.core.nouns import BROKEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_ahead, choose_token
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding
+from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.experts import Experts
+from paceline.model.families import FAMILIES
 from paceline.model.files.gguf_file import GgufTensor
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights

@@ -6,21 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
-from paceline.model.config import (
-    FAMILIES,
-    GLOBAL_THETA,
-    LOCAL_THETA,
-    PLAIN_PERIOD,
-    Family,
-    MixedLayers,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    Sliding,
-    plain_layers,
-    tensor_shapes,
-)
+from paceline.model.config import ModelConfig, Rope, RopeScaling, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import PARTS, Experts, expert_names
+from paceline.model.families import FAMILIES, GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers
 from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor
 from paceline.model.files.gguf_tokenizer import (

@@ -198,7 +198,7 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
 
 
 def end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
-    """Return further tokens that end an answer: in gpt-oss the end of a call does, too."""
+    """Return further tokens that end an answer: the end of a call of gpt-oss."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(token in tokens for token in (*_HARMONY_ENDS, "<|channel|>")):
         return ()

@@ -8,20 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
-from paceline.model.config import (
-    GLOBAL_THETA,
-    LOCAL_THETA,
-    PLAIN_PERIOD,
-    Family,
-    MixedLayers,
-    ModelConfig,
-    Rope,
-    Sliding,
-    family,
-    plain_layers,
-    tensor_shapes,
-)
+from paceline.model.config import ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import PARTS, SWIGLU, Experts, expert_names
+from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
 from paceline.model.files.rearranged import (
