@@ -62,10 +62,35 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
     mixture: MixtureFacts | None = None  # its layers have experts
     sinks: bool = False  # each head has the score of a key without a value, which every token sees
+    query_scalar: float | None = None  # attention scores are divided by its root, whatever files say
+    norms_values: bool = False  # each head's values are normed, without weights
+    layer_scales: bool = False  # each layer has a factor of its output
     truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+_GEMMA4: dict[str, Any] = {
+    "activation": "gelu_tanh",
+    "norms": "around",
+    "qk_norm": "head",
+    "scales_embedding": True,
+    "mixed_layers": MixedLayers(period=6, scales_rope=False),
+    "query_scalar": 1.0,
+    "norms_values": True,
+    "layer_scales": True,
+    "fixed": {"enable_moe_block": False},
+}
+_GEMMA4_KEYS = {
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    GLOBAL_THETA: 1e6,
+    LOCAL_THETA: 1e4,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 _GLM_NAMES = {
     "attn_post_norm": "post_self_attn_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
@@ -135,6 +160,8 @@ FAMILIES: dict[str, Family] = {
             scales_embedding=True,
             defaults={"tie_word_embeddings": True, "head_dim": 256},
         ),
+        Family("gemma4_text", "gemma4", **_GEMMA4, defaults=_GEMMA4_KEYS | {"hidden_size_per_layer_input": 256}),
+        Family("gemma4_unified_text", None, **_GEMMA4, defaults=_GEMMA4_KEYS | {"sliding_window": 1024}),
         Family("qwen2_5_vl_text", "qwen2vl", biases=QKV),
         Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
         Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),

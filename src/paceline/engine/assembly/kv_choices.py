@@ -31,7 +31,7 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
     usual, small = config.kv_type, config.backend_spec.small_kv
     if config.kv not in (None, AUTO) or small is None or small == usual:
         return usual, ""
-    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of a token
+    numbers = 2 * sum(heads.kv_size for heads in model.kv_heads())  # of a token
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
     free = config.free_bytes() - num_weights(model) * NUM_BYTES[config.weight_type]
     most = max(free, 0) * (1.0 if config.kv_tokens else share)
