@@ -5,6 +5,7 @@ In float64 it keeps promise 1; in float32, but for near-ties.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -233,10 +234,10 @@ class ReferenceDecoder:
         size, hidden = self.config.layer_input_size, self.config.hidden_size
         if not size:
             return None
-        rows = functional.embedding(token_ids, self.inputs["input_embed"]) * size**0.5
-        projected = functional.linear(embedded, self.inputs["input_proj"]) * hidden**-0.5
-        projected = self._norm(self.inputs, "input_norm", projected.unflatten(-1, (-1, size)))
-        return (projected + rows.view(projected.shape)) * 2**-0.5
+        rows = functional.embedding(token_ids, self.inputs["input_embed"]) * math.sqrt(size)
+        projected = functional.linear(embedded, self.inputs["input_proj"]) / math.sqrt(hidden)
+        projected = self._norm(self.inputs, "input_norm", torch.unflatten(projected, -1, (-1, size)))
+        return (projected + rows.view(projected.shape)) * math.sqrt(0.5)
 
     def _with_input(
         self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, given: torch.Tensor | None
