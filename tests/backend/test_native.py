@@ -50,13 +50,14 @@ FAMILY_CASES = {
     "qwen3 moe": tiny_config("qwen3_moe", hidden_size=40),
     "gpt-oss": tiny_config("gpt_oss", num_layers=3, sliding=sliding(40)),
     "qwen2 moe": tiny_config("qwen2_moe", num_layers=3, intermediate_size=72),
+    "gemma4": tiny_config("gemma4_text", num_layers=3),
     "mixtral": tiny_config("mixtral", experts=Experts(70, 5)),
     "wide": tiny_config("llama", hidden_size=128, intermediate_size=200, head_dim=64, num_heads=6, num_kv_heads=2),
 }
 # Of a lesser instruction set some cases tell enough: together they have every kernel. gemma2 has that of caps.
 LESSER = "PACELINE_ISA" in os.environ
 MORE_FAMILIES = ["gemma2"] if LESSER else [*FAMILIES]
-BATCH_CASES = ["llama", "gemma3", "gpt-oss"] + ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
+BATCH_CASES = ["llama", "gemma3", "gpt-oss", "gemma4"] + ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
 MORE_BATCH_CASES = ["gemma2"] + ["ministral3", "smollm3", "phi3", "granite", "olmo2"] * (not LESSER)
 FAMILY_CASES |= {
     name: tiny_config(name) for name in MORE_FAMILIES if name not in FAMILY_CASES and name != "gemma3_text"

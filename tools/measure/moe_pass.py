@@ -1,8 +1,8 @@
 """Compare predicted and measured passes of a mixture of experts: `python -m tools.measure.moe_pass [--model M]`.
 
-In each round an engine measures its costs as at start. Then one text is prefilled, from which the cost model learns
-how many experts neighbouring tokens touch, and passes over the next 1, 2, 4, 8, 16 tokens are timed. `at start` is
-the price before the text was seen, `predicted` the one after. Nothing is learnt from the timed passes themselves.
+In each round an engine measures its costs as at start. Then one text is prefilled, from which the cost model
+learns how many experts neighbouring tokens touch, and passes over the next 1, 2, 4, 8, 16 tokens are timed.
+`at start` is the price before the text was seen, `predicted` the one after. Nothing is learnt from timed passes.
 
 A shared machine drifts by more than the bar within a minute, so both sides of a comparison are of one round, and
 the figure is the median of the rounds' ratios. Passes are shuffled: two over the same tokens, one right behind the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from random import Random
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,9 +72,9 @@ def _pass(decoder: Decoder, kv: KV, ids: Sequence[int], start: int) -> tuple[Pas
 def _time_passes(decoder: Decoder, kv: KV, ids: Sequence[int], repeats: int) -> dict[int, tuple[float, float]]:
     """Return median seconds and mean experts of passes of all sizes, timed in a shuffled order."""
     places = [PROMPT + max(TOKENS) * i for i in range(PLACES)]
-    passes = [(place, n) for place in places for n in TOKENS] * repeats
+    ordered = [(place, n) for place in places for n in TOKENS] * repeats
+    passes = [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
     warm = [(places[0], n) for n in TOKENS]
-    Random(0).shuffle(passes)
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in TOKENS}
     with uninterrupted():
         for index, (place, n) in enumerate(warm + passes):

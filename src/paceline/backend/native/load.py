@@ -15,7 +15,7 @@ from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
 from paceline.backend.native.packing import kept, matrix_type, pack, pack_layer
 from paceline.backend.native.relay import Relay
-from paceline.backend.registry import FILE
+from paceline.backend.registry import FILE, MAX_INT_KV_HEAD
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
@@ -45,7 +45,6 @@ _RELAY_MATRICES = ("place", "known", "tell")
 _TABLES = ("embed", "head", "input_embed")
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
-_MAX_INT_KV_HEAD_DIM = 256
 
 
 def load_decoder(
@@ -283,9 +282,9 @@ def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
             f"{weight_type} weights take rows of at most {_MAX_INT8_COLUMNS} numbers, and this model has rows of"
             f" {widest}: use --weights bf16"
         )
-    if kv_type in ("i16", "i8") and (dim := max(view.heads.dim for view in config.views)) > _MAX_INT_KV_HEAD_DIM:
+    if kv_type in ("i16", "i8") and (dim := max(view.heads.dim for view in config.views)) > MAX_INT_KV_HEAD:
         raise ConfigError(
-            f"a KV cache of {kv_type} takes heads of at most {_MAX_INT_KV_HEAD_DIM} numbers, and this model has"
+            f"a KV cache of {kv_type} takes heads of at most {MAX_INT_KV_HEAD} numbers, and this model has"
             f" heads of {dim}: use --kv f16"
         )
 
