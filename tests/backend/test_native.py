@@ -57,7 +57,8 @@ FAMILY_CASES = {
 # Of a lesser instruction set some cases tell enough: together they have every kernel. gemma2 has that of caps.
 LESSER = "PACELINE_ISA" in os.environ
 MORE_FAMILIES = ["gemma2"] if LESSER else [*FAMILIES]
-BATCH_CASES = ["llama", "gemma3", "gpt-oss", "gemma4"] + ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
+BATCH_CASES = ["llama", "gemma3", "gpt-oss", "gemma4"]
+BATCH_CASES += ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
 MORE_BATCH_CASES = ["gemma2"] + ["ministral3", "smollm3", "phi3", "granite", "olmo2"] * (not LESSER)
 FAMILY_CASES |= {
     name: tiny_config(name) for name in MORE_FAMILIES if name not in FAMILY_CASES and name != "gemma3_text"
