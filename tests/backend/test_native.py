@@ -217,6 +217,39 @@ def test_first_layers_alone_are_a_shallow_model() -> None:
     assert np.abs(got - expected).max() < 1e-4
 
 
+def test_a_pass_without_outputs_ends_at_the_last_keys_that_it_stores() -> None:
+    """Layers that share keys are left out of a prompt's chunk; taps and later tokens are as they were."""
+    config = tiny_config("gemma4_text", num_layers=3)
+    decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
+    chunk, rest = pack([(IDS[:40], 0, range(3))]), pack([(IDS[40:48], 40, range(3))])
+    kv, other = decoder.new_kv(3), twin.new_kv(3)
+    quiet = replace(chunk, wanted=np.empty(0, np.int64))
+    for taps in ((), (1,), (2,), (3,)):
+        got = run_pass(decoder, quiet, kv, [], taps=taps).taps
+        expected = run_pass(twin, quiet, other, [], taps=taps).taps
+        assert all(np.abs(got[tap] - expected[tap]).max() < 1e-4 for tap in taps)
+    after = [run_pass(d, rest, k, [GREEDY] * 8).logits for d, k in ((decoder, kv), (twin, other))]
+    assert np.abs(after[0] - after[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_pages_of_unlike_layers_move(kind: str) -> None:
+    """Keys and values of heads of two sizes, those of sharing layers stored once."""
+    config = tiny_config("gemma4_text", num_layers=3)
+    weights = tiny_weights(config, dtype=torch.float32)
+    decoder = native(config, "int8", kv="i16") if kind == "native" else ReferenceDecoder(config, weights)
+    kv, other = decoder.new_kv(2), decoder.new_kv(3)
+    run_pass(decoder, pack([(IDS[:16], 0, [0])]), kv, [GREEDY] * 16)
+    data = np.zeros(kv.page_bytes, np.uint8)
+    kv.read_page(0, data)
+    other.write_page(1, data)
+    places = ((kv, [0, 1]), (other, [1, 2]))
+    one, two = (run_pass(decoder, pack([(IDS[16:20], 16, pages)]), k, [GREEDY] * 4).logits for k, pages in places)
+    assert (one == two).all()
+    if kind == "reference":
+        assert kv.page_bytes == 16 * kv.bytes_per_token == 16 * 2 * 4 * (2 * 8 + 12)
+
+
 def test_taps_are_those_of_the_reference() -> None:
     config = tiny_config("llama", num_layers=3)
     decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
