@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline.draft.registry import DRAFTERS
-from paceline.model.config import FAMILIES
+from paceline.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

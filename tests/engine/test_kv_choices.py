@@ -13,6 +13,7 @@ from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import choose_kv_type
 from paceline.engine.scheduler import Limits
+from paceline.model.config import Heads
 from paceline.model.content_key import content_key
 from paceline.model.shapes import SHAPES
 
@@ -44,6 +45,13 @@ def test_tokens_that_are_asked_for_decide(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(16, monkeypatch, kv_tokens=60_000) == ("i16", "")
     assert chosen(16, monkeypatch, kv_tokens=70_000)[0] == "i8"
     assert chosen(16, monkeypatch, kv_tokens=70_000, weights="int4") == ("i16", "")
+
+
+def test_heads_that_integers_do_not_take_have_floats() -> None:
+    wide = replace(MODEL, global_heads=Heads(8, 512))
+    config = EngineConfig(backend="native")
+    assert choose_kv_type(config, wide, 0.5) == ("f16", "integers take heads of 256 numbers, not 512")
+    assert choose_kv_type(replace(config, kv="i8"), wide, 0.5) == ("i8", "")
 
 
 def test_the_banner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,9 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
             self.progress("loading the model", self._num_read, self._total)
         return stored
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 
@@ -218,13 +221,14 @@ def canonical_names(
     config: ModelConfig, model: dict[str, str], layer: dict[str, str], prefix: str
 ) -> dict[str, str]:
     """Return canonical name -> name in the file for every tensor the config asks for."""
-    names = {}
+    names, windows = {}, config.windows
     for name in tensor_shapes(config):
         if name in model:
             names[name] = model[name]
         else:
             _, number, short = name.split(".", 2)
-            names[name] = prefix.format(layer=number) + layer[short]
+            of_keys = short == "attn_v" and config.keys_are_values and not windows[int(number)]
+            names[name] = prefix.format(layer=number) + layer["attn_k" if of_keys else short]
     return names
 
 

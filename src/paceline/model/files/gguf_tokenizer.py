@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_TOKEN_CHARS = 1 << 10
 MERGES_KEY = "tokenizer.ggml.merges"
 _CONTROL, _USER_DEFINED = 3, 4  # token types
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,13 @@ _TEKKEN = PreTokenizer(
     ignore_merges=True,
     add_bos=True,
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = PreTokenizer(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 
 PRES: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
@@ -56,6 +64,8 @@ PRES: dict[str, PreTokenizer] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+    "o200k": _O200K,
 }
 
 
@@ -185,6 +195,14 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
         raw.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=special
         )
+
+
+def end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """Return further tokens that end an answer: the end of a call of gpt-oss."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(token in tokens for token in (*_HARMONY_ENDS, "<|channel|>")):
+        return ()
+    return tuple(tokens.index(token) for token in _HARMONY_ENDS)
 
 
 def special_texts(metadata: dict[str, Any]) -> dict[str, str]:
