@@ -7,9 +7,9 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    import tokenizers
+    from paceline.model.tokenizer import Spelling
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -47,27 +47,22 @@ BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
 
 
 class TokenBytes:
-    """Bytes of every token of a vocabulary, computed when a token is first seen."""
+    """Bytes of every token of a vocabulary, looked up when a token is first seen."""
 
-    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes]) -> None:
-        """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
-        self._raw = raw
-        self._decode = decode
-        self._added: Mapping[int, tuple[str, bool]] = {
-            i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()
-        }
+    def __init__(self, spelling: Spelling) -> None:
+        self.spelling = spelling
         self._whole: dict[int, bytes] = {}  # token id -> its bytes
         self._visible: dict[int, bytes] = {}  # token id -> the bytes it adds to a text
 
     def is_special(self, token_id: int) -> bool:
         """Return True if a token steers the model and is not text."""
-        return self._added.get(token_id, ("", False))[1]
+        return token_id in self.spelling.special
 
     def whole(self, token_id: int) -> bytes:
         """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
         found = self._whole.get(token_id)
         if found is None:
-            found = self._whole[token_id] = self._bytes_of(token_id)
+            found = self._whole[token_id] = self.spelling.bytes_of(token_id)
         return found
 
     def visible(self, token_id: int) -> bytes:
@@ -76,12 +71,6 @@ class TokenBytes:
         if found is None:
             found = self._visible[token_id] = b"" if self.is_special(token_id) else self.whole(token_id)
         return found
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id][0].encode()
-        token = self._raw.id_to_token(token_id)
-        return b"" if token is None else self._decode(token)
 
 
 class Detokenizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tokenizers
@@ -273,6 +273,7 @@ class ByteText:
     """Text of a shape: bytes are tokens, and every other id has a word."""
 
     vocab_size: int
+    is_kept: ClassVar[bool] = False
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer: no text is ever written with the words beyond the bytes."""
@@ -282,9 +283,6 @@ class ByteText:
         raw.decoder = decoders.ByteLevel()
         raw.add_special_tokens([END])
         return raw
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return what the tokenizer depends on."""

@@ -12,7 +12,7 @@ from paceline.backend.device import Device
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
-from paceline.core.errors import ConfigError
+from paceline.core.errors import BadModelFile, ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
@@ -33,6 +33,7 @@ from paceline.model.content_key import content_key
 from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
+from paceline.model.files.source_files import SourceFile
 from paceline.model.grammar import Grammars
 from paceline.model.weights import (
     LazyWeights,
@@ -169,7 +170,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
-        content="" if config.kv_disk is None else content_key(model.path),
+        content="" if config.kv_disk is None else _content(model),
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -340,6 +341,19 @@ def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, st
     """Return a config that names its type of weights, and why that one."""
     kind, why = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
     return replace(config, weights=kind), why
+
+
+def _content(model: LoadedModel) -> str:
+    """Return the key of a model's files. Raises `BadModelFile` if they are not those that were opened."""
+    assert isinstance(model.weights, LazyWeights), "weights of a model come from its files"
+    sources = model.weights.sources
+    try:
+        content = content_key(sources)
+    except OSError as error:
+        raise BadModelFile(f"{model.path} cannot be read for --kv-disk: {error.strerror or error}") from None
+    if any(isinstance(one, SourceFile) and one.changed for one in sources):
+        raise BadModelFile(f"{model.path} was changed or replaced while it was read; start again")
+    return content
 
 
 def _target_decoder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import (
@@ -387,14 +387,12 @@ class FolderText:
     """Tokenizer and chat template of a folder."""
 
     folder: Path
+    is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return a digest of tokenizer.json; its place if it is not there."""
