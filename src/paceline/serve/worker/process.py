@@ -1,13 +1,15 @@
 """Process of the engine: load, step while there is work, otherwise wait for messages.
 
-`client` starts it as `python -m paceline.serve.worker.process ADDRESS`. It ends with its parent: stdin is a pipe
-that the parent holds open, and it is closed however the parent ends.
+`child` starts it as `python -m paceline.serve.worker.process`, and the first line on its stdin says where to
+connect. It ends with its parent: stdin is a pipe that the parent holds open, closed however the parent ends.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -276,11 +278,16 @@ def run(address: str) -> int:
 
 def main() -> int:
     """Entry point of the process."""
-    logs.configure("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
+        line = stdin.readline()
+    if not line:
+        return 0  # the parent needed no engine
+    address, os.environ[logs.FORMAT] = json.loads(line)
+    logs.configure("engine")
     faulthandler.register(SHOW_THREADS)
     end_with_parent()
-    return run(sys.argv[1])
+    return run(address)
 
 
 if __name__ == "__main__":
