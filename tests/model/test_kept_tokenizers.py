@@ -157,7 +157,7 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
 
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None))
+        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None, (319,), None))
         prompts = await cache.of(ready)
         assert prompts.tokenizer.vocab_size == 320
         cache.close()
@@ -168,7 +168,7 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
 def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language("{}", None))
+        cache.expect(Language("{}", None, (319,), None))
         with pytest.raises(Exception, match=r"version|missing|model"):
             await cache.of(Ready("tiny", 256, 320, "{}", (319,), None, None, ()))
         cache.close()

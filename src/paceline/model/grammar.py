@@ -134,13 +134,9 @@ class Grammars:
         self.num_words = -(-vocab_size // WORD_BITS)
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()  # the longest unused first
 
-    def prepare(self) -> None:
-        """Read the vocabulary, which takes about a second, before the first grammar comes."""
-        if self._tokenizer.eos_ids:
-            _ = self._vocabulary
-
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance reads it: 70 MB of 150,000 tokens, so only once a grammar comes."""
         return _vocabulary(self._tokenizer, self.vocab_size)
 
     @cached_property

@@ -48,7 +48,7 @@ class ChatOptions:
         tokenizer: Tokenizer,
         template: Renderer | None,
         max_len: int,
-        vocab_size: int,
+        vocab_size: int | None,
         sampling: Defaults,
     ) -> Prompts:
         """Return the conversion of prompts for a model. template: already the one to use."""

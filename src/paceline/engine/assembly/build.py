@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    OnLanguage = Callable[[str, ChatTemplate | None], None]
+    OnLanguage = Callable[[str, Tokenizer, ChatTemplate | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -128,7 +128,7 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
     """Load the model and make the engine. Raises `ConfigError` or `ModelError`.
 
-    on_language: called with the tokenizer's JSON and the template before weights are loaded.
+    on_language: called with the tokenizer, as JSON too, and the template before weights are loaded.
     """
     try:
         return assemble(config, load(config, progress, on_language), progress=progress)
@@ -151,7 +151,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), load_template(model), ""
     if on_language is not None:
-        on_language(json := tokenizer_json(model, tokenizer), template)
+        on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
     kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)

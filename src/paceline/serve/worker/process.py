@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from paceline.core import logs
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.system import end_with_parent
+from paceline.core.system import end_with_parent, give_memory_back
 from paceline.engine.assembly.build import build
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.serve.worker.messages import (
@@ -239,9 +238,12 @@ def _load(server: ServerConnection) -> Built | None:
         built = build(
             message.config,
             _progress_sender(server),
-            lambda json, template: server.send(Language(json, _template(template))),
+            lambda json, tokenizer, template: server.send(
+                Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
+            ),
         )
         warm_up(built)
+        give_memory_back()
         return built
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
@@ -264,8 +266,6 @@ def run(address: str) -> int:
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
         server.send(Snapshot(built.engine.stats(), built.engine.gauges()))
         server.send(_ready(built))
-        if (grammars := built.engine.target.rows.grammars.compiled) is not None:
-            threading.Thread(target=grammars.prepare, daemon=True).start()
         worker.run()
         built.engine.close()
     except zmq.Again:
