@@ -258,6 +258,31 @@ def test_the_engine_begins_before_the_server_is_imported(tmp_path: Path) -> None
         assert ("begun" in done.stdout) == bool(told), done.stdout[:200]
 
 
+NOT_FOR_SERVING = {"torch", "jinja2", "llguidance", "rich", "gguf", "huggingface_hub"}
+ENGINE_STARTS = """
+import sys
+from paceline.engine.assembly.config import EngineConfig
+from paceline.serve.worker.process import build, warm_up
+config = EngineConfig(model=sys.argv[1], draft="suffix:k=2", threads=1, kv_tokens=1024, backend="native")
+warm_up(build(config, None, lambda *_: None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        (ENGINE_STARTS, NOT_FOR_SERVING | {"starlette", "uvicorn", "httptools", "prometheus_client"}),
+        ("import paceline.serve.server", NOT_FOR_SERVING),
+    ],
+    ids=["engine", "server"],
+)
+def test_a_start_imports_only_what_it_uses(code: str, unwanted: set[str], model: Path) -> None:
+    told = f"import sys; print(sorted(set(sys.modules) & {unwanted}))"
+    command = [sys.executable, "-c", f"{code}\n{told}", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_an_engine_that_is_not_needed_ends_quietly() -> None:
     command = [*COMMAND, "serve", "--port", "-1"]
     done = subprocess.run(

@@ -28,7 +28,7 @@ from paceline.model.config import (
 )
 from paceline.model.detokenizer import byte_alphabet
 from paceline.model.experts import Experts
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

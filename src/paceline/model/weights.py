@@ -33,7 +33,6 @@ from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
-from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +44,8 @@ if TYPE_CHECKING:
     from paceline.model.files.packed_cache import PackedCache, Progress
     from paceline.model.files.source_files import Source
     from paceline.model.files.stored import RawBlocks
-    from paceline.model.template import TemplateSource
+    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
@@ -218,8 +218,9 @@ def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:
     """Compile the model's chat template; None if it has none, as base models do."""
-    source = model.text.template()
-    return None if source is None else ChatTemplate(source)
+    from paceline.model.template import compiled  # with jinja2, which an engine's process does without
+
+    return compiled(model.text.template())
 
 
 def canonical_names(

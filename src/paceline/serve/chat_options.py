@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.reasoning import NONE, check_marks, marks_of
 from paceline.serve.api.tool_calls.registry import check_family, family_of

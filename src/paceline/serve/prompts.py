@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams, Speculation
     from paceline.core.sampling_defaults import Defaults
-    from paceline.model.template import TemplateSource
+    from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.plan import AnswerForms
     from paceline.serve.api.tool_calls.reader import ReaderPlan

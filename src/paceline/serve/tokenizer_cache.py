@@ -12,7 +12,7 @@ import tokenizers
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.system import give_memory_back
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.sandbox.jobs import CheckGrammar, SetTokenizer

@@ -39,7 +39,6 @@ from paceline.model.weights import (
     LazyWeights,
     forget_files,
     load_model,
-    load_template,
     load_tokenizer,
     tokenizer_json,
 )
@@ -64,13 +63,13 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.cut_model import CutModel
-    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    OnLanguage = Callable[[str, Tokenizer, ChatTemplate | None], None]
+    OnLanguage = Callable[[str, Tokenizer, TemplateSource | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -93,7 +92,7 @@ class Loaded:
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
-    template: ChatTemplate | None  # None: the model has none, so chat is refused
+    template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: str = ""  # empty: nobody has asked for it
@@ -118,7 +117,7 @@ class Built:
 
     engine: Engine
     model_name: str
-    template: ChatTemplate | None
+    template: TemplateSource | None
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
@@ -149,7 +148,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
-    tokenizer, template, json = load_tokenizer(model), load_template(model), ""
+    tokenizer, template, json = load_tokenizer(model), model.text.template(), ""
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)

@@ -26,7 +26,7 @@ from paceline.model.files.gguf_file import GgufTensor, open_gguf
 from paceline.model.files.gguf_tokenizer import special_texts, tokenizer_digest, tokenizer_from_gguf
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

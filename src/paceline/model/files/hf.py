@@ -35,7 +35,7 @@ from paceline.model.files.rearranged import (
 from paceline.model.files.rope_settings import rope_of
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
-from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

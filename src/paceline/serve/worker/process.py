@@ -48,7 +48,7 @@ from paceline.serve.worker.watchdog import SHOW_THREADS
 if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
-    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
 
 log = logging.getLogger(__name__)
 
@@ -200,8 +200,7 @@ def _ready(built: Built) -> Ready:
     )
 
 
-def _template(template: ChatTemplate | None) -> Template | None:
-    source = None if template is None else template.source
+def _template(source: TemplateSource | None) -> Template | None:
     return None if source is None else Template(source.text, dict(source.special))
 
 
