@@ -52,7 +52,10 @@ class RunningServer:
         self.done.set()
 
     def wait(self, limit_s: float = START_S) -> str:
-        """Wait until it is ready; return its URL. Raises `ConfigError` if it ends before, or takes too long."""
+        """Wait until it is ready; return its URL.
+
+        Raises `ConfigError` if it ends before, or takes too long.
+        """
         in_time = self.done.wait(limit_s)
         if not self.url:
             how = "has ended" if in_time else f"was not ready after {limit_s:.0f} s"

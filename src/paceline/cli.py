@@ -132,7 +132,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _begun(name: str, argv: list[str]) -> Any:
-    """Begin what a command needs whatever its options say, beside reading them; None if there is nothing."""
+    """Begin what a command needs whatever its options say; None if nothing."""
     if name not in BEGUN_FIRST or {"-h", "--help", "--print-config"} & set(argv):
         return None
     return importlib.import_module(BEGUN_FIRST[name]).begin()

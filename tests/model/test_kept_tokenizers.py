@@ -15,7 +15,7 @@ from paceline.model import weights
 from paceline.model.files import kept_data
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
-from paceline.model.tokenizer import RawSpelling
+from paceline.model.tokenizer import raw_spelling
 from paceline.model.weights import load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Language, Ready
@@ -24,7 +24,7 @@ from tests.model.test_tokenizer import piece_metadata
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
 TEXT = "the engine there, and another one"
-TABLE = TokenTable.of(RawSpelling(tiny_raw_tokenizer()))
+TABLE = TokenTable.of(raw_spelling(tiny_raw_tokenizer()))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_a_kept_tokenizer_reads_and_writes_as_the_first(models: list[Path]) -> N
 
 @pytest.mark.parametrize("raw", [tiny_raw_tokenizer(), tokenizer_from_gguf(piece_metadata())])
 def test_a_table_of_tokens_tells_what_the_library_does(raw: tokenizers.Tokenizer) -> None:
-    whole = RawSpelling(raw)
+    whole = raw_spelling(raw)
     table = TokenTable.of(whole)
     assert (table.num_tokens, table.strips_space, table.special) == (
         whole.num_tokens,

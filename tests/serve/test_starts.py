@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +26,6 @@ from tests.serve.conftest import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from paceline.core.errors import PacelineError
     from paceline.serve.worker.messages import Ready
@@ -281,6 +282,32 @@ def test_a_start_imports_only_what_it_uses(code: str, unwanted: set[str], model:
     command = [sys.executable, "-c", f"{code}\n{told}", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n", done.stderr
+
+
+SHAPE = "shape:num_layers=6,hidden_size=1024,intermediate_size=2816,vocab_size=512"
+PRIVATE = """
+def dirty():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+import paceline.backend.native.load, paceline.serve.worker.process
+before = dirty()
+"""
+TELL = "print(dirty() - before)"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux tells of memory")
+def test_a_second_engine_shares_its_weights(tmp_path: Path) -> None:
+    """Beside its imports it has only KV, work space and what it knows of its model."""
+    found = []
+    for _ in range(2):
+        command = [sys.executable, "-c", f"{PRIVATE}{ENGINE_STARTS}{TELL}", SHAPE]
+        environment = os.environ | {"PACELINE_CACHE": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+        found.append(int(done.stdout))
+    (packed,) = (tmp_path / "packed").glob("*.packed")
+    assert packed.stat().st_size > 50e6
+    assert found[1] < packed.stat().st_size / 4, found
 
 
 def test_an_engine_that_is_not_needed_ends_quietly() -> None:

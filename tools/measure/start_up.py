@@ -78,7 +78,10 @@ def _sizes(pid: int, file: str, *names: str) -> int:
 
 
 def figures(server: RunningServer) -> dict[str, float]:
-    """Return seconds and bytes of a ready server with all its processes, before and after its first answers."""
+    """Return seconds and bytes of a ready server with all its processes.
+
+    Processor time is that before its first answers, memory that behind them.
+    """
     pids = processes(server)
     processor_s = sum(map(_cpu_s, pids))
     tokens_s = [first_token_s(server.url) for _ in range(3)]
@@ -102,7 +105,10 @@ def figures(server: RunningServer) -> dict[str, float]:
 def measure(
     flags: Sequence[str], cache: Path, warm_starts: int, tell: Callable[[str], None]
 ) -> dict[str, tuple[RunningServer, dict[str, float]]]:
-    """Start servers cold, warm and beside another; return each with its figures. tell: shows what goes on."""
+    """Start servers cold, warm and beside another; return each with its figures.
+
+    tell: shows what goes on.
+    """
     found: dict[str, tuple[RunningServer, dict[str, float]]] = {}
     environment = os.environ | {"PACELINE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
 

@@ -133,7 +133,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def give_memory_back() -> None:
-    """Return freed memory to the system, if its C library can: a start frees much that is never needed again."""
+    """Return freed memory to the system, if its C library can.
+
+    A start frees much that is never needed again.
+    """
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

@@ -134,7 +134,10 @@ class KvDisk:
         self._readings.put(self.reading)
 
     def gives_up(self, reading: Reading) -> bool:
-        """Give a reading up if the disk stalls; from then on nothing is written into its pages."""
+        """Give a reading up if the disk stalls; return True if so.
+
+        From then on nothing is written into its pages.
+        """
         if time.monotonic() < reading.moved_s + STALL_S:
             return False
         with reading.writing:

@@ -1,7 +1,8 @@
-"""One key of a model's content, for all that is kept beyond a process: packed weights and pages on disk.
+"""One key of a model's content, for all that is kept beyond a process.
 
-It is of every byte of the model's files. The digest of a file is remembered while its inode, size and times of
-modification and change stay: no program can write to it and keep the last one.
+Packed weights and pages on disk have it. It is of every byte of the model's files. The digest of a file is
+remembered while its inode, size and times of modification and change stay: no program can write to it and keep the
+last one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.system import file_size
 from paceline.model.files.pull import cache_folder
-from paceline.model.files.source_files import file_state, state_of
+from paceline.model.files.source_files import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,8 +54,12 @@ def digest_of(path: Path) -> str:
 
 
 def settled(path: Path, state: str) -> bool:
-    """Return True if a file is still in a state that it has had for a while."""
-    return file_state(path) == state and time.time_ns() - path.stat().st_ctime_ns > SETTLED_NS
+    """Return True if a file still has a state, and for a while."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return state_of(found) == state and time.time_ns() - found.st_ctime_ns > SETTLED_NS
 
 
 def contents_file() -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-    from paceline.model.tokenizer import Spelling
+    import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -44,6 +45,49 @@ BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
     "ByteFallback": _sentence_piece,
     "Metaspace": _sentence_piece,
 }
+
+
+class Spelling(Protocol):
+    """Tokens of a vocabulary as bytes."""
+
+    @property
+    def strips_space(self) -> bool:
+        """True if a text gets a space before it, which is not shown."""
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def special(self) -> Collection[int]:
+        """Tokens that steer the model and are not text."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+
+
+class RawSpelling:
+    """Tokens as the library's tokenizer writes them."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes], *, strips_space: bool) -> None:
+        """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
+        self.strips_space = strips_space
+        self._raw, self._decode = raw, decode
+        added = raw.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
+        return b"" if token is None else self._decode(token)
 
 
 class TokenBytes:

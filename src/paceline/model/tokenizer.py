@@ -6,40 +6,23 @@ import json
 import logging
 from copy import copy
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, TokenBytes
+from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, RawSpelling, TokenBytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import tokenizers
+
+    from paceline.model.detokenizer import Spelling
 
 log = logging.getLogger(__name__)
 
 LONG_CHARS = 4096  # from this length on, a text is tokenised without holding the interpreter's lock
 WHOLE_TEXTS = "the tokenizer's own truncation and padding are switched off: prompts are taken as they are"
 _CONTEXT = "\n"  # no token joins it with what follows, also where a tokenizer puts a space before a text
-
-
-class Spelling(Protocol):
-    """How the tokens of a vocabulary are written."""
-
-    @property
-    def strips_space(self) -> bool:
-        """True if a text gets a space before it, which is not shown."""
-
-    @property
-    def num_tokens(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def special(self) -> Collection[int]:
-        """Tokens that steer the model and are not text."""
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
 
 
 class Tokenizer:
@@ -61,7 +44,7 @@ class Tokenizer:
         """
         if raw is not None:
             _use_whole_texts(raw)
-            spelling = RawSpelling(raw)
+            spelling = raw_spelling(raw)
         assert spelling is not None, "a tokenizer is made now or later"
         self._raw, self._whole = raw, whole
         self.eos_ids = tuple(eos_ids)
@@ -170,32 +153,13 @@ class Tokenizer:
         return self.pieces.whole(token_id).decode("utf-8", "replace")
 
 
-class RawSpelling:
-    """How the library's tokenizer writes its tokens."""
-
-    def __init__(self, raw: tokenizers.Tokenizer) -> None:
-        """Read the added tokens. Raises `UnsupportedModel`, see `Tokenizer`."""
-        decoders = _decoders(raw)
-        known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
-        if not known:
-            raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
-        self.strips_space = _strips_space(decoders)
-        self._raw, self._decode = raw, known[0]
-        added = raw.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
-        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """One more than the largest id."""
-        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
-        return b"" if token is None else self._decode(token)
+def raw_spelling(raw: tokenizers.Tokenizer) -> RawSpelling:
+    """Return how the library's tokenizer writes its tokens. Raises `UnsupportedModel`, see `Tokenizer`."""
+    decoders = _decoders(raw)
+    known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
+    if not known:
+        raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
+    return RawSpelling(raw, known[0], strips_space=_strips_space(decoders))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 
 
 class TokenizerCache:
-    """`Prompts` of the running engine, made in a thread from what it told before it loaded its weights.
+    """`Prompts` of the running engine, made in a thread while it loads.
 
     Making them takes tenths of a second. An engine that restarts with the same model reuses them. Templates and
     grammars each have a process, so that a grammar that takes long holds up no prompt.

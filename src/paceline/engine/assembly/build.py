@@ -343,7 +343,10 @@ def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, st
 
 
 def _content(model: LoadedModel) -> str:
-    """Return the key of a model's files. Raises `BadModelFile` if they are not those that were opened."""
+    """Return the key of a model's files.
+
+    Raises `BadModelFile` if they are not those that were opened.
+    """
     assert isinstance(model.weights, LazyWeights), "weights of a model come from its files"
     sources = model.weights.sources
     try:

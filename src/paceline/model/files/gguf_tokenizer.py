@@ -72,7 +72,7 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 class VocabularyFacts(msgspec.Struct, frozen=True):
-    """What a start needs of a vocabulary before it makes the tokenizer."""
+    """Facts about a vocabulary that a start needs without its tokenizer."""
 
     num_tokens: int
     digest: str  # of what `tokenizer_from_gguf` reads

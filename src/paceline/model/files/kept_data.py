@@ -1,4 +1,7 @@
-"""Small data kept for later starts: checked when read, bounded in number, the longest unused go first."""
+"""Small data kept for later starts.
+
+It is checked when read, and bounded in number: the longest unused go first.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Headers of GGUF files kept for later starts, without the vocabulary, which is most of a header.
+"""Headers of GGUF files kept for later starts, without the vocabulary.
 
-A header is kept by the state of its file: no program can write to the file and keep that.
+That is most of a header. A header is kept by the state of its file: no program can write to the file and keep
+that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HEADERS = KeptData("headers")
 
 
 class KeptHeader(msgspec.Struct, frozen=True):
-    """What a start reads of a header."""
+    """Part of a header that a start reads."""
 
     metadata: dict[str, Any]
     tensors: dict[str, tuple[int, tuple[int, ...], int]]  # type, shape, first byte
@@ -35,7 +36,7 @@ _as_header = msgspec.msgpack.Decoder(KeptHeader).decode
 
 
 def open_kept(source: SourceFile) -> GgufFile:
-    """Open a file by its kept header; else read the header and keep it. Raises as `open_gguf`."""
+    """Open a file by its kept header, or read and keep that. Raises as `open_gguf`."""
     data = _HEADERS.read(source.state) if source.state else None
     if data is not None:
         kept = _as_header(data)

@@ -14,7 +14,7 @@ from paceline.model.files.kept_data import KeptData
 if TYPE_CHECKING:
     import tokenizers
 
-    from paceline.model.tokenizer import Spelling
+    from paceline.model.detokenizer import Spelling
 
 _ENDS: Final = "I"  # type of a place in memory
 _LIBRARY = version("tokenizers")
