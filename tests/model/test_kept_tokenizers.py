@@ -160,6 +160,9 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
         cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None, (319,), None))
         prompts = await cache.of(ready)
         assert prompts.tokenizer.vocab_size == 320
+        assert (prompts.max_len, prompts.vocab_size, prompts.tokenizer.eos_ids) == (256, 320, (319,))
+        cache.expect(Language.of(ready))
+        assert cache._expected is None, "a restarted engine of the same model needs nothing new"
         cache.close()
 
     asyncio.run(scenario())

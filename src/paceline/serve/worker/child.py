@@ -1,8 +1,8 @@
 """The engine's process, as its parent holds it.
 
-It may begin before anyone knows what it is to load. Its imports take as long as those of the server, so both import
-at once. The parent writes one line to its stdin then: the address of its socket, and the form of its logs. It holds
-that pipe open as long as it lives.
+It may begin before anyone knows what it is to load. Its imports take as long as those of the server, so both
+import at once. The parent writes one line to its stdin then: the address of its socket, and the form of its logs.
+It holds that pipe open as long as it lives.
 """
 
 from __future__ import annotations
