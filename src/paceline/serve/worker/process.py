@@ -242,7 +242,6 @@ def _load(server: ServerConnection) -> Built | None:
             ),
         )
         warm_up(built)
-        give_memory_back()
         return built
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
@@ -259,14 +258,17 @@ def run(address: str) -> int:
         built = _load(server)
         if built is None:
             return 2
-        worker = EngineWorker(built.engine, server)
+        engine = built.engine
+        worker = EngineWorker(engine, server)
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
-        server.send(Snapshot(built.engine.stats(), built.engine.gauges()))
+        server.send(Snapshot(engine.stats(), engine.gauges()))
         server.send(_ready(built))
+        del built  # with the tokenizer's JSON, which only the server needs
+        give_memory_back()
         worker.run()
-        built.engine.close()
+        engine.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
         return 1
