@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tokenizers
@@ -20,7 +20,7 @@ from paceline.model.config import ModelConfig, Rope, Sliding, plain_layers, tens
 from paceline.model.detokenizer import byte_alphabet
 from paceline.model.experts import Experts
 from paceline.model.families import FAMILIES, PLAIN_PERIOD, MixedLayers
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -265,6 +265,7 @@ class ByteText:
     """Text of a shape: bytes are tokens, and every other id has a word."""
 
     vocab_size: int
+    is_kept: ClassVar[bool] = False
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer: no text is ever written with the words beyond the bytes."""
@@ -274,9 +275,6 @@ class ByteText:
         raw.decoder = decoders.ByteLevel()
         raw.add_special_tokens([END])
         return raw
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return what the tokenizer depends on."""

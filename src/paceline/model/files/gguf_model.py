@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 from paceline.model.config import Heads, ModelConfig, Rope, RopeScaling, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import PARTS, Experts, expert_names
 from paceline.model.families import FAMILIES, GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers
 from paceline.model.files.expert_parts import unstacked
-from paceline.model.files.gguf_file import GgufTensor
+from paceline.model.files.gguf_file import GgufTensor, open_gguf
 from paceline.model.files.gguf_tokenizer import (
-    MERGES_KEY,
     end_ids,
     special_texts,
     tokenizer_digest,
@@ -20,7 +19,7 @@ from paceline.model.files.gguf_tokenizer import (
 )
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -391,9 +390,10 @@ def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list):
         raise BadModelFile(f"{file.path}: tokenizer.ggml.tokens = {str(tokens)[:80]} must be a list of texts")
-    if len(tokens) > config.vocab_size:
+    num_tokens = len(tokens) if file.facts is None else file.facts.num_tokens
+    if num_tokens > config.vocab_size:
         raise BadModelFile(
-            f"{file.path} lists {len(tokens)} tokens, but its embedding has only {config.vocab_size} rows"
+            f"{file.path} lists {num_tokens} tokens, but its embedding has only {config.vocab_size} rows"
         )
 
 
@@ -402,18 +402,21 @@ class GgufText:
     """A GGUF file's tokenizer and chat template."""
 
     file: GgufFile
+    is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Build the tokenizer from the metadata."""
-        return tokenizer_from_gguf(self.file.metadata)
-
-    def spelling(self) -> tokenizers.Tokenizer | None:
-        """Build the tokenizer without its merges, whose making takes longest."""
-        return tokenizer_from_gguf(self.file.metadata | {MERGES_KEY: []})
+        """Build the tokenizer from the metadata. Raises `BadModelFile` if another model lies there now."""
+        metadata, facts = self.file.metadata, self.file.facts
+        if facts is not None:
+            metadata = open_gguf(self.file.path).metadata
+            if tokenizer_digest(metadata) != facts.digest:
+                raise BadModelFile(f"{self.file.path} was replaced while it was read; start again")
+        return tokenizer_from_gguf(metadata)
 
     def tokenizer_digest(self) -> str:
         """Return a digest of the metadata that the tokenizer is built from."""
-        return tokenizer_digest(self.file.metadata)
+        facts = self.file.facts
+        return tokenizer_digest(self.file.metadata) if facts is None else facts.digest
 
     def sampling(self) -> dict[str, object]:
         """Return what the keys general.sampling.* say."""
@@ -421,5 +424,7 @@ class GgufText:
 
     def template(self) -> TemplateSource | None:
         """Return the chat template, if the metadata holds one."""
-        text = self.file.metadata.get("tokenizer.chat_template")
-        return TemplateSource(text, special_texts(self.file.metadata)) if isinstance(text, str) else None
+        text, facts = self.file.metadata.get("tokenizer.chat_template"), self.file.facts
+        if not isinstance(text, str):
+            return None
+        return TemplateSource(text, special_texts(self.file.metadata) if facts is None else facts.special)

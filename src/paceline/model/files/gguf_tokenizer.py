@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_TOKEN_CHARS = 1 << 10
-MERGES_KEY = "tokenizer.ggml.merges"
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 
@@ -81,6 +81,19 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     return raw
 
 
+class VocabularyFacts(msgspec.Struct, frozen=True):
+    """Facts about a vocabulary that a start needs without its tokenizer."""
+
+    num_tokens: int
+    digest: str  # of what `tokenizer_from_gguf` reads
+    special: dict[str, str]  # as `special_texts`
+
+
+def vocabulary_facts(metadata: dict[str, Any]) -> VocabularyFacts:
+    """Return the facts about a vocabulary. Raises `BadModelFile`."""
+    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special_texts(metadata))
+
+
 def tokenizer_digest(metadata: dict[str, Any]) -> str:
     """Return a digest of what `tokenizer_from_gguf` reads."""
     read = {key: value for key, value in metadata.items() if key.startswith("tokenizer.ggml.")}
@@ -125,7 +138,7 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
 def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs in order of rank, checked, since the library trusts them."""
     merges = []
-    for line in _list(metadata, MERGES_KEY, str):
+    for line in _list(metadata, "tokenizer.ggml.merges", str):
         left, _, right = line.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise BadModelFile(f"the GGUF file's merge {line[:80]!r} is not of tokens it has")

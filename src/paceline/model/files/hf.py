@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
@@ -24,7 +24,7 @@ from paceline.model.files.rearranged import (
 from paceline.model.files.rope_settings import rope_of
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
-from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -414,14 +414,12 @@ class FolderText:
     """Tokenizer and chat template of a folder."""
 
     folder: Path
+    is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return a digest of tokenizer.json; its place if it is not there."""
