@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -258,8 +259,8 @@ class RecentRequests:
 
     def of(self, names: Sequence[str]) -> NDArray[float64]:
         """Return the count of each replica. [n]"""
-        get = self._weights.get
-        return np.array([get(name, 0.0) for name in names]) / self._newest
+        weights = map(self._weights.get, names, repeat(0.0))
+        return np.fromiter(weights, np.float64, len(names)) / self._newest
 
     def add(self, name: str, num_replicas: int) -> None:
         """Count a request of a fleet of so many."""

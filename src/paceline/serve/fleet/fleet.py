@@ -157,6 +157,13 @@ class Fleet:
         for member in self.members.values():
             member.engines.kill()
 
+    def abandon(self) -> None:
+        """End all replicas at once, from outside a task; nothing else may be called then."""
+        for task in self._tasks:
+            task.cancel()
+        for member in self.members.values():
+            member.engines.abandon()
+
     def _fail_open(self) -> None:
         for answer in tuple(self._journal.open.values()):
             for leg in tuple(answer.legs):
@@ -450,15 +457,10 @@ class Fleet:
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
-        if hedging is None:
-            return
-        now_s = time.monotonic()
-        for answer in tuple(self._journal.open.values()):
-            late = len(answer.legs) == 1 and not answer.told and not answer.legs[0].spoke
-            if late and hedging.due((leg := answer.legs[0]).wait_s, now_s - leg.began_s):
-                found = self._dispatch.choose(answer, {leg.replica})
-                if found is not None and await self._begin_leg(answer, found[0], None):
-                    hedging.num_hedged += 1
+        for answer, leg in () if hedging is None else hedging.late(self._journal.open.values()):
+            found = self._dispatch.choose(answer, {leg.replica})
+            if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
+                hedging.num_hedged += 1
 
     # Messages of replicas ----------------------------------------------------------------------------
 

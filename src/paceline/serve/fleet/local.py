@@ -30,6 +30,7 @@ def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngi
     others read both.
     """
     options.check_law(engine.law)
+    first, *others = options.dealt()
     fleet = Fleet(options)
 
     def add(number: int, cores: frozenset[int]) -> None:
@@ -41,7 +42,6 @@ def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngi
             for number, cores in enumerate(others, 1):
                 add(number, cores)
 
-    first, *others = options.dealt()
     add(0, first)
     fleet.spawn(add_others())
     return fleet
