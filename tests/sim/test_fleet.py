@@ -19,10 +19,10 @@ from paceline.sim.command import policy_of
 from paceline.sim.faults import Death
 from paceline.sim.fleet import FleetOptions, FleetResult
 from paceline.sim.fleet_runs import FleetSetup, figures
+from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
 from paceline.sim.rates import ReplicaKind, kind_of, measured_rates
 from paceline.sim.rival_routes import any_route
 from paceline.sim.simulator import SimulatedReplica
-from paceline.sim.traces import FleetTrace, read_fleet_trace
 from tests.control.costs import H100
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

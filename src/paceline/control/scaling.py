@@ -32,7 +32,7 @@ MAX_REPLICAS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ScalingObjective:
-    """What users are promised, and how large a fleet may be."""
+    """The promise to users, and the least and largest size of a fleet."""
 
     tpot_s: float  # seconds per token
     backlog_s: float = 1.0  # seconds of prompts that wait on a replica
@@ -69,7 +69,7 @@ def wanted(snapshots: Sequence[Snapshot], objective: ScalingObjective) -> int:
 
 
 def strain(snapshots: Sequence[Snapshot], size: int, objective: ScalingObjective) -> float:
-    """Return the strain that nine tenths of the snapshots would not exceed on a fleet of some size."""
+    """Return the strain that nine tenths of the snapshots do not exceed at a size."""
     found = sorted(_strain(snapshot, size, objective) for snapshot in snapshots if snapshot)
     return found[ceil(QUANTILE * len(found)) - 1] if found else 0.0
 

@@ -1,7 +1,7 @@
-"""A simulated fleet: replicas on one event clock, with the router's and the scaler's own code.
+"""A simulated fleet: replicas on one event clock.
 
-Events are arrivals, steps or rate changes of replicas, deaths and returns, and the scaler's looks. Times are in
-seconds from the trace's beginning.
+The router and the scaler are the real ones. Events are arrivals, steps or rate changes of replicas, deaths and
+returns, and the scaler's looks. Times are in seconds from the trace's beginning.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paceline.control.routing import RoutingPolicy
     from paceline.control.scaling import ScalingObjective
     from paceline.sim.faults import Death
+    from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.replicas import SimulatedEngine
-    from paceline.sim.traces import FleetTrace
 
     Update = Callable[[int, int], None]
     Event = tuple[float, int, Callable[[float, Any], None], Any]  # time, number, what happens, to what
@@ -146,7 +146,7 @@ class FleetResult:
 
     @property
     def tpot_s(self) -> NDArray[float64]:
-        """Seconds per token after the first, of answers with two or more that came to their end."""
+        """Seconds per token after the first, of ended answers of two or more."""
         after = np.where(self.trace.output_lens > 1, self.trace.output_lens - 1, np.nan)
         found = (self.ends.end_s - self.ends.first_s) / after
         return found[~np.isnan(found)]
@@ -174,7 +174,7 @@ class Fleet:
         policy: RoutingPolicy,
         options: FleetOptions,
     ) -> None:
-        """Take replicas that write into `ends`. With a scaler these are the most that it may start."""
+        """Take replicas that write into `ends`; a scaler starts at most these."""
         count = len(engines)
         self._trace = trace
         self._engines = engines
@@ -209,7 +209,7 @@ class Fleet:
         return self._result()
 
     def _until(self, time: float) -> None:
-        """Let the events before a time happen; before the end of time, while requests are open."""
+        """Run the events before a time; with no time, while requests are open."""
         while self._events and self._events[0][0] <= time and (time < inf or self._is_open()):
             now, _, act, what = heappop(self._events)
             act(now, what)
@@ -278,7 +278,7 @@ class Fleet:
     # Replicas ------------------------------------------------------------------------------------
 
     def _start(self, now: float, index: int) -> None:
-        """Let a replica take requests."""
+        """Open a replica to requests."""
         self._coming.discard(index)
         self._states.alive[index] = True
         self._on_since[index] = now
