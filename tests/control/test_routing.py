@@ -51,7 +51,6 @@ replicas = st.lists(
 )
 requests = st.builds(
     RequestView,
-    RouteChoice,
     st.integers(1, 1 << 20),
     st.lists(st.integers(0, 5), max_size=8),
     promise=st.sampled_from(["", "k", "third"]),

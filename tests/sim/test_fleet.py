@@ -55,12 +55,12 @@ def mooncake(count: int) -> FleetTrace:
 # Fluid and step-exact ----------------------------------------------------------------------------
 
 CELLS = {
-    "answers": (CPU, 16, None, poisson(250, 0.9, 60, 150), 2),
+    "answers": (CPU, 16, None, poisson(150, 0.9, 60, 100), 2),
     "prompts": (CPU, 16, None, poisson(250, 0.8, 900, 40), 2),
     "crowded": (CPU, 4, None, poisson(150, 0.6, 200, 150), 2),
     "one row": (CPU, 16, None, poisson(80, 0.1, 200, 150), 1),
-    "H100": (read_profile(H100), 64, 20_000.0, poisson(600, 40, 900, 200), 2),
-    "long": (read_profile(H100), 64, 5_000.0, mooncake(120), 8),
+    "H100": (read_profile(H100), 64, 20_000.0, poisson(400, 40, 900, 200), 2),
+    "long": (read_profile(H100), 64, 5_000.0, mooncake(60), 8),
 }
 
 
