@@ -5,7 +5,8 @@
 - `day`: the scaler over a day, made of the hour of an Azure trace, beside fixed sizes
 - `tails`: the end of a roll-out, spread over all replicas or packed onto few
 
-A replica has the decode steps of the H100 profile and computes 5,000 prompt tokens a second.
+A replica has the decode steps of the H100 profile and computes 5,000 prompt tokens a second. Over the day it has a
+quarter of that speed.
 """
 
 from __future__ import annotations
@@ -168,12 +169,12 @@ def deaths() -> Any:
 
 OBJECTIVE = ScalingObjective(tpot_s=0.025, backlog_s=1.0, least=1, most=12)
 TTFT_LIMIT_S = 3.0
-COPIES = 3  # of the hour, at the peak of the day
+SPEED = 0.25  # of replicas, so that one service's load needs several
 
 
 def day_trace() -> FleetTrace:
     """Return a day of Azure's hour, few requests by night and many by day."""
-    hour = read_fleet_trace(DATA / "azure2023_conv.csv.gz", "azure").repeated(COPIES)
+    hour = read_fleet_trace(DATA / "azure2023_conv.csv.gz", "azure")
     hours = []
     for number in range(24):
         time_h = number + hour.arrival_s / HOUR_S
@@ -189,9 +190,9 @@ def day_trace() -> FleetTrace:
 def day() -> Any:
     """Follow a day with the scaler and with fixed sizes; draw load and replicas."""
     trace, cells, drawn = day_trace(), [], None
-    setup = FleetSetup.of(OBJECTIVE.most, kind(), trace)
+    setup = FleetSetup.of(OBJECTIVE.most, kind(), trace, speeds=(SPEED,))
     with progress("day") as update:
-        for number, size in enumerate((0, 3, 6, 12)):
+        for number, size in enumerate((0, 5, 8, 12)):
             update(number, 4)
             options = FleetOptions(objective=None if size else OBJECTIVE)
             sized = replace(setup, num_replicas=size or OBJECTIVE.most)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.routing import Columns, ReplicaView, RequestView, Router, decoding_s
-from paceline.control.scaling import WINDOW_S, wanted
+from paceline.control.scaling import Scaler
 from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.replicas import Cut, Ends, Leg
 
@@ -188,7 +188,6 @@ class Fleet:
         self._events: list[Event] = []
         self._num_events = 0
         self._homeless: deque[Cut] = deque()  # requests for which there was no replica
-        self._window: deque[tuple[float, list[ReplicaView]]] = deque()
         self._coming: set[int] = set()  # replicas that start, or are on their way back
 
     def run(self, update: Update | None = None) -> FleetResult:
@@ -199,7 +198,7 @@ class Fleet:
         for death in self._options.deaths:
             self._at(death.at_s, self._die, death.replicas)
         if objective:
-            self._at(LOOK_S, self._look, None)
+            self._at(LOOK_S, self._look, Scaler(objective))
         for request, arrival_s in enumerate(arrivals.tolist()):
             self._until(arrival_s)
             self._send(arrival_s, Cut(request, 0, 0))
@@ -336,18 +335,13 @@ class Fleet:
 
     # Scaling -------------------------------------------------------------------------------------
 
-    def _look(self, now: float, _: object) -> None:
+    def _look(self, now: float, scaler: Scaler) -> None:
         """Start as many replicas as are wanted, or drain one."""
-        objective = self._options.objective
-        assert objective is not None
         views = self._states.views(now)
-        self._window.append((now, views))
-        while self._window[0][0] < now - WINDOW_S:
-            self._window.popleft()
-        missing = wanted([v for _, v in self._window], objective) - len(views) - len(self._coming)
+        missing = scaler.look(now, views) - len(views) - len(self._coming)
         if missing < 0 and not self._coming:
             self._drain(now)
         off = [i for i in np.flatnonzero(~self._states.alive).tolist() if i not in self._coming]
         for index in off[: max(missing, 0)]:
             self._come(now + self._options.start_s, index)
-        self._at(now + LOOK_S, self._look, None)
+        self._at(now + LOOK_S, self._look, scaler)
