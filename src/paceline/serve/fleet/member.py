@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
-    from paceline.serve.fleet.journal import Leg
+    from paceline.serve.fleet.journal import AnswerLeg
     from paceline.serve.worker.messages import Ready
 
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
@@ -25,7 +25,7 @@ TICK_S = 0.1  # between two looks at the replicas
 
 
 class Costs(NamedTuple):
-    """What work costs a replica."""
+    """Seconds that work costs a replica."""
 
     prefill_s: float  # a prompt token
     step_s_by_rows: tuple[float, ...]  # per token of each row, with 1, 2, ... rows
@@ -113,18 +113,18 @@ class Member:
         """Return the predicted seconds until so many more prompt tokens are computed."""
         return (self.backlog + num_tokens) * (self.costs or USUAL).prefill_s + self.step_s
 
-    def begin(self, leg: Leg) -> None:
+    def begin(self, leg: AnswerLeg) -> None:
         """Count a leg that begins."""
         self.num_legs += 1
         self.backlog += leg.backlog
 
-    def heard(self, leg: Leg) -> None:
+    def heard(self, leg: AnswerLeg) -> None:
         """Note a message about a leg: its prompt is computed."""
         self._beat()
         self.backlog -= leg.backlog
         leg.backlog = 0
 
-    def end(self, leg: Leg) -> None:
+    def end(self, leg: AnswerLeg) -> None:
         """Count a leg that has ended."""
         self.num_legs -= 1
         self.backlog -= leg.backlog
