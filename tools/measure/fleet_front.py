@@ -1,4 +1,4 @@
-"""CPU time of a fleet's front: a routing decision, and a token's way through the journal.
+"""CPU time of a fleet's front: a routing decision, and a token through the journal.
 
     python -m tools.measure.fleet_front [--replicas 64] [--requests 2000]
 

@@ -528,12 +528,11 @@ def test_the_sum_of_counters_never_falls() -> None:
     run(scenario)
 
 
-def test_a_replica_that_has_not_worked_yet_is_taken_to_be_as_fast_as_others() -> None:
+def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
             bench.fakes[0].beat(steps=100)
-            assert bench.fleet.members["0"].costs is not None
-            assert bench.fleet.members["1"].costs is None
+            assert {m.costs.step_s_by_rows for m in bench.fleet.members.values()} == {(1e-4,)}
             for index in range(4):
                 await bench.ask(request_of(f"r{index}"))
             assert [fake.num_open for fake in bench.fakes] == [2, 2]

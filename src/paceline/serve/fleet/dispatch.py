@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from paceline.control.routing import RequestView, Router, policy_named
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import PrefixIndex, page_hashes
-from paceline.serve.fleet.member import USUAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -55,9 +54,8 @@ class Dispatch:
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
-        usual = next((m.costs for m in members.values() if m.costs is not None), USUAL)
         views = [
-            member.view(hits.get(name, 0), usual, alive=member.serves if silent else member.alive)
+            member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
             for name, member in members.items()
         ]
         choice = self._router.choose(view, views)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
@@ -22,7 +21,7 @@ from paceline.serve.fleet.dispatch import Dispatch
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import Journal, WordsMissing
-from paceline.serve.fleet.member import TICK_S, Member, summed
+from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -42,7 +41,6 @@ FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
-MOST_LISTED = 200  # open requests in the figures
 
 
 class EngineFleet:
@@ -198,7 +196,7 @@ class EngineFleet:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the table of open requests."""
-        return [answer.figures() for answer in islice(self._journal.open.values(), MOST_LISTED)]
+        return self._journal.figures()
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -379,9 +377,10 @@ class EngineFleet:
             self.spawn(self._place(answer, why))
 
     def _give_up(self, answer: OngoingAnswer) -> None:
-        request_id, start = answer.request.request_id, answer.num_tokens
-        log.error("request %s: %s", request_id, POISON)
-        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON, start=start))
+        name = answer.request.request_id
+        log.error("request %s: %s", name, POISON)
+        what = Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens)
+        self._fail(answer, what)
 
     def _leave(self, answer: OngoingAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""
@@ -466,8 +465,10 @@ class EngineFleet:
 
     def _took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
         member.take(snapshot)
-        if self.on_snapshot is not None and (whole := self.snapshot) is not None:
-            self.on_snapshot(whole)
+        if (whole := self.snapshot) is not None:
+            tell_costs(self.members.values(), whole.stats)
+            if self.on_snapshot is not None:
+                self.on_snapshot(whole)
 
     def _told_draining(self, member: Member) -> None:
         """Move a replica's answers, unless all replicas are told the same.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from paceline.core.figures import Figures
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
+
+MOST_LISTED = 200  # open requests in a table
 
 
 class WordsMissing(PacelineError):  # noqa: N818
@@ -150,6 +153,10 @@ class Journal:
     def end(self, request_id: str) -> OngoingAnswer | None:
         """Forget a request; None if it is not open."""
         return self.open.pop(request_id, None)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the table of open requests, of so many at most."""
+        return [answer.figures() for answer in islice(self.open.values(), MOST_LISTED)]
 
     def on(self, replica: str) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:
         """Yield the answers that a replica writes, and its legs. They may be ended meanwhile."""
