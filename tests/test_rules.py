@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline.draft.registry import DRAFTERS
-from paceline.model.config import FAMILIES
+from paceline.model.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPILED = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES, MAX_WORDS = 500, 60, 15, 15
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 46_000, 305, 9_200
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 50_000, 345, 9_500
 GPU_FOLDER = SOURCE / "backend" / "cuda"  # counted apart: kernels, what runs instead of them elsewhere, their rows
 MAX_GPU_LINES, MAX_GPU_FILES = 7_750, 45
 # File names that stand in several folders, and why.

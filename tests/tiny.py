@@ -8,8 +8,9 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding, tensor_shapes
+from paceline.model.config import Heads, ModelConfig, Rope, Sliding, tensor_shapes
 from paceline.model.experts import Experts
+from paceline.model.families import FAMILIES
 from paceline.model.tokenizer import Tokenizer
 
 END = "<|end|>"
@@ -26,6 +27,20 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope": Rope(scaling="longrope", share=0.75, divisors=(1.0, 1.1, 1.2), long_divisors=(2.0, 3.0, 4.0))
     },
     "granite": {"embed_factor": 7.0, "residual_factor": 0.3, "query_scalar": 30.0},
+    "gemma4_text": {
+        "sliding": Sliding(40, frozenset({0}), Rope()),
+        "rope": Rope(1e4, "proportional", share=0.5),
+        "global_heads": Heads(1, 12),
+        "num_sharing": 1,
+        "sharing_factor": 2,
+        "layer_input_size": 12,
+        "query_scalar": 12.0,
+    },
+    "gemma4_unified_text": {
+        "sliding": Sliding(40, frozenset({0}), Rope()),
+        "global_heads": Heads(4, 16),
+        "query_scalar": 12.0,
+    },
     "gpt_oss": {"sliding": Sliding(40, frozenset({0}), Rope())},
     "exaone4": {"sliding": Sliding(40, frozenset({0}), Rope()), "unrotated": frozenset({1})},
     "glm4": {"rope": Rope(share=0.5)},
@@ -47,6 +62,8 @@ def tiny_config(
         "biases": FAMILIES[family].biases,
         **FEATURES.get(family, {}),
     }
+    if num_layers < 3:  # none is left that the last one could share with
+        fields["num_sharing"] = 0
     mixture = FAMILIES[family].mixture
     if mixture is not None:
         shared_size = 40 if mixture.shared else 0
@@ -75,7 +92,7 @@ def tiny_weights(
     weights = {}
     for name, shape in tensor_shapes(config).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if name.endswith("norm") or name == "rope_factors":
+        if name.endswith(("norm", "layer_scale")) or name == "rope_factors":
             tensor = 1.0 + 0.1 * noise.clamp(-3, 3)
         elif len(shape) == 1:
             tensor = 0.1 * noise

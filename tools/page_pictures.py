@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tools.entry import exit_status
+from tools.served import served
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs/guide/pictures"
 MAX_BYTES = 150_000
@@ -27,25 +24,8 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 DESK, TALL, PHONE = ({"width": w, "height": h} for w, h in ((1180, 800), (1060, 900), (360, 740)))
 QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 SETTINGS = {"max_tokens": "160", "temperature": "0", "seed": "7", "lockSeed": True}
-COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())", "serve", "--port", "0"]
 WAIT_MS = 120_000
 ENGINE_S = 20  # of load before the picture of the engine
-
-
-@contextmanager
-def served() -> Iterator[str]:
-    """Serve the default model; yields the URL."""
-    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True)  # noqa: S603 - a fixed command
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"serves at (\S+)", line):
-                yield found[1]
-                return
-        raise SystemExit("error: the server ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def tab_of(browser: Any, url: str, scheme: str, size: dict[str, int], **settings: Any) -> Any:
@@ -140,4 +120,4 @@ def _pictures(browser: Any, url: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    sys.exit(exit_status(lambda: main(sys.argv[1:])))

@@ -25,6 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
+from paceline.model.template import compiled
 from paceline.serve.prompts import Prompts
 from tools.entry import add_prompts, exit_status
 
@@ -197,7 +198,7 @@ def _line(values: Sequence[Any]) -> str:
 
 
 def _requests(args: Namespace, loaded: Loaded) -> list[Request]:
-    encode = Prompts(loaded.tokenizer, loaded.template, loaded.decoder.config.max_context)
+    encode = Prompts(loaded.tokenizer, compiled(loaded.template), loaded.decoder.config.max_context)
     prompts = spread(read_prompts(args.prompts), args.limit)
     questions = make_questions(prompts, encode, SamplingParams(temperature=0.0, max_tokens=args.max_tokens), 0)
     return [

@@ -1,9 +1,11 @@
 // The decoder's construction from packed weights.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -69,10 +71,12 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
 }
 
 // norms_all: the norms of q and k go over all heads together.
-Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused, bool norms_all) {
-    const size_t q = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused,
+               bool norms_all) {
+    const size_t q = shape.num_heads * heads.dim, kv = heads.kv_size();
     const auto maybe = [&](const char* name, size_t size) { return maybe_vector(vectors, name, size); };
     Layer layer;
+    layer.heads = heads;
     require(vectors.contains("attn_norm") || vectors.contains("attn_post_norm") || (first && fused), "a layer lacks the norm of attention");
     require(vectors.contains("mlp_norm") || vectors.contains("mlp_post_norm"), "a layer lacks the norm of its feed-forward network");
     layer.attn_norm = maybe("attn_norm", shape.hidden);
@@ -82,29 +86,74 @@ Layer layer_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
     if (first && !fused) layer.feature_norm = maybe("hidden_norm", shape.hidden);
     const size_t inputs = layer.feature_norm.empty() ? shape.hidden : 2 * shape.hidden;
     layer.sinks = maybe("attn_sinks", shape.num_heads);
-    (norms_all ? layer.all_q_norm : layer.q_norm) = maybe("attn_q_norm", norms_all ? q : shape.head_dim);
-    (norms_all ? layer.all_k_norm : layer.k_norm) = maybe("attn_k_norm", norms_all ? kv : shape.head_dim);
+    (norms_all ? layer.all_q_norm : layer.q_norm) = maybe("attn_q_norm", norms_all ? q : heads.dim);
+    (norms_all ? layer.all_k_norm : layer.k_norm) = maybe("attn_k_norm", norms_all ? kv : heads.dim);
     layer.q_bias = maybe("attn_q_bias", q);
     layer.k_bias = maybe("attn_k_bias", kv);
     layer.v_bias = maybe("attn_v_bias", kv);
     layer.o_bias = maybe("attn_o_bias", shape.hidden);
-    layer.gate_bias = maybe("mlp_gate_bias", shape.intermediate);
-    layer.up_bias = maybe("mlp_up_bias", shape.intermediate);
     layer.down_bias = maybe("mlp_down_bias", shape.hidden);
     layer.q = matrix_of(matrices, "attn_q", q, inputs);
-    layer.k = matrix_of(matrices, "attn_k", kv, inputs);
-    layer.v = matrix_of(matrices, "attn_v", kv, inputs);
+    if (matrices.contains("attn_k")) {
+        layer.k = matrix_of(matrices, "attn_k", kv, inputs);
+        layer.v = matrix_of(matrices, "attn_v", kv, inputs);
+    }
+    if (vectors.contains("layer_scale")) layer.scale = vector_of(vectors["layer_scale"], 1, "layer_scale")[0];
     layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
     layer.mixture = mixture_of(shape, matrices, vectors);
     if (!layer.mixture || layer.mixture->shared_gate) {
-        layer.gate = matrix_of(matrices, "mlp_gate", shape.intermediate, shape.hidden);
-        layer.up = matrix_of(matrices, "mlp_up", shape.intermediate, shape.hidden);
-        layer.down = matrix_of(matrices, "mlp_down", shape.hidden, shape.intermediate);
+        const size_t size = matrix_at(matrices, "mlp_gate")->out();
+        require(size <= shape.intermediate, "a layer is wider than the widest");
+        layer.gate = matrix_of(matrices, "mlp_gate", size, shape.hidden);
+        layer.up = matrix_of(matrices, "mlp_up", size, shape.hidden);
+        layer.down = matrix_of(matrices, "mlp_down", shape.hidden, size);
+        layer.gate_bias = maybe("mlp_gate_bias", size);
+        layer.up_bias = maybe("mlp_up_bias", size);
     }
     const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
-    require(alike(layer.q, layer.k) && alike(layer.q, layer.v) && (!layer.gate || alike(layer.gate, layer.up)),
+    require((!layer.k || (alike(layer.q, layer.k) && alike(layer.q, layer.v))) && (!layer.gate || alike(layer.gate, layer.up)),
             "matrices that read the same activations must have one type, or types of a file's blocks");
     return layer;
+}
+
+// What makes the tokens' own inputs to the layers, and reads them there.
+LayerInputs inputs_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, const nb::list& layers, std::vector<Layer>& to) {
+    require(vectors.contains("input_norm"), "inputs of layers lack their norm");
+    const size_t size = nb::cast<Array<float>>(vectors["input_norm"]).size(), width = size * to.size();
+    require(0 < size && size <= kMaxSide / std::max<size_t>(to.size(), 1), "the inputs of layers are too large");
+    for (size_t i = 0; i < to.size(); ++i) {
+        const auto parts = nb::cast<nb::tuple>(layers[i]);
+        const auto own = nb::cast<nb::dict>(parts[0]), norms = nb::cast<nb::dict>(parts[1]);
+        require(norms.contains("input_post_norm"), "a layer lacks the norm of its input");
+        to[i].input_gate = matrix_of(own, "input_gate", size, shape.hidden);
+        to[i].input_out = matrix_of(own, "input_out", shape.hidden, size);
+        to[i].input_post_norm = vector_of(norms["input_post_norm"], shape.hidden, "input_post_norm");
+    }
+    return {matrix_of(matrices, "input_embed", shape.vocab, width), matrix_of(matrices, "input_proj", width, shape.hidden),
+            vector_of(vectors["input_norm"], size, "input_norm")};
+}
+
+// The heads of each layer; none given: all are alike.
+std::vector<HeadShape> heads_of(const Shape& shape, size_t num_kv_heads, const std::vector<std::pair<size_t, size_t>>& given) {
+    std::vector<HeadShape> found(shape.num_layers, {num_kv_heads, shape.head_dim});
+    require(given.empty() || given.size() == found.size(), "every layer needs its heads");
+    for (size_t i = 0; i < given.size(); ++i) found[i] = {given[i].first, given[i].second};
+    for (const auto& [num_kv, dim] : found) {
+        require(0 < num_kv && num_kv <= shape.num_heads && shape.num_heads % num_kv == 0, "the heads do not fit each other");
+        require(0 < dim && dim <= shape.head_dim && dim % 2 == 0, "heads are larger than the largest, or odd");
+    }
+    return found;
+}
+
+// Set the layer of a store that each layer reads. Those without keys of their own come last and read one of the others.
+void set_kv_layers(std::vector<Layer>& layers, const std::vector<size_t>& given) {
+    require(given.empty() || given.size() == layers.size(), "every layer needs its keys and values");
+    size_t stored = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        layers[i].kv = given.empty() ? i : given[i];
+        if (layers[i].k) require(layers[i].kv == i && stored++ == i, "layers with keys of their own come first, in order");
+        require(layers[i].kv < stored && layers[layers[i].kv].heads == layers[i].heads, "a layer reads keys of none before, or of other heads");
+    }
 }
 
 // Matrices by their names in checkpoints; `written` is the head times `relay.out`.
@@ -119,9 +168,8 @@ Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
 }
 
 void check_shape(const Shape& s) {
-    for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.num_kv_heads, s.head_dim})
+    for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.head_dim})
         require(0 < n && n <= kMaxSide, "every size of a model is between 1 and 2**24");
-    require(s.num_heads % s.num_kv_heads == 0 && s.head_dim % 2 == 0, "the heads do not fit each other");
     require(s.num_heads * s.head_dim <= kMaxSide, "the heads are too large");
 }
 
@@ -150,8 +198,10 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
-                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares) {
-    Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, num_kv_heads, head_dim, norm_eps, query_scale, embed_scale,
+                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
+                  const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, bool norms_values,
+                  const nb::dict& input_matrices, const nb::dict& input_vectors) {
+    Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
     shape.query_growth = query_growth, shape.query_context = query_context;
@@ -162,6 +212,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
     require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
     check_shape(shape);
+    const std::vector<HeadShape> own_heads = heads_of(shape, num_kv_heads, heads);
+    for (const HeadShape& own : own_heads) shape.kv_size = std::max(shape.kv_size, own.kv_size());
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
     require(head->in() == shape.hidden, "the wrong shape of the head");
     shape.head_size = head->out();
@@ -182,9 +234,14 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
         require(parts.size() == 2, "a layer is a pair of matrices and vectors");
-        weights.layers.push_back(layer_of(shape, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
+        const HeadShape& own = own_heads[weights.layers.size()];
+        weights.layers.push_back(layer_of(shape, own, nb::cast<nb::dict>(parts[0]), nb::cast<nb::dict>(parts[1]),
                                           weights.layers.empty(), fused, norms_all));
+        if (norms_values) weights.layers.back().v_norm.assign(own.dim, 1.0f);
     }
+    set_kv_layers(weights.layers, kv_layers);
+    if (input_matrices.contains("input_embed"))
+        weights.inputs = inputs_of(shape, input_matrices, input_vectors, layers, weights.layers);
     for (const Layer& layer : weights.layers) {
         const auto &own = layer.mixture, &first = weights.layers[0].mixture;
         require(!own == !first && (!own || (own->experts.size() == first->experts.size() && own->size() == first->size())),
@@ -206,7 +263,9 @@ void bind_decoder(nb::module_& m) {
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
              "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
-             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true)
+             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
+             "heads"_a = std::vector<std::pair<size_t, size_t>>(), "kv_layers"_a = std::vector<size_t>(), "norms_values"_a = false,
+             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })

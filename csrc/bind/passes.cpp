@@ -35,9 +35,13 @@ struct PassOutputs {
 
 size_t num_ids(const Decoder& decoder, size_t vocab) { return decoder.maps_ids() ? decoder.shape().vocab : vocab; }
 
-void check_kv(const Shape& shape, const KVStore& kv, size_t num_layers) {
-    require(kv.num_kv_heads() == shape.num_kv_heads && kv.head_dim() == shape.head_dim, "the KV store belongs to another model");
-    require(num_layers <= shape.num_layers && num_layers <= kv.num_layers(), "the store has too few layers");
+void check_kv(const Decoder& decoder, const KVStore& kv, size_t num_layers) {
+    require(num_layers <= decoder.shape().num_layers, "the model has fewer layers");
+    for (size_t i = 0; i < num_layers; ++i) {
+        const Layer& layer = decoder.layers()[i];
+        require(layer.kv < kv.num_layers(), "the store has too few layers");
+        require(kv.heads(layer.kv) == layer.heads, "the KV store belongs to another model");
+    }
 }
 
 void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
@@ -64,8 +68,9 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
 }
 
 // A pass without specs and outputs.
-Pass checked_inputs(const Shape& shape, const KVStore& kv, const PassInputs& in, size_t vocab, size_t num_layers) {
-    check_kv(shape, kv, num_layers);
+Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs& in, size_t vocab, size_t num_layers) {
+    const Shape& shape = decoder.shape();
+    check_kv(decoder, kv, num_layers);
     const size_t num_tokens = in.token_ids.size(), num_rows = in.pages.shape(0);
     require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
     require(in.positions.size() == num_tokens && in.slots.size() == num_tokens, "every token needs a position and a slot");
@@ -90,7 +95,7 @@ Masks checked_masks(const Decoder& decoder, const MaskInputs& masks, size_t num_
 Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
                   size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out, const MaskInputs* masks) {
     const size_t hidden = decoder.shape().hidden;
-    Pass pass = checked_inputs(decoder.shape(), kv, in, vocab, num_layers);
+    Pass pass = checked_inputs(decoder, kv, in, vocab, num_layers);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
     pass.specs = specs.checked(num_wanted, num_ids(decoder, vocab));
     require(out.chosen.size() == num_wanted && out.logits.size() == specs.num_logit_rows() * vocab, "the outputs have the wrong size");
@@ -166,7 +171,7 @@ void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
 void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab,
                    size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
                    const std::vector<const TokenHints*>& hints, const Out<int64_t>& chosen, const Out<float>& margins) {
-    const Pass pass = checked_inputs(decoder.shape(), kv, inputs, vocab, num_layers);
+    const Pass pass = checked_inputs(decoder, kv, inputs, vocab, num_layers);
     const size_t ids = num_ids(decoder, vocab);
     const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
                            chosen.data(), margins.data()};

@@ -1,4 +1,5 @@
 // Thread pools, packed weights and their products, and stores of keys and values.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -136,16 +137,25 @@ void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states,
     fuse(pool, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
 }
 
-void make_store(KVStore* self, const std::string& type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
+KVStore store_of_layers(const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads) {
     const KVType chosen = kv_type(type);
-    require(head_dim <= 256 || chosen == KVType::f16 || chosen == KVType::f32,
-            "integer KV wants heads of at most 256 dimensions; f16 takes any");
-    for (size_t n : {num_layers, num_kv_heads, head_dim}) require(0 < n && n <= kMaxSide, "a size out of bounds");
+    require(0 < heads.size() && heads.size() <= kMaxLayers, "a model has 1 to 4096 layers");
     require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
-    require(KVStore::fits(chosen, num_layers, num_pages, num_kv_heads, head_dim),
-            "a KV store of this many pages is larger than any memory");
-    require(num_layers <= kMaxLayers, "a model has at most 4096 layers");
-    new (self) KVStore(chosen, num_layers, num_pages, num_kv_heads, head_dim);
+    std::vector<HeadShape> shapes;
+    for (const auto& [num_kv, dim] : heads) {
+        for (size_t n : {num_kv, dim}) require(0 < n && n <= kMaxSide, "a size out of bounds");
+        require(dim <= 256 || chosen == KVType::f16 || chosen == KVType::f32,
+                "integer KV wants heads of at most 256 dimensions; f16 takes any");
+        shapes.push_back({num_kv, dim});
+    }
+    require(KVStore::fits(chosen, num_pages, shapes), "a KV store of this many pages is larger than any memory");
+    return KVStore(chosen, num_pages, std::move(shapes));
+}
+
+void make_store(KVStore* self, const std::string& type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
+    require(num_layers <= kMaxLayers, "a model has 1 to 4096 layers");
+    const std::vector<std::pair<size_t, size_t>> heads(num_layers, {num_kv_heads, head_dim});
+    new (self) KVStore(store_of_layers(type, num_pages, heads));
 }
 
 }  // namespace
@@ -202,6 +212,7 @@ void bind_weights(nb::module_& m) {
     }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
     nb::class_<KVStore>(m, "KVStore")
         .def("__init__", &make_store, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
+        .def_static("of_layers", &store_of_layers, "dtype"_a, "num_pages"_a, "heads"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token)
         .def_prop_ro("page_bytes", &KVStore::page_bytes)

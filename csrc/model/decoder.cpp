@@ -14,17 +14,25 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool
     const size_t width = std::max(round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group),
                                   2 * round_up(weights_.relay.inner, kInt8Group));
     for (auto& own : scratch_->threads) own.normed.assign(width, 0.0f);
+    for (Layer& layer : weights_.layers) {
+        auto& found = scratch_->tilings;
+        const auto alike = [&](const Tiling& tiling) { return tiling.heads == layer.heads; };
+        layer.tiling = static_cast<size_t>(std::find_if(found.begin(), found.end(), alike) - found.begin());
+        if (layer.tiling == found.size()) found.push_back({layer.heads});
+    }
     auto& ids = weights_.token_ids;
     if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // tiles of logits are padded alike
 }
 
 size_t Decoder::weight_bytes() const {
     size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
+    for (const auto* m : {&weights_.inputs.embed, &weights_.inputs.project})
+        if (*m) total += (*m)->bytes();
     if (weights_.fuse) total += weights_.fuse->bytes();
     if (const Relay& relay = weights_.relay; relay.size)
         for (const auto* m : {&relay.position, &relay.previous, &relay.message, &relay.message_head}) total += (*m)->bytes();
     for (const Layer& layer : weights_.layers) {
-        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down})
+        for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down, &layer.input_gate, &layer.input_out})
             if (*m) total += (*m)->bytes();
         if (layer.mixture) total += layer.mixture->bytes();
     }
@@ -33,14 +41,14 @@ size_t Decoder::weight_bytes() const {
 
 void Decoder::forward(const Pass& pass, const KVStore& kv) {
     finish();
-    plan(pass, kv);
+    plan(pass);
     pool_->run([&](size_t thread) { run(pass, kv, thread); });
     finish_choices(pass);
 }
 
 void Decoder::begin(Pass pass, const KVStore& kv) {
     finish();
-    plan(pass, kv);
+    plan(pass);
     begun_ = std::move(pass);
     pool_->begin([this, &kv](size_t thread) { run(*begun_, kv, thread); });
 }
@@ -54,9 +62,9 @@ void Decoder::finish() {
 
 void Decoder::norm_last(float* state) const { norm(state, weights_.final_norm, shape_.hidden, shape_.norm_eps, state); }
 
-void Decoder::plan(const Pass& pass, const KVStore& kv) {
+void Decoder::plan(const Pass& pass) {
     Scratch& s = *scratch_;
-    const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim, kv_size = shape_.num_kv_heads * shape_.head_dim;
+    const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim, kv_size = shape_.kv_size;
     grow(s.hidden, n * shape_.hidden);
     grow(s.delta, n * round_up(shape_.hidden, kPanel));
     grow(s.cosines, n * num_angles());
@@ -71,30 +79,37 @@ void Decoder::plan(const Pass& pass, const KVStore& kv) {
     s.attn_q.reserve(n, q_size);
     s.ffn_q.reserve(n, shape_.intermediate);
     plan_experts(pass);
-    plan_tiles(pass, kv);
+    if (weights_.inputs.embed) plan_inputs(pass);
+    plan_tiles(pass);
     plan_choices(pass);
 }
 
 void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     pool_->each(pass.num_tokens, [&](size_t t) { start_token(pass, t); });
     if (weights_.fuse) fuse_features(pass, thread);
+    if (weights_.inputs.embed) make_inputs(pass, thread);
     for (size_t layer = 0; layer < pass.num_layers; ++layer) {
         if (!run_attention(pass, kv, layer, thread)) return;
         run_ffn(pass, layer, thread);
+        if (weights_.inputs.embed) run_input(pass, layer, thread);
     }
     pool_->each(pass.num_tokens, [&](size_t t) { begin_layer(pass, pass.num_layers, t); });
     choose(pass, thread);
 }
 
-// Run the attention block of a layer. Returns false if nobody reads the output of this last layer: then it has stored its keys and
-// values, and the pass is over.
+// True if nobody reads the output of a layer, and layers behind it store nothing.
+bool Decoder::only_stores(const Pass& pass, size_t index) const {
+    for (size_t i = index + 1; i < pass.num_layers; ++i)
+        if (weights_.layers[i].k) return false;
+    return pass.wanted.empty() && std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) { return tap.first > index; });
+}
+
+// Run the attention block of a layer. Returns false if it `only_stores`: then it has stored its keys and values, and the pass is over.
 bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, size_t thread) {
     Scratch& s = *scratch_;
     const Layer& layer = weights_.layers[index];
-    const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim;
-    const size_t q_stride = round_up(q_size, kPanel), kv_stride = round_up(shape_.num_kv_heads * shape_.head_dim, kPanel);
-    const bool only_stores = index + 1 == pass.num_layers && pass.wanted.empty() &&
-                             std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) { return tap.first == pass.num_layers; });
+    const size_t n = pass.num_tokens, q_size = shape_.num_heads * layer.heads.dim;
+    const size_t q_stride = round_up(q_size, kPanel), kv_stride = round_up(layer.heads.kv_size(), kPanel);
     pool_->each(n, [&](size_t t) {
         begin_layer(pass, index, t);
         float* const normed = s.threads[thread].normed.data();
@@ -109,16 +124,18 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
         if (weight.empty()) return;
         pool_->each(n, [&](size_t t) { norm(&rows[t * stride], weight, weight.size(), shape_.norm_eps, &rows[t * stride]); });
     };
-    if (only_stores) {
+    if (only_stores(pass, index)) {
+        if (!layer.k) return false;
         multiply_all(*pool_, {keys, values}, n);
         norm_all(layer.all_k_norm, s.k, kv_stride);
         store_all(pass, kv, index);
         return false;
     }
-    multiply_all(*pool_, {{layer.q.get(), &s.hidden_q, s.q.data(), q_stride, &layer.q_bias}, keys, values}, n);
+    const Product queries{layer.q.get(), &s.hidden_q, s.q.data(), q_stride, &layer.q_bias};
+    layer.k ? multiply_all(*pool_, {queries, keys, values}, n) : multiply_all(*pool_, {queries}, n);
     norm_all(layer.all_q_norm, s.q, q_stride);
     norm_all(layer.all_k_norm, s.k, kv_stride);
-    if (!s.stores_itself) store_all(pass, kv, index);
+    if (layer.k && !s.tilings[layer.tiling].stores_itself) store_all(pass, kv, index);
     attend(pass, kv, index, thread);
     pool_->each(n, [&](size_t t) { s.attn_q.set(t, &s.mixed[t * round_up(q_size, kInt8Group)], layer.o->type(), q_size); });
     multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.o_bias}}, n);
@@ -143,13 +160,13 @@ void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
 // Run the feed-forward network that all tokens share, from `hidden_q` to `delta`.
 void Decoder::run_dense(const Layer& layer, size_t n) {
     Scratch& s = *scratch_;
-    const size_t stride = round_up(shape_.intermediate, kInt8Group);
+    const size_t size = layer.down->in(), stride = round_up(size, kInt8Group);
     const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
     multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
     pool_->each(n, [&](size_t t) {
         float* gate = &s.gate[t * stride];
-        activate(gate, &s.up[t * stride], shape_.intermediate, stride);
-        s.ffn_q.set(t, gate, layer.down->type(), shape_.intermediate);
+        activate(gate, &s.up[t * stride], size, stride);
+        s.ffn_q.set(t, gate, layer.down->type(), size);
     });
     multiply_all(*pool_, {{layer.down.get(), &s.ffn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.down_bias}}, n);
 }
@@ -180,7 +197,11 @@ void Decoder::start_token(const Pass& pass, size_t token) {
 // Add the output of the layer before to the residual stream, and copy the stream to the taps of this layer.
 void Decoder::begin_layer(const Pass& pass, size_t layer, size_t token) {
     float* hidden = &scratch_->hidden[token * shape_.hidden];
-    if (layer > 0) add_delta(token, weights_.layers[layer - 1].mlp_post_norm);
+    if (layer > 0) {
+        const Layer& last = weights_.layers[layer - 1];
+        add_delta(token, last.input_gate ? last.input_post_norm : last.mlp_post_norm);
+        if (last.scale != 1.0f) kernels().layer.scale(hidden, shape_.hidden, last.scale, hidden);
+    }
     for (const auto& [layers_before, to] : pass.taps)
         if (layers_before == layer) std::copy_n(hidden, shape_.hidden, to + token * shape_.hidden);
 }
@@ -217,8 +238,8 @@ void Decoder::fuse_features(const Pass& pass, size_t thread) {
 }
 
 // Norm one head if the layer has such a norm, rotate it to its token's position, and scale it. May work in place.
-void Decoder::apply_rope(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const {
-    const size_t dim = shape_.head_dim, at = token * num_angles() + rope * dim / 2;
+void Decoder::apply_rope(const Layer& layer, const float* head, const std::vector<float>& norm, size_t token, float scale, float* to) const {
+    const size_t dim = layer.heads.dim, at = token * num_angles() + layer.rope * shape_.head_dim / 2;
     const auto& kernel = kernels().layer;
     if (!norm.empty()) kernel.rms_norm(head, norm.data(), dim, shape_.norm_eps, to);
     kernel.rotate(norm.empty() ? head : to, &scratch_->cosines[at], &scratch_->sines[at], dim, scale, to);
@@ -233,20 +254,22 @@ float Decoder::query_scale(int64_t position) const {
 
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
     const Layer& layer = weights_.layers[index];
-    const size_t dim = shape_.head_dim, stride = round_up(shape_.num_kv_heads * dim, kPanel);
-    const size_t slot = static_cast<size_t>(pass.slots[token]), offset = kv.offset(slot / kPageTokens, kv_head);
+    const size_t dim = layer.heads.dim, stride = round_up(layer.heads.kv_size(), kPanel);
+    const size_t slot = static_cast<size_t>(pass.slots[token]), offset = kv.offset(layer.kv, slot / kPageTokens, kv_head);
     float* key = &scratch_->k[token * stride + kv_head * dim];
-    apply_rope(key, layer.k_norm, layer.rope, token, 1.0f, key);
-    kv.kernels().write(static_cast<uint8_t*>(kv.keys(index)) + offset, static_cast<uint8_t*>(kv.values(index)) + offset,
-                       slot % kPageTokens, kv.padded_dim(), dim, key, &scratch_->v[token * stride + kv_head * dim]);
+    float* value = &scratch_->v[token * stride + kv_head * dim];
+    apply_rope(layer, key, layer.k_norm, token, 1.0f, key);
+    if (!layer.v_norm.empty()) norm(value, layer.v_norm, dim, shape_.norm_eps, value);
+    kv.kernels().write(static_cast<uint8_t*>(kv.keys(layer.kv)) + offset, static_cast<uint8_t*>(kv.values(layer.kv)) + offset,
+                       slot % kPageTokens, kv.padded_dim(layer.kv), dim, key, value);
 }
 
 // Store the keys and values of all tokens. One thread takes sixteen tokens, as those of a page share cache lines.
 void Decoder::store_all(const Pass& pass, const KVStore& kv, size_t layer) {
-    const size_t n = pass.num_tokens, num_groups = (n + kPageTokens - 1) / kPageTokens;
-    pool_->each(num_groups * shape_.num_kv_heads, [&](size_t j) {
-        const size_t first = j / shape_.num_kv_heads * kPageTokens, end = std::min(first + kPageTokens, n);
-        for (size_t t = first; t < end; ++t) store(pass, kv, layer, t, j % shape_.num_kv_heads);
+    const size_t n = pass.num_tokens, num_groups = (n + kPageTokens - 1) / kPageTokens, num_kv = weights_.layers[layer].heads.num_kv;
+    pool_->each(num_groups * num_kv, [&](size_t j) {
+        const size_t first = j / num_kv * kPageTokens, end = std::min(first + kPageTokens, n);
+        for (size_t t = first; t < end; ++t) store(pass, kv, layer, t, j % num_kv);
     });
 }
 

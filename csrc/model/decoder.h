@@ -22,6 +22,7 @@ class Decoder {
 
     const Shape& shape() const { return shape_; }
     const Relay& relay() const { return weights_.relay; }
+    const std::vector<Layer>& layers() const { return weights_.layers; }
     size_t weight_bytes() const;
     bool maps_ids() const { return !weights_.token_ids.empty(); }
     void set_token_id(size_t row, uint32_t id) { weights_.token_ids[row] = id; }  // row: of the LM head
@@ -45,11 +46,12 @@ class Decoder {
     struct Scratch;
     struct Tile;
     struct Part;
+    struct Tiling;
     // Write the logits of panels [panel, panel + num_panels) of the LM head, of wanted tokens first..end, to a tile.
     using FillTile = std::function<void(size_t panel, size_t num_panels, size_t first, size_t end, float* tile)>;
 
     // decoder.cpp
-    void plan(const Pass& pass, const KVStore& kv);
+    void plan(const Pass& pass);
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     bool run_attention(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
     void run_ffn(const Pass& pass, size_t layer, size_t thread);
@@ -60,18 +62,24 @@ class Decoder {
     void add_delta(size_t token, const std::vector<float>& norm);
     void read_feature(const Pass& pass, size_t token, float* normed);
     void fuse_features(const Pass& pass, size_t thread);
-    void apply_rope(const float* head, const std::vector<float>& norm, size_t rope, size_t token, float scale, float* to) const;
+    void apply_rope(const Layer& layer, const float* head, const std::vector<float>& norm, size_t token, float scale, float* to) const;
     float query_scale(int64_t position) const;
     void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
     void store_all(const Pass& pass, const KVStore& kv, size_t layer);
+    bool only_stores(const Pass& pass, size_t layer) const;
     size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
+    // layer_inputs.cpp
+    void plan_inputs(const Pass& pass);
+    void make_inputs(const Pass& pass, size_t thread);
+    void run_input(const Pass& pass, size_t layer, size_t thread);
     // experts.cpp
     void plan_experts(const Pass& pass);
     void route_token(const Mixture& mixture, size_t token, const float* normed);
     void run_experts(const Pass& pass, size_t layer);
     // tiling.cpp
-    void plan_tiles(const Pass& pass, const KVStore& kv);
-    void balance_tiles(const Pass& pass, size_t num_queries, size_t dim);
+    void plan_tiles(const Pass& pass);
+    void plan_tiling(const Pass& pass, Tiling& tiling);
+    void balance_tiles(const Pass& pass, Tiling& tiling, size_t num_queries);
     static size_t first_key(const Pass& pass, size_t row, size_t token, size_t window);
     static size_t first_of_tile(const Pass& pass, const Tile& tile, size_t window);
     static size_t num_before(const Pass& pass, const Tile& tile, size_t span);
@@ -84,7 +92,7 @@ class Decoder {
     void gather_queries(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t from, size_t thread);
     void attend_span(const Pass& pass, const KVStore& kv, size_t layer, const Tile& tile, size_t span, size_t from, size_t thread,
                      float* tops, float* totals, float* mixed);
-    void finish_tile(const Tile& tile, size_t layer, const float* tops, const float* totals, const float* mixed);
+    void finish_tile(const Tile& tile, const Layer& layer, const float* tops, const float* totals, const float* mixed);
     // lm_head.cpp
     void plan_choices(const Pass& pass);
     void choose(const Pass& pass, size_t thread);

@@ -12,19 +12,33 @@ namespace paceline {
 
 enum class KVType { i16, i8, f16, f32 };
 
+// KV heads of a layer, and the numbers of each of its heads.
+struct HeadShape {
+    size_t num_kv = 0, dim = 0;
+    size_t kv_size() const { return num_kv * dim; }
+    bool operator==(const HeadShape&) const = default;
+};
+
 // Memory is taken only as pages are written.
 class KVStore {
   public:
-    KVStore(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim)
-        : type_(type), num_pages_(num_pages), num_kv_heads_(num_kv_heads), head_dim_(head_dim) {
-        const size_t bytes = num_pages * num_kv_heads * kernels().page_bytes(padded_dim());
-        for (size_t i = 0; i < num_layers; ++i) layers_.emplace_back(zero_pages(bytes), zero_pages(bytes));
+    // heads: of each layer
+    KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads) : type_(type), num_pages_(num_pages), heads_(std::move(heads)) {
+        for (size_t i = 0; i < heads_.size(); ++i) {
+            const size_t bytes = offset(i, num_pages, 0);
+            layers_.emplace_back(zero_pages(bytes), zero_pages(bytes));
+        }
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
-    static bool fits(KVType type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
-        size_t bytes = kernels_of(type).page_bytes(round_up(head_dim, kPageTokens));
-        for (size_t times : {num_kv_heads, num_pages, 2 * num_layers})
-            if (__builtin_mul_overflow(bytes, times, &bytes) || bytes > size_t{1} << 56) return false;
+    static bool fits(KVType type, size_t num_pages, const std::vector<HeadShape>& heads) {
+        constexpr size_t most = size_t{1} << 56;
+        size_t total = 0;
+        for (const HeadShape& own : heads) {
+            size_t bytes = kernels_of(type).page_bytes(round_up(own.dim, kPageTokens));
+            for (size_t times : {own.num_kv, num_pages, size_t{2}})
+                if (__builtin_mul_overflow(bytes, times, &bytes) || bytes > most) return false;
+            if ((total += bytes) > most) return false;
+        }
         return true;
     }
     KVStore(KVStore&&) = default;
@@ -32,20 +46,23 @@ class KVStore {
 
     size_t num_layers() const { return layers_.size(); }
     size_t num_pages() const { return num_pages_; }
-    size_t num_kv_heads() const { return num_kv_heads_; }
-    size_t head_dim() const { return head_dim_; }
-    size_t padded_dim() const { return round_up(head_dim_, kPageTokens); }
-    size_t bytes_per_token() const { return 2 * num_layers() * num_kv_heads_ * kernels().page_bytes(padded_dim()) / kPageTokens; }
+    const HeadShape& heads(size_t layer) const { return heads_[layer]; }
+    size_t padded_dim(size_t layer) const { return round_up(heads_[layer].dim, kPageTokens); }
+    size_t bytes_per_token() const { return page_bytes() / kPageTokens; }
     const KVKernels& kernels() const { return kernels_of(type_); }
     void* keys(size_t layer) const { return layers_[layer].first.get(); }
     void* values(size_t layer) const { return layers_[layer].second.get(); }
     // Bytes from the start of a layer's keys or values to a head's part of a page.
-    size_t offset(size_t page, size_t kv_head) const {
-        return (page * num_kv_heads_ + kv_head) * kernels().page_bytes(padded_dim());
+    size_t offset(size_t layer, size_t page, size_t kv_head) const {
+        return (page * heads_[layer].num_kv + kv_head) * kernels().page_bytes(padded_dim(layer));
     }
 
     // Bytes of one page in all layers: keys, then values, layer after layer.
-    size_t page_bytes() const { return kPageTokens * bytes_per_token(); }
+    size_t page_bytes() const {
+        size_t bytes = 0;
+        for (size_t layer = 0; layer < num_layers(); ++layer) bytes += 2 * offset(layer, 1, 0);
+        return bytes;
+    }
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -56,9 +73,9 @@ class KVStore {
   private:
     template <class Take>
     void each_part(size_t page, const Take& take) const {
-        const size_t bytes = offset(1, 0);
         for (size_t layer = 0; layer < num_layers(); ++layer)
-            for (void* part : {keys(layer), values(layer)}) take(static_cast<uint8_t*>(part) + page * bytes, bytes);
+            for (void* part : {keys(layer), values(layer)})
+                take(static_cast<uint8_t*>(part) + offset(layer, page, 0), offset(layer, 1, 0));
     }
     static const KVKernels& kernels_of(KVType type) {
         const AttentionKernels& all = paceline::kernels().attention;
@@ -71,7 +88,8 @@ class KVStore {
     }
 
     KVType type_;
-    size_t num_pages_, num_kv_heads_, head_dim_;
+    size_t num_pages_;
+    std::vector<HeadShape> heads_;
     std::vector<std::pair<ZeroPages, ZeroPages>> layers_;
 };
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "model/experts.h"
+#include "model/kv_store.h"
 #include "model/matrix.h"
 
 namespace paceline {
@@ -12,7 +13,9 @@ namespace paceline {
 enum class Activation { silu, gelu_tanh, clamped_silu };
 
 struct Shape {
-    size_t vocab, hidden, intermediate, num_layers, num_heads, num_kv_heads, head_dim;
+    size_t vocab, hidden;
+    size_t intermediate;  // of the widest layer, as the next two
+    size_t num_layers, num_heads, kv_size, head_dim;
     float norm_eps;
     float query_scale;         // multiplies attention scores
     float embed_scale = 1.0f;  // multiplies embeddings
@@ -31,6 +34,11 @@ struct Shape {
 struct Layer {
     size_t window = 0;  // tokens that a token attends to, itself included; 0: all
     size_t rope = 0;    // row of `Weights::inverse_frequencies`
+    HeadShape heads;
+    size_t kv = 0;        // layer of a store whose keys and values it reads; it writes there if it has a matrix `k`
+    size_t tiling = 0;    // of the scratch: layers with the same heads share one
+    float scale = 1.0f;   // multiplies the residual stream behind the layer
+    std::vector<float> v_norm;  // [head_dim], or empty
     std::vector<float> attn_norm, mlp_norm;            // attn_norm empty: the layer reads its input as it is
     std::vector<float> attn_post_norm, mlp_post_norm;  // norms of a block's output, or empty
     std::vector<float> feature_norm;                   // of an EAGLE layer, which reads [normed token, normed feature]; or empty
@@ -40,6 +48,8 @@ struct Layer {
     std::vector<float> q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;  // or empty
     std::shared_ptr<const Matrix> q, k, v, o, gate, up, down;  // with experts the last three are those of the shared one, or null
     std::shared_ptr<const Mixture> mixture;                    // experts, or null
+    std::shared_ptr<const Matrix> input_gate, input_out;       // [size, hidden], [hidden, size] of its own input, or null
+    std::vector<float> input_post_norm;
 
     WeightType feed_type() const { return (gate ? gate : mixture->experts[0].gate)->type(); }
 };
@@ -54,16 +64,23 @@ struct Relay {
     std::shared_ptr<const Matrix> message_head;  // [head_size, size] turns a message into logits
 };
 
+// What makes a token's own inputs to the layers, `size` numbers for each: a table's row and a projection of the token's embedding.
+struct LayerInputs {
+    std::shared_ptr<const Matrix> embed, project;  // [vocab, num_layers * size], [num_layers * size, hidden], or null
+    std::vector<float> norm;                       // [size] of each projection
+};
+
 struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // the same object where tied
     std::vector<float> final_norm;              // [hidden], or empty
-    std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2]
+    std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2], zeros behind those of smaller heads
     std::vector<float> magnitudes;              // likewise: factors of their cosines and sines
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
     std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty
     std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
     Relay relay;
+    LayerInputs inputs;
 };
 
 }  // namespace paceline

@@ -46,6 +46,15 @@ struct Decoder::Part {
     size_t tile, first, end;
 };
 
+// How the attention of a pass is cut, in layers whose heads have one shape.
+struct Decoder::Tiling {
+    HeadShape heads;
+    bool stores_itself = false;  // each row is one tile per KV head, so that a tile can store its own keys and values
+    std::vector<Tile> tiles = {};
+    std::vector<Part> parts = {};                           // of the tiles, where their spans are computed apart
+    AlignedVector<float> tops = {}, totals = {}, partials = {};  // results of these spans, by query
+};
+
 // Sizes in comments are padded: "to 32" means rounded up to a multiple of 32.
 struct Decoder::Scratch {
     AlignedVector<float> hidden;          // [num_tokens, hidden]
@@ -56,15 +65,14 @@ struct Decoder::Scratch {
     AlignedVector<float> gate, up;        // [num_tokens, intermediate to 64]
     Activations hidden_q, attn_q, ffn_q;  // quantised: of the residual stream, of attention, of the feed-forward network
     ExpertScratch experts;
-    bool stores_itself;                   // each row is one tile per KV head, so that a tile can store its own keys and values
-    std::vector<Tile> tiles;
-    std::vector<Part> parts;                      // of the tiles, where their spans are computed apart
-    AlignedVector<float> tops, totals, partials;  // results of these spans, by query
+    AlignedVector<float> inputs;          // [num_tokens, num_layers * size to 32] own inputs to the layers
+    std::vector<Tiling> tilings;          // one for each shape of heads
     std::vector<size_t> logit_row;                // [wanted]
     std::vector<Best> best;                       // [threads, wanted]
 
     struct ThreadScratch {
         AlignedVector<float> normed;                                               // one row that a product is to read
+        AlignedVector<float> table_row;                                            // of `LayerInputs::embed`
         AlignedVector<float> queries, query_units, scores, units;                  // of a tile, see `AttentionSpan`
         AlignedVector<float> tops, totals, mixed;                                  // results of one span
         AlignedVector<float> top_so_far, total_so_far, mixed_so_far;               // merged results of several

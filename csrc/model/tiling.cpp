@@ -24,29 +24,14 @@ void deal(std::vector<Task>& tasks, size_t num_threads, const Length& length) {
 
 }  // namespace
 
-void Decoder::plan_tiles(const Pass& pass, const KVStore& kv) {
+void Decoder::plan_tiles(const Pass& pass) {
     Scratch& s = *scratch_;
-    const size_t dim = kv.padded_dim(), group = shape_.num_heads / shape_.num_kv_heads;
-    s.tiles.clear();
-    s.stores_itself = true;
-    size_t num_queries = 0;
-    const bool few = pool_->size() > 1 && pass.num_rows * shape_.num_kv_heads < kMinTilesPerThread * pool_->size();
-    for (size_t row = 0; row < pass.num_rows; ++row) {
-        const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
-        // Few tokens of a row are halved where there would hardly be a tile for each thread.
-        const size_t at_once = few && end - begin <= kQueryTokens ? std::max<size_t>((end - begin + 1) / 2, 1) : kQueryTokens;
-        s.stores_itself &= end - begin <= at_once;
-        for (size_t first = begin; first < end; first += at_once) {
-            const size_t count = std::min(at_once, end - first);
-            const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
-            for (size_t h = 0; h < shape_.num_kv_heads; ++h) {
-                s.tiles.push_back({row, first, count, h, num_spans, num_queries});
-                num_queries += count * group * num_spans;
-            }
-        }
+    const size_t dim = round_up(shape_.head_dim, kPageTokens);
+    size_t group = 0;
+    for (Tiling& tiling : s.tilings) {
+        plan_tiling(pass, tiling);
+        group = std::max(group, shape_.num_heads / tiling.heads.num_kv);
     }
-    balance_tiles(pass, num_queries, dim);
-
     const size_t max_queries = kQueryTokens * group;
     for (auto& own : s.threads) {
         for (auto* v : {&own.mixed, &own.mixed_so_far}) grow(*v, max_queries * dim);
@@ -58,10 +43,32 @@ void Decoder::plan_tiles(const Pass& pass, const KVStore& kv) {
     }
 }
 
+void Decoder::plan_tiling(const Pass& pass, Tiling& tiling) {
+    const size_t num_kv = tiling.heads.num_kv, group = shape_.num_heads / num_kv;
+    tiling.tiles.clear();
+    tiling.stores_itself = true;
+    size_t num_queries = 0;
+    const bool few = pool_->size() > 1 && pass.num_rows * num_kv < kMinTilesPerThread * pool_->size();
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const size_t begin = pass.cu_len[row], end = pass.cu_len[row + 1];
+        // Few tokens of a row are halved where there would hardly be a tile for each thread.
+        const size_t at_once = few && end - begin <= kQueryTokens ? std::max<size_t>((end - begin + 1) / 2, 1) : kQueryTokens;
+        tiling.stores_itself &= end - begin <= at_once;
+        for (size_t first = begin; first < end; first += at_once) {
+            const size_t count = std::min(at_once, end - first);
+            const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
+            for (size_t h = 0; h < num_kv; ++h) {
+                tiling.tiles.push_back({row, first, count, h, num_spans, num_queries});
+                num_queries += count * group * num_spans;
+            }
+        }
+    }
+    balance_tiles(pass, tiling, num_queries);
+}
+
 // Order few tiles so that no thread waits long. If one takes half of a thread's share or more, cut all into parts.
 // num_queries: of all spans of the tiles.
-void Decoder::balance_tiles(const Pass& pass, size_t num_queries, size_t dim) {
-    Scratch& s = *scratch_;
+void Decoder::balance_tiles(const Pass& pass, Tiling& s, size_t num_queries) {
     s.parts.clear();
     if (s.tiles.size() >= kManyTiles * pool_->size()) return;
     const auto end_of = [&](const Tile& tile) { return static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1; };
@@ -76,7 +83,7 @@ void Decoder::balance_tiles(const Pass& pass, size_t num_queries, size_t dim) {
             s.parts.push_back({t, first, std::min(first + at_once, s.tiles[t].num_spans)});
     grow(s.tops, num_queries);
     grow(s.totals, num_queries);
-    grow(s.partials, num_queries * dim);
+    grow(s.partials, num_queries * round_up(s.heads.dim, kPageTokens));
     deal(s.parts, pool_->size(), [&](const Part& part) {
         const Tile& tile = s.tiles[part.tile];
         return tile.count * (std::min(part.end * kSpan, end_of(tile)) - part.first * kSpan);

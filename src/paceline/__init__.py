@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.core import version
+
 if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.serve.async_llm import AsyncLLM
     from paceline.serve.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = version.VERSION
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _HOMES = {

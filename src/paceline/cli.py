@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import gc
 import importlib
 import io
 import json
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 # A new command is one module and one line here: name -> (module, description).
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
-    "fleet": ("paceline.serve.terminal.fleet_command", "show the replicas of a running server"),
+    "fleet": ("paceline.serve.terminal.show_fleet", "show the replicas of a running server"),
     "fleet drain": ("paceline.serve.terminal.fleet_drain", "let other replicas take over from one"),
     "fleet move": ("paceline.serve.terminal.fleet_move", "let another replica go on with an answer"),
     "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
@@ -60,6 +61,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
+# Modules whose `begin` runs before a command is imported; the command finds the result in `args.begun`.
+BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
 _SWITCHES = {
     "1": True,
     "true": True,
@@ -118,14 +121,24 @@ def _main(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
-    module, parser, rest = _imported(COMMANDS[name][0], name), parser_of(name), argv[words:]
+    rest = argv[words:]
+    begun = _begun(name, rest)
+    module, parser = _imported(COMMANDS[name][0], name), parser_of(name)
     section = _section(name, rest, os.environ)
     args = parse(parser, rest, os.environ, section)
     if args.print_config:
         sys.stdout.write(_resolved(name, parser, args, rest, section))
         return 0
+    args.begun = begun
     status: int = module.run(args)
     return status
+
+
+def _begun(name: str, argv: list[str]) -> Any:
+    """Begin what a command needs whatever its options say; None if nothing."""
+    if name not in BEGUN_FIRST or {"-h", "--help", "--print-config"} & set(argv):
+        return None
+    return importlib.import_module(BEGUN_FIRST[name]).begin()
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
@@ -142,12 +155,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def _imported(module_name: str, command: str) -> Any:
     """Import a command's module. Raises `ConfigError` where it needs PyTorch and that is not installed."""
+    gc.disable()  # an eighth of an import, and a module is never garbage
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise ConfigError(f"`paceline {command}` needs PyTorch: pip install 'paceline[torch]'") from None
+    finally:
+        gc.enable()
 
 
 def _overview() -> str:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.errors import BadModelFile
-from paceline.model.config import FAMILIES, ModelConfig, Rope, num_weights, tensor_shapes
+from paceline.model.config import ModelConfig, Rope, num_weights, tensor_shapes
+from paceline.model.families import FAMILIES
 from tests.model.helpers import logits_of, pack
 from tests.tiny import tiny_config, tiny_weights
 

@@ -22,8 +22,9 @@ from paceline.backend.seam import PassRequest
 from paceline.core.nouns import BROKEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_ahead, choose_token
-from paceline.model.config import FAMILIES, ModelConfig, Rope, Sliding
+from paceline.model.config import ModelConfig, Rope, Sliding
 from paceline.model.experts import Experts
+from paceline.model.families import FAMILIES
 from paceline.model.files.gguf_file import GgufTensor
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
@@ -49,13 +50,15 @@ FAMILY_CASES = {
     "qwen3 moe": tiny_config("qwen3_moe", hidden_size=40),
     "gpt-oss": tiny_config("gpt_oss", num_layers=3, sliding=sliding(40)),
     "qwen2 moe": tiny_config("qwen2_moe", num_layers=3, intermediate_size=72),
+    "gemma4": tiny_config("gemma4_text", num_layers=3),
     "mixtral": tiny_config("mixtral", experts=Experts(70, 5)),
     "wide": tiny_config("llama", hidden_size=128, intermediate_size=200, head_dim=64, num_heads=6, num_kv_heads=2),
 }
 # Of a lesser instruction set some cases tell enough: together they have every kernel. gemma2 has that of caps.
 LESSER = "PACELINE_ISA" in os.environ
 MORE_FAMILIES = ["gemma2"] if LESSER else [*FAMILIES]
-BATCH_CASES = ["llama", "gemma3", "gpt-oss"] + ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
+BATCH_CASES = ["llama", "gemma3", "gpt-oss", "gemma4"]
+BATCH_CASES += ["qwen2", "wide", "far window", "qwen2 moe"] * (not LESSER)
 MORE_BATCH_CASES = ["gemma2"] + ["ministral3", "smollm3", "phi3", "granite", "olmo2"] * (not LESSER)
 FAMILY_CASES |= {
     name: tiny_config(name) for name in MORE_FAMILIES if name not in FAMILY_CASES and name != "gemma3_text"
@@ -212,6 +215,39 @@ def test_first_layers_alone_are_a_shallow_model() -> None:
     got = run_pass(decoder, packed, decoder.new_kv(3), [GREEDY] * 40, num_layers=2).logits
     expected = run_pass(twin, packed, twin.new_kv(3), [GREEDY] * 40, num_layers=2).logits
     assert np.abs(got - expected).max() < 1e-4
+
+
+def test_a_pass_without_outputs_ends_at_the_last_keys_that_it_stores() -> None:
+    """Layers that share keys are left out of a prompt's chunk; taps and later tokens are as they were."""
+    config = tiny_config("gemma4_text", num_layers=3)
+    decoder, twin = native(config, "f32"), ReferenceDecoder(config, tiny_weights(config, dtype=torch.float32))
+    chunk, rest = pack([(IDS[:40], 0, range(3))]), pack([(IDS[40:48], 40, range(3))])
+    kv, other = decoder.new_kv(3), twin.new_kv(3)
+    quiet = replace(chunk, wanted=np.empty(0, np.int64))
+    for taps in ((), (1,), (2,), (3,)):
+        got = run_pass(decoder, quiet, kv, [], taps=taps).taps
+        expected = run_pass(twin, quiet, other, [], taps=taps).taps
+        assert all(np.abs(got[tap] - expected[tap]).max() < 1e-4 for tap in taps)
+    after = [run_pass(d, rest, k, [GREEDY] * 8).logits for d, k in ((decoder, kv), (twin, other))]
+    assert np.abs(after[0] - after[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["native", "reference"])
+def test_pages_of_unlike_layers_move(kind: str) -> None:
+    """Keys and values of heads of two sizes, those of sharing layers stored once."""
+    config = tiny_config("gemma4_text", num_layers=3)
+    weights = tiny_weights(config, dtype=torch.float32)
+    decoder = native(config, "int8", kv="i16") if kind == "native" else ReferenceDecoder(config, weights)
+    kv, other = decoder.new_kv(2), decoder.new_kv(3)
+    run_pass(decoder, pack([(IDS[:16], 0, [0])]), kv, [GREEDY] * 16)
+    data = np.zeros(kv.page_bytes, np.uint8)
+    kv.read_page(0, data)
+    other.write_page(1, data)
+    places = ((kv, [0, 1]), (other, [1, 2]))
+    one, two = (run_pass(decoder, pack([(IDS[16:20], 16, pages)]), k, [GREEDY] * 4).logits for k, pages in places)
+    assert (one == two).all()
+    if kind == "reference":
+        assert kv.page_bytes == 16 * kv.bytes_per_token == 16 * 2 * 4 * (2 * 8 + 12)
 
 
 def test_taps_are_those_of_the_reference() -> None:

@@ -15,7 +15,7 @@ from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from paceline.model.config import FAMILIES
+from paceline.model.families import FAMILIES
 from paceline.model.weights import load_model
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, VOCAB, assert_same, make_decoder, run
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import BadModelFile, ConfigError
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import choose_kv_type
 from paceline.engine.scheduler import Limits
+from paceline.model.config import Heads
 from paceline.model.content_key import content_key
+from paceline.model.files.source_files import SourceFile, file_state
 from paceline.model.shapes import SHAPES
+from paceline.model.weights import load_model
+from tests.model.helpers import write_gguf
+from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +51,13 @@ def test_tokens_that_are_asked_for_decide(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(16, monkeypatch, kv_tokens=70_000, weights="int4") == ("i16", "")
 
 
+def test_heads_that_integers_do_not_take_have_floats() -> None:
+    wide = replace(MODEL, global_heads=Heads(8, 512))
+    config = EngineConfig(backend="native")
+    assert choose_kv_type(config, wide, 0.5) == ("f16", "integers take heads of 256 numbers, not 512")
+    assert choose_kv_type(replace(config, kv="i8"), wide, 0.5) == ("i8", "")
+
+
 def test_the_banner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 1 << 20)
     config = EngineConfig(model=TINY, backend="native", draft="off", limits=Limits(2, 512), kv_tokens=4096)
@@ -66,25 +78,32 @@ def test_other_backends_have_one_type() -> None:
     assert EngineConfig(backend="reference", kv="auto").kv_type == "f32"
 
 
-def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
+def test_the_key_of_a_model_is_of_every_byte_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(100_000))
-    os.utime(path, (1, 1))
-    first = content_key(path)
-    assert content_key(path) == first
-    path.write_bytes(b"\1" + bytes(99_999))  # as long, and as old by its time
-    os.utime(path, (1, 1))
-    assert content_key(path) != first
+    file = SourceFile(path, file_state(path))
+    first = content_key([file])
+    path.write_bytes(bytes(70_001) + b"\1" + bytes(29_998))  # as long
+    assert content_key([file]) != first
     path.write_bytes(bytes(100_000))
     os.utime(path, (2, 2))
-    assert content_key(path) != first
-    path.write_bytes(b"")
-    assert content_key(path) != first
+    assert content_key([file]) == first, "times tell nothing"
+    assert (
+        len({content_key([file]), content_key([file, file]), content_key([file, "text"]), content_key(["text"])})
+        == 4
+    )
 
 
-def test_a_folder_and_a_shape_have_keys(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    first = content_key(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    assert content_key(tmp_path) != first
-    assert content_key(TINY) == TINY  # type: ignore[arg-type]
+def test_pages_on_disk_are_for_the_files_that_were_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    config = tiny_config()
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config))
+    model = load_model(path)
+    assert build._content(model) == build._content(load_model(path))
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(BadModelFile, match="start again"):
+        build._content(model)
+    path.unlink()
+    with pytest.raises(BadModelFile, match="cannot be read"):
+        build._content(model)

@@ -134,6 +134,40 @@ def test_slow_reading_is_left_out_and_tried_again(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_disk_that_stalls_holds_no_request_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it did not bring is computed, and what it brings later is written nowhere."""
+    plain = ask(make_engine("off", CACHING, types="int8"))
+    engine = make_engine("off", CACHING, types="int8", kv_disk=tmp_path / "kv")
+    disk = engine.scheduler.pool.disk
+    assert disk is not None
+    ask(engine)
+    written(engine)
+    engine.forget()
+    goes_on, read, left = Event(), PageFiles.read, iter(range(3))
+
+    def stalls(files: PageFiles, page_hash: bytes, to: NDArray[uint8]) -> bool:
+        if next(left, None) is None:
+            goes_on.wait(20)
+        return read(files, page_hash, to)
+
+    monkeypatch.setattr(PageFiles, "read", stalls)
+    monkeypatch.setattr(kv_disk, "STALL_S", 0.02)
+    assert_same(plain, ask(engine))  # type: ignore[arg-type]
+    assert disk._stalled is not None
+    assert (disk._stalled.num_read, engine.stats().cached_tokens) == (3, 3 * PAGE_TOKENS)
+    engine.forget()
+    assert_same(plain, ask(engine))  # type: ignore[arg-type]
+    assert engine.stats().kv_disk.failures == 1, "it is not asked again while it stalls"
+    goes_on.set()
+    wait_for(disk._stalled.done.is_set)
+    assert disk._stalled.num_read == 3
+    assert_same(plain, ask(engine))  # type: ignore[arg-type]  # from pages that were the stalled one's
+    engine.forget()
+    assert_same(plain, ask(engine))  # type: ignore[arg-type]
+    assert engine.stats().kv_disk.pages_read == 3 + len(LONG) // PAGE_TOKENS
+    engine.close()
+
+
 def test_a_full_disk_costs_a_pause_and_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -20,7 +20,8 @@ from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
 from paceline.model.heads.checkpoint import load_head
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import LazyWeights, canonical_names
 from paceline.serve import app  # noqa: F401 (with the bodies of all routes)

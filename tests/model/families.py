@@ -41,6 +41,14 @@ SCALES = {
     "attention_multiplier": 0.1,
 }
 KINDS = ["sliding_attention", "full_attention"]
+GEMMA4 = {
+    "sliding_window": 40,
+    "num_hidden_layers": 6,
+    "layer_types": 3 * KINDS,
+    "global_head_dim": 24,
+    "vocab_size_per_layer_input": 320,
+}
+CONFIGS = {"Gemma4": "Gemma4TextConfig", "Gemma4Unified": "Gemma4UnifiedTextConfig"}
 # Case -> prefix of the classes in transformers, changes of `SMALL`.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("Llama", {"rope_parameters": YARN}),
@@ -112,6 +120,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"attention_bias": True, "attention_out_bias": False}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),
     "helium": ("Helium", {"head_dim": 12}),
+    "gemma4": (
+        "Gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 5.0,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4 with inputs": (
+        "Gemma4",
+        {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
+        | {"initializer_range": 0.12},
+    ),
+    "gemma4 unified": ("Gemma4Unified", {**GEMMA4, "global_head_dim": 16, "num_kv_shared_layers": 2}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 23,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
 }
 
 
@@ -119,7 +152,7 @@ def family_model(case: str, dtype: torch.dtype = torch.float32) -> Any:
     """Build a tiny model with random weights, norms and biases among them."""
     kind, changes = CASES[case]
     torch.manual_seed(5)
-    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**(SMALL | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
     disturb(model)
@@ -132,3 +165,6 @@ def disturb(model: Any) -> None:
         for name, tensor in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 tensor.add_(0.3 * torch.randn_like(tensor))
+        for name, tensor in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                tensor.mul_(0.5 + torch.rand_like(tensor))

@@ -81,8 +81,11 @@ def as_stored(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(by_head[:, np.argsort(order)].reshape(tensor.shape))
 
 
-def longrope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors that hold a model's factors of longrope, if it has any."""
+def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that hold what divides a model's angles, if it has any."""
+    if config.rope.scaling == "proportional":  # pairs that are not rotated have a divisor like infinity
+        rotated, dim = config.rope.rotated(config.full_heads.dim), config.full_heads.dim
+        return {"rope_freqs.weight": np.repeat(np.float32([1, 1e30]), [rotated // 2, (dim - rotated) // 2])}
     if config.rope.scaling != "longrope":
         return {}
     factors = (config.rope.divisors, config.rope.long_divisors)
@@ -152,7 +155,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.norm_eps)
     if config.sliding is not None:
         writer.add_sliding_window(config.sliding.window)
-    for name, factors in longrope_tensors(config).items():
+    for name, factors in rope_tensors(config).items():
         writer.add_tensor(name, factors)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool, list: writer.add_array}
@@ -164,8 +167,9 @@ def write_gguf(
     if fused:
         tensors = fuse(config, tensors, names, fused)
     tensors = stack_experts(config, tensors, names, writer)
+    keys = {there for name, there in names.items() if name.endswith("attn_k")}
     for name, data in tensors.items():
-        if name in skip:
+        if name in skip or (name.endswith("attn_v") and names[name] in keys):  # made with the matrix of keys
             continue
         if quant is not None and data.ndim > 1:
             writer.add_tensor(names[name], gguf.quantize(data, quant), raw_dtype=quant)

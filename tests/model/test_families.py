@@ -61,6 +61,13 @@ YARN_KEYS = {
     "rope.scaling.original_context_length": 64,
     "rope.scaling.yarn_beta_fast": 16.0,
 }
+GEMMA4_KEYS = {
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "attention.key_length_swa": 16,
+    "attention.sliding_window_pattern": 3 * [True, False],
+    "rope.freq_base_swa": 1e4,
+}
 # Case -> keys under the architecture's name as llama.cpp writes them, tensors that it fuses.
 GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     "llama yarn": (YARN_KEYS, {}),
@@ -91,6 +98,17 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     "glm4": ({"rope.dimension_count": 8}, FUSED_UP),
     "seed_oss": ({}, {}),
     "ernie4_5": ({}, {}),
+    "gemma4": ({**GEMMA4_KEYS, "attention.head_count_kv": 3 * [2, 3], "final_logit_softcapping": 5.0}, {}),
+    "gemma4 with inputs": (
+        {
+            **GEMMA4_KEYS,
+            "attention.shared_kv_layers": 3,
+            "embedding_length_per_layer_input": 12,
+            "feed_forward_length": [96, 96, 96, 192, 192, 192],
+        },
+        {},
+    ),
+    "gpt-oss": ({**YARN_KEYS, "rope.scaling.yarn_beta_fast": 32.0}, {}),
 }
 
 

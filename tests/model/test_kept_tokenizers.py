@@ -8,18 +8,23 @@ import os
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from paceline.core.errors import ModelNotFound
 from paceline.model import weights
-from paceline.model.files import kept_tokenizers
-from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
+from paceline.model.files import kept_data
+from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
+from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
+from paceline.model.tokenizer import raw_spelling
 from paceline.model.weights import load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Language, Ready
 from tests.model.helpers import byte_level_metadata, write_gguf
+from tests.model.test_tokenizer import piece_metadata
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
 TEXT = "the engine there, and another one"
+TABLE = TokenTable.of(raw_spelling(tiny_raw_tokenizer()))
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +55,31 @@ def test_a_kept_tokenizer_reads_and_writes_as_the_first(models: list[Path]) -> N
     assert later.encode(TEXT) == ids
     assert later._whole is None
     assert later.min_num_tokens(TEXT) == load_tokenizer(model).min_num_tokens(TEXT) > 0
+
+
+@pytest.mark.parametrize("raw", [tiny_raw_tokenizer(), tokenizer_from_gguf(piece_metadata())])
+def test_a_table_of_tokens_tells_what_the_library_does(raw: tokenizers.Tokenizer) -> None:
+    whole = raw_spelling(raw)
+    table = TokenTable.of(whole)
+    assert (table.num_tokens, table.strips_space, table.special) == (
+        whole.num_tokens,
+        whole.strips_space,
+        whole.special,
+    )
+    every = range(-2, whole.num_tokens + 2)
+    assert list(map(table.bytes_of, every)) == list(map(whole.bytes_of, every))
+
+
+def test_a_broken_table_is_written_anew(models: list[Path], tmp_path: Path) -> None:
+    model = load_model(models[0])
+    ids = load_tokenizer(model).encode(TEXT)
+    (path,) = (tmp_path / "cache" / "token-tables").iterdir()
+    good = path.read_bytes()
+    for broken in (b"", good[:-1], good.replace(b"the", b"teh")):
+        path.write_bytes(broken)
+        assert kept_table(model.text.tokenizer_digest()) is None
+        assert load_tokenizer(model).decode(ids) == TEXT
+        assert path.read_bytes() == good
 
 
 def test_models_with_one_tokenizer_share_it(models: list[Path]) -> None:
@@ -92,10 +122,10 @@ def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: 
 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept_tokenizers, "MAX_KEPT", 3)
+    monkeypatch.setattr(kept_data, "MAX_KEPT", 3)
     text = tiny_raw_tokenizer().to_str()
     for number in range(5):
-        keep_tokenizer(f"digest {number}", text)
+        keep_tokenizer(f"digest {number}", text, TABLE)
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
     kept = read_kept("digest 4")
     assert kept is not None
@@ -103,19 +133,19 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_the_ones_used_longest_ago_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kept_tokenizers, "MAX_KEPT", 2)
+    monkeypatch.setattr(kept_data, "MAX_KEPT", 2)
     for age, digest in enumerate(("used", "unused")):
-        keep_tokenizer(digest, "text")
+        keep_tokenizer(digest, "text", TABLE)
         (newest,) = [p for p in (tmp_path / "cache" / "tokenizers").iterdir() if p.stat().st_mtime > 1e9]
         os.utime(newest, (1e8 + age, 1e8 + age))
     assert kept_tokenizer("used") == "text"
-    keep_tokenizer("new", "text")
+    keep_tokenizer("new", "text", TABLE)
     assert [kept_tokenizer(digest) for digest in ("used", "unused", "new")] == ["text", None, "text"]
 
 
 def test_no_room_costs_a_message_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    keep_tokenizer("digest", "text")
+    keep_tokenizer("digest", "text", TABLE)
     assert "not kept" in caplog.text
 
 
@@ -127,9 +157,12 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
 
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None))
+        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None, (319,), None))
         prompts = await cache.of(ready)
         assert prompts.tokenizer.vocab_size == 320
+        assert (prompts.max_len, prompts.vocab_size, prompts.tokenizer.eos_ids) == (256, 320, (319,))
+        cache.expect(Language.of(ready))
+        assert cache._expected is None, "a restarted engine of the same model needs nothing new"
         cache.close()
 
     asyncio.run(scenario())
@@ -138,7 +171,7 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
 def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language("{}", None))
+        cache.expect(Language("{}", None, (319,), None))
         with pytest.raises(Exception, match=r"version|missing|model"):
             await cache.of(Ready("tiny", 256, 320, "{}", (319,), None, None, ()))
         cache.close()

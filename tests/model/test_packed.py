@@ -21,10 +21,12 @@ from paceline.backend.native.packing import MappedWeights, kept, pack
 from paceline.core.errors import BadModelFile
 from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.model import content_key
+from paceline.model.content_key import contents_file, digest_of, file_digest
 from paceline.model.files import packed_cache
 from paceline.model.files.gguf_file import QUANTS, GgufTensor
 from paceline.model.files.kept_models import kept_models
-from paceline.model.files.packed_cache import PART, SUFFIX, PackedCache, file_digest
+from paceline.model.files.packed_cache import PART, SUFFIX, PackedCache
 from paceline.model.files.packed_file import PIECE, Wanted, data_bytes, open_packed, read_table, write_packed
 from paceline.model.shapes import read_shape
 from paceline.model.weights import LazyWeights
@@ -263,28 +265,25 @@ def test_the_build_is_told_by_all_code_that_reads_and_packs() -> None:
 
 
 def test_a_file_that_changed_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_cache, "SETTLED_NS", -1)
-    model, cache = tmp_path / "model", make_cache()
-    cache.folder.mkdir(parents=True)
+    monkeypatch.setattr(content_key, "SETTLED_NS", -1)
+    model = tmp_path / "model"
     model.write_bytes(b"a" * 100)
-    first = cache._digest(model)
-    monkeypatch.setattr(packed_cache, "file_digest", lambda path: pytest.fail("it is remembered"))
-    assert cache._digest(model) == first
-    monkeypatch.setattr(packed_cache, "file_digest", file_digest)
+    first = digest_of(model)
+    monkeypatch.setattr(content_key, "file_digest", lambda path: pytest.fail("it is remembered"))
+    assert digest_of(model) == first
+    monkeypatch.setattr(content_key, "file_digest", file_digest)
     before = model.stat()
     model.write_bytes(b"b" * 100)
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a copy that keeps times
-    assert cache._digest(model) != first
-    (cache.folder / "contents.json").write_text("[broken")
-    assert cache._digest(model) == file_digest(model)
+    assert digest_of(model) != first
+    contents_file().write_text("[broken")
+    assert digest_of(model) == file_digest(model)
 
 
 def test_a_file_that_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
-    cache = make_cache()
-    cache.folder.mkdir(parents=True)
     (tmp_path / "model").write_bytes(b"a")
-    cache._digest(tmp_path / "model")
-    assert not (cache.folder / "contents.json").exists()
+    digest_of(tmp_path / "model")
+    assert not contents_file().exists()
 
 
 # Where it cannot be kept -------------------------------------------------------------------------
@@ -373,6 +372,8 @@ import sys
 from paceline import kernels
 from paceline.backend.native.load import wanted_matrices
 from paceline.backend.native.packing import MappedWeights, kept
+from paceline.model import content_key
+from paceline.model.content_key import contents_file, digest_of, file_digest
 from paceline.model.files import packed_cache
 from paceline.model.files.rearranged import head_order
 from paceline.model.shapes import read_shape

@@ -10,7 +10,7 @@ import pytest
 from paceline import kernels
 from paceline.backend.native.load import wanted_matrices
 from paceline.backend.native.packing import MappedWeights, kept
-from paceline.model import weights
+from paceline.model import content_key, weights
 from paceline.model.files import packed_cache
 from paceline.model.files.packed_cache import PART, SUFFIX, PackedCache
 from paceline.model.files.source_files import SourceFile, folder_sources, folder_states
@@ -28,7 +28,7 @@ TEAM = kernels.ThreadPool(1)
 @pytest.fixture(autouse=True)
 def _small_files_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
-    monkeypatch.setattr(packed_cache, "SETTLED_NS", -1)
+    monkeypatch.setattr(content_key, "SETTLED_NS", -1)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
 
 
@@ -66,7 +66,7 @@ def and_replace(function: Callable[..., Any], model: Path) -> Callable[..., Any]
 # Who is called at that moment -> its module
 MOMENTS = {
     "header to weights": (weights, "choose_tensors"),
-    "weights to digest": (packed_cache, "file_digest"),
+    "weights to digest": (content_key, "file_digest"),
     "digest to packing": (packed_cache, "write_packed"),
 }
 

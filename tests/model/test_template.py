@@ -10,7 +10,8 @@ import pytest
 from paceline.core.errors import BadModelFile, RequestError
 from paceline.model import template as module
 from paceline.model.files.hf import FolderText
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 
 HELLO = [{"role": "user", "content": "Hi <b> é"}]
 

@@ -14,7 +14,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
 from paceline.model.detokenizer import byte_alphabet
-from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import end_ids, tokenizer_from_gguf
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata
@@ -293,6 +293,21 @@ def test_words_are_cut_as_the_original_cuts_them(name: str) -> None:
     for text in SAMPLES:
         words = [word for word, _ in mine.pre_tokenizer.pre_tokenize_str(text)]
         assert words == [word for word, _ in ORIGINALS[name].pre_tokenize_str(text)]
+
+
+def test_words_of_gpt_4o_end_where_case_changes() -> None:
+    mine = tokenizer_from_gguf(byte_level_metadata() | {"tokenizer.ggml.pre": "gpt-4o"})
+    text = "parseHTTPBody don'T 12345 ¿qué?\n\n a/b //\n  x"
+    words = [text[start:end] for _, (start, end) in mine.pre_tokenizer.pre_tokenize_str(text)]
+    assert words == [
+        *("parse", "HTTPBody", " don'T", " ", "123", "45", " ¿", "qué", "?\n\n", " a", "/b", " //\n", " ", " x"),
+    ]
+
+
+def test_of_gpt_oss_the_end_of_a_call_ends_an_answer() -> None:
+    tokens = ["a", "<|return|>", "<|channel|>", "<|call|>"]
+    assert end_ids({"tokenizer.ggml.tokens": tokens}) == (1, 3)
+    assert end_ids({"tokenizer.ggml.tokens": tokens[:2]}) == ()
 
 
 def test_sentence_piece_equals_a_trained_original() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from paceline.core.errors import RequestError
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.conversation import Conversation, Tool, ToolUse

@@ -26,6 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Submit, encode
 from paceline.serve.server import HttpConfig
+from paceline.serve.worker.child import COMMAND
 from paceline.serve.worker.client import EngineClient, _message
 from paceline.serve.worker.messages import (
     Load,
@@ -232,9 +233,10 @@ def test_broken_messages_do_not_end_the_engine(model: Path) -> None:
     with socket_folder() as folder, zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         address = f"ipc://{folder}/s"
         socket.bind(address)
-        command = [sys.executable, "-m", "paceline.serve.worker.process", address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
+        process.stdin.write(json.dumps((address, "")).encode() + b"\n")
+        process.stdin.flush()
         try:
             socket.send(encode(Load(EngineConfig(model=str(model), draft="off", threads=1))))
             assert _next(socket, Ready).vocab_size == 320

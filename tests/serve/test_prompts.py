@@ -8,7 +8,8 @@ import pytest
 
 from paceline.core.errors import PromptTooLong, RequestError
 from paceline.core.params import MAX_SEED, SamplingParams
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.prompts import Prompts, seed_of

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from paceline.core.errors import ConfigError
-from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig
 from tests.serve.conftest import Server, running, write_model
@@ -288,7 +288,7 @@ def test_the_routes_go_with_a_key_or_this_machine_only() -> None:
     with pytest.raises(ConfigError, match="--api-key"):
         HttpConfig(operation=rl, insecure=True)
     with pytest.raises(ConfigError, match="--audit"):
-        HttpConfig(operation=rl, fleet=FleetOptions(replicas=2, audit=0.5))
+        HttpConfig(operation=rl, fleet=ReplicaOptions(replicas=2, audit=0.5))
     HttpConfig(operation=rl, insecure=True, api_key="secret")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.core.errors import BadModelFile, QueueFull, RequestError
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox import keeper
 from paceline.serve.sandbox.jobs import CheckGrammar, JobDone, SetTokenizer
 from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,13 +20,12 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.config import EngineConfig
 from paceline.serve.server import HttpConfig, HttpServer, listen, log_level
 from paceline.serve.tokenizer_cache import TokenizerCache
-from paceline.serve.worker import client as engine_client
+from paceline.serve.worker import child
 from paceline.serve.worker.client import EngineClient
 from tests.serve.conftest import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from pathlib import Path
 
     from paceline.core.errors import PacelineError
     from paceline.serve.worker.messages import Ready
@@ -37,10 +38,8 @@ NEVER_CONNECTS = "import time; time.sleep(600)"
 def engines_run(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let every engine process run this code instead."""
 
-    async def spawn(*_: object) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE)
-
-    monkeypatch.setattr(engine_client, "_spawn", spawn)
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(child, "COMMAND", command)
 
 
 def run(scenario: Callable[[], Awaitable[Any]]) -> None:
@@ -118,10 +117,11 @@ def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
 
 
 def test_an_engine_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def spawn(*_: object) -> asyncio.subprocess.Process:
+    def spawn(*_: object, **__: object) -> None:
         raise OSError("no process left")
 
-    monkeypatch.setattr(engine_client, "_spawn", spawn)
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    assert child.begin() is None
 
     async def scenario() -> None:
         client = EngineClient(EngineConfig())
@@ -232,6 +232,90 @@ def test_a_start_that_fails_says_why_and_nothing_else(tmp_path: Path) -> None:
     *before, last = done.stderr.splitlines()
     assert last.startswith("error: ")
     assert before in ([], ["loading the model ..."])
+
+
+def test_a_bug_in_the_http_side_ends_the_server_with_its_error() -> None:
+    code = (
+        "from paceline import cli; from paceline.serve import server\n"
+        "server.make_app = lambda *_: 1 / 0\n"
+        "raise SystemExit(cli.main(['serve', '--port', '0', '--model', 'shape:num_layers=1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_the_engine_begins_before_the_server_is_imported(tmp_path: Path) -> None:
+    """Both import at once; help and the printed configuration need no engine."""
+    code = (
+        "import sys; from paceline import cli; from paceline.serve.worker import child\n"
+        "child.begin = lambda: print('begun', 'paceline.serve.server' in sys.modules, 'numpy' in sys.modules)\n"
+        "raise SystemExit(cli.main(sys.argv[1:]))"
+    )
+    for flags, told in ((["--port", "-1"], "begun False False\n"), (["--help"], ""), (["--print-config"], "")):
+        command = [sys.executable, "-c", code, "serve", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout.startswith(told)
+        assert ("begun" in done.stdout) == bool(told), done.stdout[:200]
+
+
+NOT_FOR_SERVING = {"torch", "jinja2", "llguidance", "rich", "gguf", "huggingface_hub"}
+ENGINE_STARTS = """
+import sys
+from paceline.engine.assembly.config import EngineConfig
+from paceline.serve.worker.process import build, warm_up
+config = EngineConfig(model=sys.argv[1], draft="suffix:k=2", threads=1, kv_tokens=1024, backend="native")
+warm_up(build(config, None, lambda *_: None))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        (ENGINE_STARTS, NOT_FOR_SERVING | {"starlette", "uvicorn", "httptools", "prometheus_client"}),
+        ("import paceline.serve.server", NOT_FOR_SERVING),
+    ],
+    ids=["engine", "server"],
+)
+def test_a_start_imports_only_what_it_uses(code: str, unwanted: set[str], model: Path) -> None:
+    told = f"import sys; print(sorted(set(sys.modules) & {unwanted}))"
+    command = [sys.executable, "-c", f"{code}\n{told}", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+SHAPE = "shape:num_layers=6,hidden_size=1024,intermediate_size=2816,vocab_size=512"
+PRIVATE = """
+def dirty():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+import paceline.backend.native.load, paceline.serve.worker.process
+before = dirty()
+"""
+TELL = "print(dirty() - before)"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what Linux tells of memory")
+def test_a_second_engine_shares_its_weights(tmp_path: Path) -> None:
+    """Beside its imports it has only KV, work space and what it knows of its model."""
+    found = []
+    for _ in range(2):
+        command = [sys.executable, "-c", f"{PRIVATE}{ENGINE_STARTS}{TELL}", SHAPE]
+        environment = os.environ | {"PACELINE_CACHE": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+        found.append(int(done.stdout))
+    (packed,) = (tmp_path / "packed").glob("*.packed")
+    assert packed.stat().st_size > 50e6
+    assert found[1] < packed.stat().st_size / 4, found
+
+
+def test_an_engine_that_is_not_needed_ends_quietly() -> None:
+    command = [*COMMAND, "serve", "--port", "-1"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False
+    )  # until both have ended
+    assert done.stderr == "error: --port must be between 0 and 65535, not -1\n"
 
 
 @pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".example", "nosuchhost.invalid", "203.0.113.1"])

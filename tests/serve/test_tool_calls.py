@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -18,9 +19,10 @@ from paceline.core.errors import ConfigError, RequestError
 from paceline.core.params import Grammar
 from paceline.model import grammar as grammars
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.api.tool_calls import harmony
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tool_calls.plan import AnswerForms
-from paceline.serve.api.tool_calls.reasoning import KNOWN_MARKS, ReasoningSplit, marks_of
+from paceline.serve.api.tool_calls.reasoning import KNOWN_MARKS, marks_of
 from paceline.serve.api.tool_calls.registry import BY_NAME, family_of
 from paceline.serve.conversation import Tool, ToolUse
 from tests.tiny import tiny_raw_tokenizer
@@ -28,8 +30,11 @@ from tests.tiny import tiny_raw_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
-VOCAB, END = 320, 319
+SPECIAL = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *harmony.MARKERS,
+)
+VOCAB, END = 320, 320
 THINK = KNOWN_MARKS[0]
 WEATHER = {
     "type": "object",
@@ -47,7 +52,8 @@ SCHEMAS = {tool.name: tool.parameters or {"type": "object", "maxProperties": 0} 
 
 def tokenizer_with(special: Sequence[str]) -> Tokenizer:
     raw = tiny_raw_tokenizer(VOCAB)
-    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    added = ("<stop>", *special)  # "<|end|>", which the raw one has, ends a message of `harmony` only
+    raw.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in added])
     return Tokenizer(raw, eos_ids=(END,))
 
 
@@ -97,6 +103,14 @@ def function(parameters: str) -> str:
     return tagged(f"<function=weather>\n{parameters}</function>")
 
 
+def message(channel: str, text: str, end: str = "<|end|><|start|>assistant") -> str:
+    return f"<|channel|>{channel}<|message|>{text}{end}"
+
+
+TO_WEATHER = message("commentary to=functions.weather <|constrain|>json", ROME[1], "<|call|>")
+TO_NOW = " to=functions.now<|channel|>commentary json<|message|>"
+
+
 GOLDEN = [
     ("hermes", "Sure.\n" + tagged(WEATHER_JSON), ("", "Sure.", [ROME])),
     ("hermes", tagged(TURNED) + " \n" + tagged(NOW_JSON), ("", "", [ROME, NOW])),
@@ -123,6 +137,13 @@ GOLDEN = [
     ),
     ("hermes", f"{{{WEATHER_JSON}}}\n```json\n{{{NOW_JSON}}}\n```", ("", "", [ROME, NOW])),
     ("hermes", "x[0] ``y`` {", ("", "x[0] ``y`` {", [])),
+    ("harmony", message("final", "Hello <b>", ""), ("", "Hello <b>", [])),
+    ("harmony", "Hello", ("", "Hello", [])),
+    ("harmony", message("commentary", "First:") + TO_WEATHER, ("", "First:", [ROME])),
+    ("harmony", TO_WEATHER[:-12], ("", "", [("weather", ROME[1][:-4])])),
+    ("harmony", TO_NOW + "<|call|>", ("", "", [NOW])),
+    ("harmony", message("commentary", "One.") + message("final", "Two.", "<|return|>"), ("", "One.\n\nTwo.", [])),
+    ("harmony", message("final", "Hm.") + "<|channel|>fin", ("", "Hm.", [])),
     ("json", WEATHER_JSON, ("", "", [ROME])),
     ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
     ("json", '{"temperature": 20}', ("", '{"temperature": 20}', [])),
@@ -236,7 +257,8 @@ def test_an_answer_that_fits_its_grammar_has_no_malformed_call(
             if ids is None:
                 continue
             _, text, calls = read(forms, ids, range(1, len(ids)), opened=opened)
-            assert not text or choice == "auto"
+            shows_thoughts = forms.in_channels and not thinks
+            assert not text or choice == "auto" or shows_thoughts
             assert calls or choice == "auto"
             assert not with_content or choice != "auto" or calls or json.loads(text) == {}
             for called, arguments in calls:
@@ -303,6 +325,7 @@ def test_the_family_is_found_by_template_and_vocabulary() -> None:
     assert family_of("[TOOL_CALLS]", ()).name == "mistral"
     assert family_of("<start_of_turn>user", ()).name == "gemma"
     assert family_of("<|im_start|>", ()).name == "json"
+    assert family_of(harmony.ANALYSIS, ()).name == "harmony"
     assert family_of("", (), "llama3").name == "llama3"
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         family_of("", (), "herms")
@@ -318,27 +341,30 @@ def test_reasoning_is_found_by_template_and_vocabulary() -> None:
 
 
 HARMONY = next(marks for marks in KNOWN_MARKS if marks.name == "harmony")
-FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
+@pytest.mark.parametrize("tokenizer", [PLAIN, MARKED], ids=["text", "tokens"])
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "opened", "expected"),
     [
-        (f"{HARMONY.open}Let me see.<|end|>{FINAL}Hello <b>", ("Let me see.", "Hello <b>")),
-        ("<|channel|>final<|message|>Hello", ("", "Hello")),
-        (f"{HARMONY.open}so <|end", ("so <|end", "")),
-        (f"{HARMONY.open}so<|end|><|start|>assist", ("so", "<|start|>assist")),
-        ("Hello", ("", "Hello")),
+        (message("analysis", "Let me see.") + message("final", "Hello", ""), False, ("Let me see.", "Hello", [])),
+        ("so" + harmony.END + harmony.START + "assistant" + TO_WEATHER, True, ("so", "", [ROME])),
+        (message("analysis", "a") + message("analysis to=python", "b") + TO_NOW, False, ("a\n\nb", "", [NOW])),
+        (message("analysis", "so <|end", ""), False, ("so <|end", "", [])),
+        (message("analysis", "so", "<|end|><|start|>assist"), False, ("so", "", [])),
     ],
 )
-def test_messages_by_channel(text: str, expected: tuple[str, str]) -> None:
-    """The channels of gpt-oss, however the text is cut."""
-    for size in (1, 2, 5, len(text)):
-        split, events, content = ReasoningSplit(HARMONY, opened=False), [], ""
-        for start in range(0, len(text), size):
-            content += split.push(text[start : start + size], events)
-        content += split.finish(events)
-        assert ("".join(event.text for event in events), content) == expected
+def test_messages_by_channel(text: str, opened: bool, expected: Any, tokenizer: Tokenizer) -> None:
+    """The channels of gpt-oss, whatever family of calls is forced beside them."""
+    ids = tokenizer.encode(text, add_special=False)
+    for name in ("harmony", "json"):
+        forms = replace(forms_of(name, tokenizer), marks=HARMONY)
+        assert read(forms, ids, range(1, len(ids)), opened=opened) == expected
+
+
+def test_reasoning_is_content_where_it_is_not_told_apart() -> None:
+    text = message("analysis", "So.") + message("final", "Yes.", "")
+    assert read(forms_of("harmony", MARKED), MARKED.encode(text, add_special=False), ()) == ("", "So.\n\nYes.", [])
 
 
 def test_channels_are_found_by_the_template_and_not_by_an_end() -> None:

@@ -147,3 +147,100 @@ def test_answers_of_one_token_do_not_count_in_the_time_per_token(
 
 def test_the_largest_seed_is_one(profile: Any, tmp_path: Path) -> None:
     assert simulated([*profile(slow=SLOW), "--policy", "static:1", "--seed", str((1 << 63) - 1)], tmp_path)
+
+
+# Fleets ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fleet(profile: Any, tmp_path: Path) -> list[str]:
+    """A command that simulates a fleet on a trace of conversations with a common beginning."""
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": 200 * n,
+            "input_length": 2048,
+            "output_length": 20,
+            "hash_ids": [0, n % 7 + 1, n % 7 + 8, 100 + n],
+        }
+        for n in range(60)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = profile(slow=SLOW)
+    del command[command.index("--rows") : command.index("--acceptance")]
+    return [*command, "--rows", "8", "--replicas", "4", "--trace", str(trace), "--trace-format", "mooncake"]
+
+
+def routed(command: list[str], tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Return what was found of each route."""
+    file = tmp_path / "found.json"
+    assert cli.main([*command, "--json", str(file)]) == 0
+    return {f["route"]: f for f in json.loads(file.read_text())["found"]}
+
+
+@pytest.mark.parametrize("clock", ["fluid", "steps"])
+def test_a_fleet_is_compared_by_routes(
+    fleet: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], clock: str
+) -> None:
+    found = routed([*fleet, "--route", "seconds,prefix,least,round-robin", "--clock", clock], tmp_path)
+    assert found["seconds"]["hits"] > 1.2 * found["round-robin"]["hits"]
+    assert found["round-robin"]["busiest"] == 1
+    said = capsys.readouterr()
+    assert all(name in said.out for name in ("hits", "TTFT", "busiest/mean", "lost", "wasted tokens", "least"))
+    assert "simulating: 0 %" in said.err
+
+
+def test_deaths_cost_answers_only_without_resume(fleet: list[str], tmp_path: Path) -> None:
+    command = [*fleet, "--route", "seconds", "--deaths", "5000/h", "--back", "1"]
+    with_resume, without = (routed([*command, "--resume", on], tmp_path)["seconds"] for on in ("on", "off"))
+    assert with_resume["lost"] == 0 < with_resume["moved"]
+    assert without["lost"] > 0
+
+
+def test_copies_speeds_and_a_scaler(fleet: list[str], tmp_path: Path) -> None:
+    fixed = routed([*fleet, "--route", "least", "--copies", "2", "--speeds", "1,0.5"], tmp_path)["least"]
+    scaled = routed([*fleet, "--route", "least", "--objective", "1000,100"], tmp_path)["least"]
+    assert scaled["replica_hours"] < 0.5 * fixed["replica_hours"]
+
+
+def test_a_trace_of_a_service_serves_one_engine_too(fleet: list[str], tmp_path: Path) -> None:
+    assert simulated([*fleet, "--rows", "4", "--policy", "off"], tmp_path)["off"]["steps"] > 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--route", "fastest"], "known are seconds"),
+        (["--route", "least", "--policy", "off", "--policy", "ours"], "one --policy"),
+        (["--route", "least", "--rows", "1,2"], "one number of --rows"),
+        (["--route", "least", "--overlap", "on"], "no --overlap"),
+        (["--route", "least", "--deaths", "often"], "--deaths often: write"),
+        (["--route", "least", "--speeds", "1,x"], "--speeds 1,x: write"),
+        (["--route", "least", "--speeds", "0"], "--speeds 0: write"),
+        (["--route", "least", "--objective", "nan"], "--objective nan: write"),
+        (["--route", "least", "--copies", "0"], "--copies must be between"),
+        (["--route", "least", "--back", "-1"], "--back must be between"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_before_it_begins(
+    fleet: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main([*fleet, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "simulating" not in error
+
+
+def test_a_profile_of_whole_steps_must_be_told_what_prompts_cost(
+    fleet: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.json"
+    stats = {"1": {"0": 6.0, "1": 8.0}, "64": {"0": 8.0, "1": 12.0}}
+    values = {"batch_stats": stats, "max_num_speculative_tokens": 1, "acceptance_rate_per_pos": [0.7]}
+    table.write_text(json.dumps(values))
+    fleet[fleet.index("--profile") + 1] = str(table)
+    del fleet[fleet.index("--rows") : fleet.index("--rows") + 2]  # 64 by default
+    command = [*fleet, "--acceptance", "0.7", "--route", "seconds"]
+    assert cli.main(command) == 2
+    assert "give --prefill-rate" in capsys.readouterr().err
+    assert routed([*command, "--prefill-rate", "20000"], tmp_path)["seconds"]["ttft_mean_s"] < 1

@@ -329,6 +329,28 @@ def test_comparison_with_speculation(model, prompts, tmp_path, capsys):
     assert "plain decoding" in capsys.readouterr().out
 
 
+def test_an_interrupted_comparison_tells_the_runs_that_all_rows_have(
+    model, prompts, tmp_path, capsys, monkeypatch
+):
+    measure_one, calls = compare._measure_one, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 5:  # each of three rows once, one of them again, then the signal
+            raise KeyboardInterrupt
+        measure_one(*args)
+
+    monkeypatch.setattr(compare, "_measure_one", interrupted)
+    json_file = tmp_path / "out.json"
+    flags = ["--speculate", "3", "--rows", "ngram,suffix", "--repeat", "1", "--new-tokens", "6"]
+    flags += ["--quality-prompts", "0", "--threads", "1"]
+    flags += ["--engines", str(tmp_path / "e"), "--json", str(json_file)]
+    assert compare.main(["--prompts", str(prompts), "--model", str(model), *flags]) == 0
+    document = json.loads(json_file.read_text())
+    assert [len(row["tokens_per_s"]["one request"]) for row in document["rows"]] == [1, 1, 1]
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_a_pair_drafts_in_our_rows(model, prompts, tmp_path):
     json_file = tmp_path / "out.json"
     flags = ["--speculate", "2", "--pair", str(model), "--rows", "int8 with draft", "--repeat", "1"]

@@ -12,7 +12,7 @@ import torch
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
-from paceline.model.config import FAMILIES
+from paceline.model.families import FAMILIES
 from paceline.model.heads.cut_model import load_cut_model
 from paceline.train.cut_model_recipe import CutModelRecipe, can_be_cut, choose_layers
 from paceline.train.drafts import TextBounds, plan_drafts

@@ -43,6 +43,7 @@ from paceline.core.params import MAX_TOKENS, SamplingParams
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import MAX_ROWS
+from paceline.model.template import compiled
 from paceline.serve.prompts import Prompts
 from paceline.serve.terminal.output_files import check_file
 from paceline.sim.simulator import SimulatedReplica, Simulator
@@ -279,7 +280,7 @@ def in_engines(args: Namespace, names: Sequence[str], sizes: Sequence[int]) -> R
     loaded = load(config)
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     max_len = min(config.limits.max_len, loaded.decoder.config.max_context)
-    encode = Prompts(loaded.tokenizer, loaded.template, max_len)
+    encode = Prompts(loaded.tokenizer, compiled(loaded.template), max_len)
     prompts = read_prompts(args.prompts, args.limit)
     longest = max(len(q.request.prompt_ids) for q in make_questions(prompts, encode, params, 0))
     room = min(max_len, longest + params.max_tokens + SPARE_TOKENS)

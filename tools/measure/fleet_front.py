@@ -1,4 +1,4 @@
-"""Time of a fleet's front: a routing decision, and a token's way through the journal.
+"""CPU time of a fleet's front: a routing decision, and a token through the journal.
 
     python -m tools.measure.fleet_front [--replicas 64] [--requests 2000]
 
@@ -11,14 +11,14 @@ import argparse
 import asyncio
 import random
 import sys
-from time import perf_counter
+from time import process_time
 
 from tests.serve.fleet.fake_engines import FakeEngines
 
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.serve.fleet.fleet import Fleet
-from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 
 SHARED, OWN, MANY = 1024, 512, 32  # tokens of a shared prefix and behind it; prefixes
 TOKENS = 1000  # through the journal, one in each outcome
@@ -33,22 +33,22 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 async def routing_s(replicas: int, requests: int) -> list[float]:
     """Return the seconds of each request's way to its replica, hashes of pages included."""
-    fleet = Fleet(FleetOptions())
+    fleet = EngineFleet(ReplicaOptions())
     for index in range(replicas):
         fleet.add(str(index), FakeEngines())
     await asyncio.sleep(0)
     found = []
     for index, prompt_ids in enumerate(prompts(requests)):
-        begin_s = perf_counter()
+        begin_s = process_time()
         await fleet.submit([Request(str(index), prompt_ids, SamplingParams(max_tokens=9), 1)], lambda _: None)
-        found.append(perf_counter() - begin_s)
+        found.append(process_time() - begin_s)
     await fleet.stop()
     return found
 
 
 async def journal_s() -> float:
     """Return the seconds that an outcome of one token takes in the front, beyond what the fake takes."""
-    fleet, engines = Fleet(FleetOptions()), FakeEngines()
+    fleet, engines = EngineFleet(ReplicaOptions()), FakeEngines()
     fleet.add("0", engines)
     await asyncio.sleep(0)
     params = SamplingParams(max_tokens=TOKENS + 1)
@@ -56,10 +56,10 @@ async def journal_s() -> float:
     answer = fleet._journal.open["r"]
     (leg,) = answer.legs
     outcomes = [engines.rows["r"].more(1) for _ in range(TOKENS)]
-    begin_s = perf_counter()
+    begin_s = process_time()
     for outcome in outcomes:
         fleet._on_event(answer, leg, (0, outcome))
-    seconds = (perf_counter() - begin_s) / TOKENS
+    seconds = (process_time() - begin_s) / TOKENS
     await fleet.stop()
     return seconds
 
@@ -72,8 +72,8 @@ def main() -> int:
     args = parser.parse_args()
     found = sorted(asyncio.run(routing_s(args.replicas, args.requests)))
     p50, p99 = (1e3 * found[int(share * (len(found) - 1))] for share in (0.5, 0.99))
-    sys.stdout.write(f"request to {args.replicas} replicas: p50 {p50:.3f} ms, p99 {p99:.3f} ms\n")
-    sys.stdout.write(f"outcome through the journal: {1e6 * asyncio.run(journal_s()):.1f} us\n")
+    sys.stdout.write(f"CPU time of a request to {args.replicas} replicas: p50 {p50:.3f} ms, p99 {p99:.3f} ms\n")
+    sys.stdout.write(f"CPU time of an outcome through the journal: {1e6 * asyncio.run(journal_s()):.1f} us\n")
     return 0
 
 

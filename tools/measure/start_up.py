@@ -2,26 +2,24 @@
 
 Three starts of `paceline serve`, with a cache folder of their own that has the models only. The first packs the
 weights and measures what steps cost; the second finds both. The third comes while the second runs: the memory that
-it shares with nobody is what a further engine adds. Seconds of processor are told beside those of the clock, as
-other programs on the machine make the latter longer.
+it shares with nobody is what a further engine adds, of which anonymous huge pages are its KV. Seconds of processor
+until it is ready are told beside those of the clock, as other programs on the machine make the latter longer.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from argparse import ArgumentParser
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -29,56 +27,35 @@ from paceline.core.errors import ConfigError
 from paceline.core.system import machine
 from paceline.model.files.pull import cache_folder, resolve
 from tools.entry import exit_status
+from tools.served import start_server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-READY = re.compile(r"serves at http")
-WAIT_S = 3600.0
+    from tools.served import RunningServer
+
 MIB = 2**20
+QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 8, "stream": True}
+ANSWER_S = 120.0
 
 
-@dataclass(slots=True)
-class Start:
-    """One server, from its start on."""
+def processes(server: RunningServer) -> list[int]:
+    """Return the server's process and all that it started."""
+    found, parents = [server.process.pid], _parents()
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
 
-    process: subprocess.Popen[str]
-    began_s: float
-    phases: list[tuple[str, float]] = field(default_factory=list)  # name, seconds after the start
-    ready_s: float = 0.0
-    lines: list[str] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
 
-    def read(self) -> None:
-        """Read what the server writes; to be run in a thread."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            now_s = time.monotonic() - self.began_s
-            self.lines.append(line.rstrip())
-            if line.rstrip().endswith(" ..."):
-                self.phases.append((line.rstrip()[:-4], now_s))
-            if READY.search(line) and not self.done.is_set():
-                self.ready_s = now_s
-                self.done.set()
-        self.done.set()
-
-    def wait(self) -> None:
-        """Wait until it is ready. Raises `ConfigError` if it ends before."""
-        if not self.done.wait(WAIT_S) or not self.ready_s:
-            self.stop()
-            raise ConfigError("the server did not start: " + " ".join(self.lines[-3:]))
-
-    def stop(self) -> None:
-        """End it."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-    def processes(self) -> list[int]:
-        """Return the process and all that it started."""
-        found, parents = [self.process.pid], _parents()
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
+def first_token_s(url: str) -> float:
+    """Ask a question; return the seconds to its first token."""
+    start_s = time.monotonic()
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=QUESTION, timeout=ANSWER_S) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                return time.monotonic() - start_s
+    raise ConfigError("the server answered without a token")
 
 
 def _parents() -> dict[int, int]:
@@ -100,43 +77,57 @@ def _sizes(pid: int, file: str, *names: str) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(tuple(f"{n}:" for n in names)))
 
 
-def figures(start: Start) -> dict[str, float]:
-    """Return seconds and bytes of a ready server with all its processes."""
-    pids = start.processes()
+def figures(server: RunningServer) -> dict[str, float]:
+    """Return seconds and bytes of a ready server with all its processes.
+
+    Processor time is that before its first answers, memory that behind them.
+    """
+    pids = processes(server)
+    processor_s = sum(map(_cpu_s, pids))
+    tokens_s = [first_token_s(server.url) for _ in range(3)]
+    own = {pid: _sizes(pid, "smaps_rollup", "Private_Clean", "Private_Dirty") for pid in pids}
+    kv = {pid: _sizes(pid, "smaps_rollup", "AnonHugePages") for pid in pids}
+    engine = max(pids, key=lambda pid: _sizes(pid, "smaps_rollup", "Rss"))
     return {
-        "ready": start.ready_s,
-        "processor": sum(map(_cpu_s, pids)),
+        "ready": server.ready_s,
+        "processor": processor_s,
+        "first token": tokens_s[0],
+        "later": tokens_s[-1],
         "peak": max(_sizes(pid, "status", "VmHWM") for pid in pids),
-        "shared out": sum(_sizes(pid, "smaps_rollup", "Pss") for pid in pids),
-        "own": sum(_sizes(pid, "smaps_rollup", "Private_Clean", "Private_Dirty") for pid in pids),
+        "own": sum(own.values()),
+        "kv": sum(kv.values()),
+        "engine": own[engine] - kv[engine],
+        "others": sum(own.values()) - own[engine],
         "huge": sum(_sizes(pid, "smaps_rollup", "FilePmdMapped") for pid in pids),
     }
 
 
-def start_server(arguments: Sequence[str], cache: Path) -> Start:
-    """Start a server with a cache folder."""
-    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments]
+def measure(
+    flags: Sequence[str], cache: Path, warm_starts: int, tell: Callable[[str], None]
+) -> dict[str, tuple[RunningServer, dict[str, float]]]:
+    """Start servers cold, warm and beside another; return each with its figures.
+
+    tell: shows what goes on.
+    """
+    found: dict[str, tuple[RunningServer, dict[str, float]]] = {}
     environment = os.environ | {"PACELINE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, **streams)  # noqa: S603 (our own)
-    start = Start(process, time.monotonic())
-    threading.Thread(target=start.read, daemon=True).start()
-    return start
 
-
-def measure(arguments: Sequence[str], cache: Path, warm_starts: int) -> dict[str, tuple[Start, dict[str, float]]]:
-    """Start servers cold, warm and beside another; return each with its figures."""
-    found: dict[str, tuple[Start, dict[str, float]]] = {}
-
-    def run(name: str, *, keep: bool = False) -> Start:
-        start = start_server(arguments, cache)
+    def run(name: str, *, keep: bool = False) -> RunningServer:
+        tell(f"{name}: starts")
+        server = start_server(
+            flags, environment, subprocess.STDOUT, lambda what, at_s: tell(f"{name}: {at_s:6.1f} s {what}")
+        )
         try:
-            start.wait()
-            found[name] = start, figures(start)
+            server.wait()
+            tell(f"{name}: {server.ready_s:6.1f} s ready")
+            found[name] = server, figures(server)
+        except BaseException:
+            keep = False
+            raise
         finally:
-            if not keep and start.process.poll() is None:
-                start.stop()
-        return start
+            if not keep:
+                server.stop()
+        return server
 
     run("cold")
     for number in range(1, warm_starts):
@@ -160,15 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="paceline-start-", dir=cache_folder()) as folder:
         (Path(folder) / "models").symlink_to(cache_folder() / "models")
-        found = measure(["--model", args.model, *args.options], Path(folder), args.warm_starts)
+        flags = ["--model", args.model, *args.options]
+        found = measure(flags, Path(folder), args.warm_starts, Console(stderr=True, highlight=False).print)
         packed = sum(path.stat().st_size for path in Path(folder, "packed").glob("*.packed"))
-    columns = {"s to ready": "ready", "s of processor": "processor"}
-    sizes = {"peak MiB": "peak", "PSS MiB": "shared out", "own MiB": "own", "in huge pages MiB": "huge"}
+    columns = {"ready s": "ready", "processor s": "processor", "first token s": "first token", "third": "later"}
+    sizes = {"peak MiB": "peak", "own": "own", "KV of it": "kv", "engine": "engine", "others": "others"}
+    sizes |= {"mapped huge": "huge"}
     table = Table(title=f"{args.model}: {packed / 1e6:.0f} MB packed")
     for column in ("start", *columns, *sizes, "phases, s after the start"):
         table.add_column(column, justify="right" if column in {**columns, **sizes} else "left")
-    for name, (start, values) in found.items():
-        phases = ", ".join(f"{what} {at_s:.1f}" for what, at_s in start.phases)
+    for name, (server, values) in found.items():
+        phases = ", ".join(f"{what} {at_s:.1f}" for what, at_s in server.phases)
         cells = [f"{values[key]:.2f}" for key in columns.values()]
         cells += [f"{values[key] / MIB:.0f}" for key in sizes.values()]
         table.add_row(name, *cells, phases)

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser
-from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import httpx
 
+from tools.served import served
+
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator
 
-COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
 SCRAPE_S = 1.0
 QUIET, WATCHED = ["--no-access-log"], ["--log-format", "json"]
 PROMPTS = (
@@ -34,21 +31,9 @@ PROMPTS = (
 )
 
 
-@contextmanager
-def served(options: Namespace, flags: list[str], log: IO[str]) -> Iterator[str]:
-    """Start a server and yield its URL."""
-    words = ["serve", "--port", "0", "--model", options.model, "--draft", options.draft, *flags]
-    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=log, text=True)  # noqa: S603 - our own words
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"serves at (\S+)", line):
-                yield found[1]
-                return
-        raise RuntimeError("the server ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait()
+def flags_of(options: Namespace, *flags: str) -> list[str]:
+    """Return the flags of a server."""
+    return ["--model", options.model, "--draft", options.draft, *flags]
 
 
 async def load(url: str, options: Namespace, *, watched: bool) -> float:
@@ -113,8 +98,8 @@ def main() -> None:
     pairs: list[tuple[float, float]] = []
     with (
         tempfile.TemporaryFile("w") as log,
-        served(options, QUIET, log) as quiet,
-        served(options, WATCHED, log) as seen,
+        served(flags_of(options, *QUIET), log) as quiet,
+        served(flags_of(options, *WATCHED), log) as seen,
     ):
         asyncio.run(load(quiet, options, watched=False))  # the first turn of each is not counted
         asyncio.run(load(seen, options, watched=True))

@@ -57,7 +57,7 @@ from tools.peers.timing import rate
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from paceline.model.weights import LoadedModel
     from tools.peers.prepare import JudgedTexts
@@ -370,15 +370,33 @@ def _measure(
     """Measure all rows interleaved; each run of a workload begins with another row."""
     total = sum(w.cost * w.num_runs(repeat) for w in c.workloads) * len(rows)
     done = 0.0
-    with progress("measuring") as update:
-        for again in range(repeat):
-            for w in c.workloads:
-                for run in range(again * w.runs_per_repeat, (again + 1) * w.runs_per_repeat):
-                    first = run % len(rows)
-                    for m in (*rows[first:], *rows[:first]):
-                        _measure_one(m, workers, w, prompts[w.name][run])
-                        done += w.cost
-                        update(int(done), int(total))
+    try:
+        with progress("measuring") as update:
+            for w, run in _in_turns(c.workloads, repeat):
+                first = run % len(rows)
+                for m in (*rows[first:], *rows[:first]):
+                    _measure_one(m, workers, w, prompts[w.name][run])
+                    done += w.cost
+                    update(int(done), int(total))
+    except KeyboardInterrupt:
+        _drop_unfinished(rows)
+        sys.stderr.write("interrupted: the tables hold the runs that every row has finished\n")
+
+
+def _in_turns(workloads: Sequence[PeerWorkload], repeat: int) -> Iterator[tuple[PeerWorkload, int]]:
+    """Yield workloads in turns, each with the number of its run."""
+    for again in range(repeat):
+        for w in workloads:
+            for run in range(again * w.runs_per_repeat, (again + 1) * w.runs_per_repeat):
+                yield w, run
+
+
+def _drop_unfinished(rows: Sequence[MeasuredRow]) -> None:
+    """Cut each workload's rates to the runs that all rows have."""
+    for name in {name for m in rows for name in m.rates}:
+        finished = min(len(m.rates.get(name, ())) for m in rows)
+        for m in rows:
+            m.rates[name] = m.rates.get(name, [])[:finished]
 
 
 def _measure_one(

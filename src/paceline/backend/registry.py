@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
+MAX_INT_KV_HEAD = 256  # numbers of a head that integer KV takes
 AUTO = "auto"  # value of `--backend` and of `--weights`
 FILE = "file"  # type of weights: each matrix in its file's own values and blocks
 # Bytes of one stored number, scales included.
@@ -51,6 +52,7 @@ class BackendSpec:
     extra: str | None = None  # extra that installs it; None: of the same name
     kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
     small_kv: str | None = None  # type of KV that is taken unasked where memory is short
+    wide_kv: str | None = None  # and for heads that integers do not take
     devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
     device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
     numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
@@ -246,6 +248,7 @@ BACKENDS = {
             weights_chooser="paceline.backend.native.packing:choose_weights",
             small_kv="i8",
             repacker="paceline.backend.native.load:repack",
+            wide_kv="f16",
         ),
         BackendSpec(
             "reference",

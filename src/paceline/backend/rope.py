@@ -23,7 +23,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, factors: NDArray[floating] | 
     `factors` [head_dim / 2] divides them where `rope.scaling` is "factors". Pairs that are not rotated come last.
     """
     size = rope.rotated(head_dim)
-    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(max(size, 1))
+    among = head_dim if rope.scaling == "proportional" else size  # whose numbers the angles are spread over
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(max(among, 1))
     plain = np.float32(1) / np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     if rope.scaling == "factors":
         assert factors is not None
@@ -78,4 +79,5 @@ _SCALERS: dict[str, Callable[[NDArray[float32], Rope], NDArray[float32]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": lambda plain, rope: plain / rope.factor,
 }

@@ -145,7 +145,7 @@ def measure_limits(team: kernels.ThreadPool) -> MachineLimits:
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the matrix shapes of one layer and the head by name, each shape once."""
-    named = {name: shape for name, shape in layer_shapes(config).items() if len(shape) == 2}
+    named = {name: shape for name, shape in layer_shapes(config, 0).items() if len(shape) == 2}
     named["head"] = (config.vocab_size, config.hidden_size)
     first = {shape: name for name, shape in reversed(named.items())}
     return {name: (shape[0], shape[1]) for shape, name in reversed(first.items())}
@@ -168,7 +168,7 @@ def measure_products(
 
 def all_matrices(config: ModelConfig, weights: str) -> list[kernels.Matrix]:
     """Return random matrices with the shapes of a whole pass: every layer and the head."""
-    shapes = [shape for shape in layer_shapes(config).values() if len(shape) == 2] * config.num_layers
+    shapes = [s for i in range(config.num_layers) for s in layer_shapes(config, i).values() if len(s) == 2]
     random = np.random.default_rng(0)
     return [
         kernels.pack(random.standard_normal(shape, dtype=np.float32), weights)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_METAVAR
 from paceline.core.errors import ConfigError
+from paceline.model.template import compiled
 from paceline.serve.terminal.output_files import check_file, check_picture
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ def _questions(args: Namespace, built: Built) -> list[Question]:
 
     prompts = read_prompts(args.prompts or BUILTIN, args.limit)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    return make_questions(prompts, Prompts(built.engine.tokenizer, built.template, built.max_len), params, seed=0)
+    return make_questions(
+        prompts, Prompts(built.engine.tokenizer, compiled(built.template), built.max_len), params, seed=0
+    )
 
 
 def _show(profile: Profile) -> None:

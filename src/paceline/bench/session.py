@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_SEED, MAX_TOKENS
 from paceline.core.system import peak_rss_mb, reset_peak_rss
 from paceline.engine.assembly.config import MAX_ROWS
+from paceline.model.template import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ def run_here(
     from paceline.serve.prompts import Prompts
 
     max_len = min(config.limits.max_len, loaded.decoder.config.max_context)
-    encode = Prompts(loaded.tokenizer, loaded.template, max_len)
+    encode = Prompts(loaded.tokenizer, compiled(loaded.template), max_len)
     questions = make_questions(prompts, encode, session.params, session.seed)
     longest = max(len(q.request.prompt_ids) for q in questions) + session.params.max_tokens + SPARE_TOKENS
     limits = replace(config.limits, num_rows=max(session.concurrencies), max_len=min(max_len, longest))

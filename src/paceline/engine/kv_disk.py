@@ -2,7 +2,8 @@
 
 The engine's thread only names pages. One thread copies and writes them, the first published first; another reads
 pages for the request that is next. A page is written once, soon after it is full: so it is on disk before it is
-evicted, and a crash loses little. Reading is chosen where it was faster than computing.
+evicted, and a crash loses little. Reading is chosen where it was faster than computing, and given up where
+the disk stalls.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 LEAST_PAGES = 4  # that are read; fewer are computed in the time of a step
 LEARNT_TOKENS = 64  # least tokens of a pass whose time tells what computing takes
 PAUSE_S = 60.0  # without writing, after a write has failed
+STALL_S = 2.0  # without a page, after which the rest of a reading is computed
 CLOSE_S = 3.0  # for pages still to be written when the engine ends
 NEW_SHARE = 0.3  # weight of the newest time in a mean
 
@@ -57,8 +59,14 @@ class Reading:
     held: list[int]  # found in memory, then those that are read into
     hashes: list[bytes]  # of the latter
     num_read: int = 0
-    stopped: bool = False  # the request is not next any more
+    stopped: bool = False  # the request is not next any more, or it was given up
+    moved_s: float = field(default_factory=time.monotonic)  # clock at its beginning, then at its newest page
+    writing: Lock = field(default_factory=Lock)  # held while a page is written into
     done: Event = field(default_factory=Event)
+
+    def goes_on(self) -> bool:
+        """Return True while its pages are held."""
+        return not self.stopped
 
     @property
     def into(self) -> list[int]:
@@ -72,6 +80,7 @@ class KvDisk:
     def __init__(self, files: PageFiles, kv: PageBytes) -> None:
         self.files, self.counts = files, DiskCounts()
         self.reading: Reading | None = None  # the scheduler's, which holds its pages
+        self._stalled: Reading | None = None  # given up, and the disk may still be at it
         self._kv = kv
         self._wanted: OrderedDict[int, bytes] = OrderedDict()  # page -> hash, to be written
         self._changed = Condition()  # guards the line above and the next two
@@ -109,6 +118,8 @@ class KvDisk:
 
     def worth(self, hashes: Sequence[bytes]) -> int:
         """Return how many leading pages should be read rather than computed."""
+        if self._stalled is not None and not self._stalled.done.is_set():
+            return 0
         count = next((i for i, page_hash in enumerate(hashes) if page_hash not in self.files), len(hashes))
         if count < LEAST_PAGES:
             return 0
@@ -121,6 +132,20 @@ class KvDisk:
         """Begin to read the last pages of `held`."""
         self.reading = Reading(request_id, held, hashes)
         self._readings.put(self.reading)
+
+    def gives_up(self, reading: Reading) -> bool:
+        """Give a reading up if the disk stalls; return True if so.
+
+        From then on nothing is written into its pages.
+        """
+        if time.monotonic() < reading.moved_s + STALL_S:
+            return False
+        with reading.writing:
+            reading.stopped = True
+        self._stalled = reading
+        self.counts.failures += 1
+        log.warning("no KV page was read for %.0f s: prefixes are computed until the disk answers", STALL_S)
+        return True
 
     def learn(self, num_tokens: int, pass_s: float) -> None:
         """Take in the time of a pass, if it was long enough to tell."""
@@ -177,8 +202,11 @@ class KvDisk:
                 for page, page_hash in zip(reading.into, reading.hashes, strict=True):
                     if self._ends_s < inf or reading.stopped or not self.files.read(page_hash, buffer):
                         break
-                    self._kv.write_page(page, buffer)
-                    reading.num_read += 1
+                    with reading.writing:
+                        if not reading.goes_on():  # since the disk was asked: the page may be another's by now
+                            break
+                        self._kv.write_page(page, buffer)
+                        reading.num_read, reading.moved_s = reading.num_read + 1, time.monotonic()
             finally:
                 self._count(reading, time.perf_counter() - start)
                 reading.done.set()
@@ -187,7 +215,7 @@ class KvDisk:
         self.counts.pages_read += reading.num_read
         self.counts.failures += reading.num_read < len(reading.hashes) and not reading.stopped
         self.counts.read_s += read_s
-        if reading.num_read:
+        if reading.num_read and reading is not self._stalled:
             self._read_s = _mean(self._read_s, read_s / reading.num_read)
 
 

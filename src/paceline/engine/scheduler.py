@@ -345,7 +345,7 @@ class Scheduler:
         if disk is None or reading is None:
             return True
         reading.stopped = not self.waiting or self.waiting[0].request.request_id != reading.request_id
-        if not reading.done.wait(wait_s):
+        if not reading.done.wait(wait_s) and not disk.gives_up(reading):
             return False
         for page, page_hash in zip(reading.into[: reading.num_read], reading.hashes, strict=False):
             self.pool.publish(page, page_hash)

@@ -81,6 +81,8 @@ class KVStore:
     def __init__(
         self, dtype: str, num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int
     ) -> None: ...
+    @staticmethod
+    def of_layers(dtype: str, num_pages: int, heads: Sequence[tuple[int, int]]) -> KVStore: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -141,6 +143,11 @@ class Decoder:
         token_ids: _Ids | None = None,
         experts_per_token: int = 0,
         norms_shares: bool = True,
+        heads: Sequence[tuple[int, int]] = ...,
+        kv_layers: Sequence[int] = ...,
+        norms_values: bool = False,
+        input_matrices: dict[str, Matrix] = ...,
+        input_vectors: dict[str, _F32] = ...,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.experts import PARTS, Experts, MixtureFacts, feed_forward_shapes
+from paceline.core.errors import BadModelFile
+from paceline.model.experts import PARTS, Experts, feed_forward_shapes
+from paceline.model.families import Family, family
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-RopeScaling = Literal["none", "linear", "llama3", "factors", "yarn", "longrope"]
-Norms = Literal["before", "around", "after"]  # where a layer's norms stand, seen from its two blocks
-QKNorm = Literal["", "head", "whole"]  # what a norm of q and k goes over: nothing, each head, all heads together
+RopeScaling = Literal["none", "linear", "llama3", "factors", "yarn", "longrope", "proportional"]
 
 # Bounds of what a file may claim: generous, and far below what could exhaust memory.
 _BOUNDS: dict[str, tuple[int, int]] = {
@@ -26,199 +22,6 @@ _BOUNDS: dict[str, tuple[int, int]] = {
     "num_kv_heads": (1, 1 << 10),
     "head_dim": (2, 1 << 10),
     "max_context": (1, 1 << 24),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class MixedLayers:
-    """Layers with a sliding window: which ones, and their RoPE, where files say too little."""
-
-    period: int  # the last of every `period` layers sees all tokens
-    scales_rope: bool = True  # RoPE scaling is for these layers, too
-    rotates_others: bool = True  # layers that see all tokens have RoPE beside these
-    query_scalars: Mapping[int, float] = field(default_factory=dict)  # number of layers -> `query_scalar`, if GGUF
-
-    def slides(self, layer: int) -> bool:
-        """Return True if a layer has a window."""
-        return (layer + 1) % self.period != 0
-
-
-ALL_SLIDE = MixedLayers(period=1 << 30)
-GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD = "rope_theta", "rope_local_base_freq", "no_rope_layer_interval"
-QKV = frozenset({"attn_q", "attn_k", "attn_v"})
-MLP = frozenset({"mlp_gate", "mlp_up", "mlp_down"})
-# Switches of config.json that add biases, and to which projections.
-BIAS_SWITCHES: Mapping[str, frozenset[str]] = {"attention_bias": QKV | {"attn_o"}, "mlp_bias": MLP}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Facts that all models of one family share and their files leave out."""
-
-    name: str  # also `model_type` in a Hugging Face config.json
-    gguf_arch: str | None  # `general.architecture` in GGUF; None: there is none
-    activation: str = "silu"
-    biases: frozenset[str] = frozenset()  # projections that always have a bias
-    bias_switches: Mapping[str, frozenset[str]] = field(default_factory=lambda: BIAS_SWITCHES)
-    norms: Norms = "before"
-    qk_norm: QKNorm = ""
-    norms_from_one: bool = False  # safetensors files keep norm weights as their distance from 1
-    scales_embedding: bool = False  # embeddings times the root of their size
-    gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
-    interleaves_rope: bool = False  # so do all its files: RoPE rotates numbers beside each other
-    mixed_layers: MixedLayers | None = None  # layers with a sliding window, if `sliding_window` is given
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where it lacks the key
-    fixed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # keys of config.json and the one value that is supported
-    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json that have another name there
-    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors in safetensors, where unusual
-    gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
-    mixture: MixtureFacts | None = None  # its layers have experts
-    sinks: bool = False  # each head has the score of a key without a value, which every token sees
-
-
-_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
-_GLM_NAMES = {
-    "attn_post_norm": "post_self_attn_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "mlp_post_norm": "post_mlp_layernorm.weight",
-}
-
-FAMILIES: dict[str, Family] = {
-    f.name: f
-    for f in (
-        Family("llama", "llama", gguf_permutes_qk=True),
-        Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
-        Family("qwen2", "qwen2", biases=QKV),
-        Family("qwen3", "qwen3", qk_norm="head"),
-        Family("qwen3_moe", "qwen3moe", qk_norm="head", mixture=MixtureFacts(normed=True)),
-        Family("qwen2_moe", "qwen2moe", biases=QKV, mixture=MixtureFacts(normed=False, shared=True)),
-        Family(
-            "mixtral",
-            "llama",
-            gguf_permutes_qk=True,
-            mixture=MixtureFacts(
-                normed=True,
-                size_key="intermediate_size",
-                block="block_sparse_moe",
-                parts=("w1", "w3", "w2"),
-            ),
-        ),
-        Family(
-            "gpt_oss",
-            "gpt-oss",
-            activation="clamped_silu",
-            biases=QKV | {"attn_o"},
-            mixed_layers=MixedLayers(period=2),
-            defaults={GLOBAL_THETA: 150000.0, "head_dim": 64},
-            gguf_names={"mlp_norm": "post_attention_norm.weight"},
-            mixture=MixtureFacts(normed=True, biased=True, size_key="intermediate_size", router="router"),
-            sinks=True,
-        ),
-        Family(
-            "gemma3_text",
-            "gemma3",
-            activation="gelu_tanh",
-            norms="around",
-            qk_norm="head",
-            norms_from_one=True,
-            scales_embedding=True,
-            mixed_layers=MixedLayers(period=6, scales_rope=False, query_scalars={62: 168.0}),
-            defaults=_GEMMA
-            | {GLOBAL_THETA: 1e6, LOCAL_THETA: 1e4, "vocab_size": 262208, "max_position_embeddings": 131072}
-            | {"num_attention_heads": 8, "num_key_value_heads": 4},
-        ),
-        Family(
-            "gemma2",
-            "gemma2",
-            activation="gelu_tanh",
-            norms="around",
-            norms_from_one=True,
-            scales_embedding=True,
-            mixed_layers=MixedLayers(period=2, query_scalars={46: 144.0}),
-            defaults=_GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        ),
-        Family(
-            "gemma",
-            "gemma",
-            activation="gelu_tanh",
-            norms_from_one=True,
-            scales_embedding=True,
-            defaults={"tie_word_embeddings": True, "head_dim": 256},
-        ),
-        Family("qwen2_5_vl_text", "qwen2vl", biases=QKV),
-        Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
-        Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),
-        Family("ministral3", "mistral3", gguf_permutes_qk=True),
-        Family(
-            "smollm3",
-            "smollm3",
-            gguf_permutes_qk=True,
-            defaults={
-                GLOBAL_THETA: 2e6,
-                PLAIN_PERIOD: 4,
-                "tie_word_embeddings": True,
-                "use_sliding_window": False,
-            },
-        ),
-        Family("phi3", "phi3", mixed_layers=ALL_SLIDE),
-        Family("granite", "granite", gguf_permutes_qk=True, defaults={"attention_multiplier": 1.0}),
-        Family(
-            "granitemoehybrid",  # those without experts and recurrent layers, such as Granite 4.0 Micro
-            None,
-            defaults={"attention_multiplier": 1.0},
-            fixed={"num_local_experts": 0},
-            keys={"intermediate_size": "shared_intermediate_size"},
-            names={"mlp_down": "shared_mlp.output_linear.weight"},
-        ),
-        Family(
-            "olmo2",
-            "olmo2",
-            norms="after",
-            qk_norm="whole",
-            mixed_layers=MixedLayers(period=4, scales_rope=False),
-        ),
-        Family(
-            "olmo3",
-            "olmo2",
-            norms="after",
-            qk_norm="whole",
-            mixed_layers=MixedLayers(period=4, scales_rope=False),
-            defaults={GLOBAL_THETA: 5e5, "sliding_window": 4096},
-        ),
-        Family(
-            "exaone4",
-            "exaone4",
-            norms="after",
-            qk_norm="head",
-            mixed_layers=MixedLayers(period=4, rotates_others=False),
-        ),
-        Family(
-            "glm4",
-            "glm4",
-            bias_switches={"attention_bias": QKV},
-            norms="around",
-            interleaves_rope=True,
-            defaults={"partial_rotary_factor": 0.5},
-            names=_GLM_NAMES,
-        ),
-        Family(
-            "seed_oss",
-            "seed_oss",
-            bias_switches={"attention_bias": QKV, "attention_out_bias": frozenset({"attn_o"}), "mlp_bias": MLP},
-            defaults={"attention_bias": True},
-            gguf_names={"mlp_norm": "post_attention_norm.weight"},
-        ),
-        Family(
-            "ernie4_5",
-            "ernie4_5",
-            bias_switches={"use_bias": QKV | {"attn_o"} | MLP},
-            interleaves_rope=True,
-            defaults={"tie_word_embeddings": True},
-        ),
-        Family("helium", None, interleaves_rope=True),
-    )
 }
 
 
@@ -274,11 +77,30 @@ _PLAIN = ("none", "linear", "llama3", "factors")
 NO_ROPE = Rope(share=0.0)
 
 
+class Heads(NamedTuple):
+    """KV heads of a layer, and the size of all its heads."""
+
+    num_kv: int
+    dim: int
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of a token's keys, and of its values."""
+        return self.num_kv * self.dim
+
+    def check(self, num_heads: int) -> None:
+        """Raise `BadModelFile` for heads that no model has."""
+        fits = 1 <= self.num_kv <= num_heads and num_heads % self.num_kv == 0
+        if not fits or self.dim % 2 or not 2 <= self.dim <= _BOUNDS["head_dim"][1]:
+            raise BadModelFile(f"{num_heads} heads cannot share {self.num_kv} KV heads of size {self.dim}")
+
+
 class LayerView(NamedTuple):
-    """Tokens that a layer's tokens see, and how they tell positions apart."""
+    """Tokens that a layer's tokens see, how they tell positions apart, and its heads."""
 
     window: int  # tokens, its own included; 0: all
     rope: Rope
+    heads: Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +140,11 @@ class ModelConfig:
     experts: Experts | None = None  # None: one feed-forward network for all tokens
     query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
     unrotated: frozenset[int] = frozenset()  # layers without RoPE
+    global_heads: Heads | None = None  # of layers that see all tokens; None: as those of the others
+    keys_are_values: bool = False  # those layers make values with their matrix of keys
+    num_sharing: int = 0  # last layers, which read the keys and values of the last other one that sees as much
+    sharing_factor: int = 1  # times `intermediate_size` in these
+    layer_input_size: int = 0  # numbers that each layer reads of a token beside the residual stream; 0: none
     embed_factor: float = 1.0  # of embeddings, beside what the family says
     residual_factor: float = 1.0  # of what each block adds to the residual stream
     logit_divisor: float = 1.0  # the final norm's weights are divided by it when they are read
@@ -355,11 +182,36 @@ class ModelConfig:
 
     @property
     def views(self) -> tuple[LayerView, ...]:
-        """Window and RoPE of each layer. [num_layers]"""
+        """Window, RoPE and heads of each layer. [num_layers]"""
         ropes = self.rope_of_window
         return tuple(
-            LayerView(w, NO_ROPE if i in self.unrotated else ropes[w]) for i, w in enumerate(self.windows)
+            LayerView(
+                w, NO_ROPE if i in self.unrotated else ropes[w], self.full_heads if w == 0 else self.own_heads
+            )
+            for i, w in enumerate(self.windows)
         )
+
+    @property
+    def own_heads(self) -> Heads:
+        """Heads of layers with a window, and of all others where they do not differ."""
+        return Heads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def full_heads(self) -> Heads:
+        """Heads of layers that see all tokens."""
+        return self.global_heads or self.own_heads
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layer of a store whose keys and values each layer reads. [num_layers]"""
+        first, windows = self.num_layers - self.num_sharing, self.windows
+        last = {window: i for i, window in enumerate(windows[:first])}
+        return (*range(first), *(last[window] for window in windows[first:]))
+
+    def kv_heads(self, num_layers: int | None = None) -> tuple[Heads, ...]:
+        """Return the heads of each layer of a store for the first layers. num_layers: None means all."""
+        stored = min(num_layers or self.num_layers, self.num_layers - self.num_sharing)
+        return tuple(view.heads for view in self.views[:stored])
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -376,6 +228,11 @@ class ModelConfig:
             "norms over all heads together": self.facts.qk_norm == "whole",
             "a mixture of experts": self.experts is not None,
             "attention sinks": self.facts.sinks,
+            "heads of two sizes": self.full_heads != self.own_heads,
+            "layers that share keys and values": self.num_sharing > 0,
+            "inputs of each layer": self.layer_input_size > 0,
+            "normed values": self.facts.norms_values,
+            "a factor of each layer": self.facts.layer_scales,
         }
         return tuple(words for words, wanted in asked.items() if wanted)
 
@@ -391,10 +248,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise BadModelFile(f"the model says {name} = {value!r}; it must be an integer in {low}..{high}")
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise BadModelFile(
-                f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads of size {self.head_dim}"
-            )
+        for heads in (self.own_heads, self.full_heads):
+            heads.check(self.num_heads)
         if not 0.0 < self.norm_eps < 1.0:
             raise BadModelFile(f"the model says norm_eps = {self.norm_eps!r}; it must lie between 0 and 1")
         if self.query_scalar is not None and not 0.0 < self.query_scalar < 1e6:
@@ -404,28 +259,29 @@ class ModelConfig:
         factors = (self.embed_factor, self.residual_factor, self.logit_divisor, self.score_cap, self.logit_cap)
         if not all(f is None or 0.0 < f < 1e6 for f in factors):
             raise BadModelFile(f"the model has factors or caps that are no positive numbers: {factors}")
-        self.rope.check(self.head_dim)
+        self.rope.check(self.full_heads.dim)
         if self.sliding is not None:
             self.sliding.check(self.num_layers, self.head_dim)
+        self._check_layers()
         if not self.unrotated <= set(range(self.num_layers)):
             raise BadModelFile(f"the model says that layers {sorted(self.unrotated)} have no RoPE")
         special = self.eos_ids if self.bos_id is None else (self.bos_id, *self.eos_ids)
         if not all(0 <= i < self.vocab_size for i in special):
             raise BadModelFile(f"special token ids {special} lie outside a vocabulary of {self.vocab_size}")
 
+    def _check_layers(self) -> None:
+        first = self.num_layers - self.num_sharing
+        if not 0 < first <= self.num_layers or not set(self.windows[first:]) <= set(self.windows[:first]):
+            raise BadModelFile(f"the model says that its last {self.num_sharing} layers read keys of none before")
+        if self.sharing_factor not in (1, 2) or not 0 <= self.layer_input_size <= 1 << 12:
+            sizes = f"{self.sharing_factor} times as wide, inputs of {self.layer_input_size} numbers"
+            raise BadModelFile(f"the model has layers that none has: {sizes}")
+
     def _check_experts(self) -> None:
         if (self.facts.mixture is None) != (self.experts is None):
             raise BadModelFile(f"a {self.family} model has experts in every layer, or in none: this one differs")
         if self.experts is not None:
             self.experts.check()
-
-
-def family(name: str) -> Family:
-    """Return a family by name. Raises `UnsupportedModel`."""
-    if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))  # a name that looks alike is another family: nothing to suggest
-        raise UnsupportedModel(f"Paceline does not know the model family {name[:80]!r}; known: {known}")
-    return FAMILIES[name]
 
 
 def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period: int) -> frozenset[int]:
@@ -435,10 +291,11 @@ def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period
     return frozenset(i for i in range(num_layers) if period > 0 and (i + 1) % period == 0)
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of one layer and their shapes, matrices as [out, in]."""
-    c = config
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    c, heads = config, config.views[index].heads
+    shares = index >= c.num_layers - c.num_sharing
+    q_size, kv_size = c.num_heads * heads.dim, heads.kv_size
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (c.hidden_size,),
         "attn_q": (q_size, c.hidden_size),
@@ -448,7 +305,7 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "mlp_norm": (c.hidden_size,),
     }
     if c.experts is None:
-        dense = feed_forward_shapes(c.hidden_size, c.intermediate_size)
+        dense = feed_forward_shapes(c.hidden_size, c.intermediate_size * (c.sharing_factor if shares else 1))
         shapes |= {f"mlp_{part}": shape for part, shape in zip(PARTS, dense, strict=True)}
     else:
         shapes |= c.experts.shapes(c.hidden_size, c.intermediate_size)
@@ -458,14 +315,19 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.facts.qk_norm:
         whole = c.facts.qk_norm == "whole"
         shapes |= {
-            "attn_q_norm": (q_size if whole else c.head_dim,),
-            "attn_k_norm": (kv_size if whole else c.head_dim,),
+            "attn_q_norm": (q_size if whole else heads.dim,),
+            "attn_k_norm": (kv_size if whole else heads.dim,),
         }
     if c.facts.norms != "before":
         shapes |= {"attn_post_norm": (c.hidden_size,), "mlp_post_norm": (c.hidden_size,)}
     if c.facts.norms == "after":
         del shapes["attn_norm"], shapes["mlp_norm"]
-    return shapes
+    if c.facts.layer_scales:
+        shapes["layer_scale"] = (1,)
+    if size := c.layer_input_size:
+        shapes |= {"input_gate": (size, c.hidden_size), "input_out": (c.hidden_size, size)}
+        shapes["input_post_norm"] = (c.hidden_size,)
+    return {n: s for n, s in shapes.items() if not shares or not n.startswith(("attn_k", "attn_v"))}
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -475,10 +337,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not c.tie_embeddings:
         shapes["head"] = (c.vocab_size, c.hidden_size)
     if c.rope.scaling == "factors":
-        shapes["rope_factors"] = (c.rope.rotated(c.head_dim) // 2,)
-    one_layer = layer_shapes(c)
+        shapes["rope_factors"] = (c.rope.rotated(c.full_heads.dim) // 2,)
+    if width := c.num_layers * c.layer_input_size:
+        shapes |= {"input_embed": (c.vocab_size, width), "input_proj": (width, c.hidden_size)}
+        shapes["input_norm"] = (c.layer_input_size,)
     for i in range(c.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in one_layer.items()}
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(c, i).items()}
     return shapes
 
 

@@ -1,40 +1,89 @@
-"""A key of a model's files, for what is kept beyond a process."""
+"""One key of a model's content, for all that is kept beyond a process.
+
+Packed weights and pages on disk have it. It is of every byte of the model's files. The digest of a file is
+remembered while its inode, size and times of modification and change stay: no program can write to it and keep the
+last one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.model.shapes import is_shape
+from paceline.core.system import file_size
+from paceline.model.files.pull import cache_folder
+from paceline.model.files.source_files import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable
 
-NUM_PIECES = 64  # of a file that are read
-PIECE_BYTES = 4096
+    from paceline.model.files.source_files import Source
 
-
-def content_key(path: Path) -> str:
-    """Return a key of the files of a model, as `LoadedModel.path` names them.
-
-    It is of their sizes, their times of change and pieces spread over them: a file that was changed in place has
-    another key. To read all of it would take as long as to load it.
-    """
-    if is_shape(path):
-        return str(path)
-    digest = hashlib.sha256()
-    of_folder = [p for pattern in ("*.safetensors", "*.index.json", "config.json") for p in path.glob(pattern)]
-    for file in [path] if path.is_file() else sorted(of_folder):
-        stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\0".encode())
-        for piece in _pieces(file, stat.st_size):
-            digest.update(piece)
-    return digest.hexdigest()
+SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's step
+MAX_REMEMBERED = 4096  # digests
+_CHUNK = 16 << 20  # bytes that one thread digests
 
 
-def _pieces(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for index in range(NUM_PIECES):
-            file.seek(max(size - PIECE_BYTES, 0) * index // (NUM_PIECES - 1))
-            yield file.read(PIECE_BYTES)
+def content_key(sources: Iterable[Source]) -> str:
+    """Return a key of files, and of texts that stand for themselves. Raises `OSError`."""
+    content = [one if isinstance(one, str) else digest_of(one.path) for one in sources]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of a file's bytes, remembered or made now. Raises `OSError`."""
+    state, remembered = state_of(path.stat()), _remembered()
+    if state in remembered:
+        return remembered[state]
+    digest = file_digest(path)
+    if settled(path, state):
+        kept = dict(list(remembered.items())[-MAX_REMEMBERED:]) | {state: digest}
+        file = contents_file()
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+                json.dump(kept, part)
+            Path(part.name).replace(file)
+    return digest
+
+
+def settled(path: Path, state: str) -> bool:
+    """Return True if a file still has a state, and for a while."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return state_of(found) == state and time.time_ns() - found.st_ctime_ns > SETTLED_NS
+
+
+def contents_file() -> Path:
+    """Return where digests are remembered."""
+    return cache_folder() / "contents.json"
+
+
+def _remembered() -> dict[str, str]:
+    try:
+        values = json.loads(contents_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    texts = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
+    return values if texts else {}
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of the SHA-256 of a file's chunks, made on several cores."""
+    size = file_size(path)
+
+    def digest(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(_CHUNK)).digest()
+
+    with ThreadPoolExecutor() as threads:
+        return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _CHUNK)))).hexdigest()

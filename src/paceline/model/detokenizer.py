@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     import tokenizers
 
@@ -46,28 +47,66 @@ BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
 }
 
 
-class TokenBytes:
-    """Bytes of every token of a vocabulary, computed when a token is first seen."""
+class Spelling(Protocol):
+    """Tokens of a vocabulary as bytes."""
 
-    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes]) -> None:
+    @property
+    def strips_space(self) -> bool:
+        """True if a text gets a space before it, which is not shown."""
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def special(self) -> Collection[int]:
+        """Tokens that steer the model and are not text."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+
+
+class RawSpelling:
+    """Tokens as the library's tokenizer writes them."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes], *, strips_space: bool) -> None:
         """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
-        self._raw = raw
-        self._decode = decode
-        self._added: Mapping[int, tuple[str, bool]] = {
-            i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()
-        }
+        self.strips_space = strips_space
+        self._raw, self._decode = raw, decode
+        added = raw.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
+        return b"" if token is None else self._decode(token)
+
+
+class TokenBytes:
+    """Bytes of every token of a vocabulary, looked up when a token is first seen."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self.spelling = spelling
         self._whole: dict[int, bytes] = {}  # token id -> its bytes
         self._visible: dict[int, bytes] = {}  # token id -> the bytes it adds to a text
 
     def is_special(self, token_id: int) -> bool:
         """Return True if a token steers the model and is not text."""
-        return self._added.get(token_id, ("", False))[1]
+        return token_id in self.spelling.special
 
     def whole(self, token_id: int) -> bytes:
         """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
         found = self._whole.get(token_id)
         if found is None:
-            found = self._whole[token_id] = self._bytes_of(token_id)
+            found = self._whole[token_id] = self.spelling.bytes_of(token_id)
         return found
 
     def visible(self, token_id: int) -> bytes:
@@ -76,12 +115,6 @@ class TokenBytes:
         if found is None:
             found = self._visible[token_id] = b"" if self.is_special(token_id) else self.whole(token_id)
         return found
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id][0].encode()
-        token = self._raw.id_to_token(token_id)
-        return b"" if token is None else self._decode(token)
 
 
 class Detokenizer:

@@ -115,8 +115,9 @@ class _Pieces:
             raise RequestError("the model has no end token, so no grammar can end its answer", "grammar")
         self._tokenizer = tokenizer
         self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
-        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+        spelling = tokenizer.pieces.spelling
+        self.tokens = [spelling.bytes_of(i) for i in range(vocab_size)]
+        self.special_token_ids = sorted(spelling.special)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the ids of a text that the grammar forces."""
@@ -133,13 +134,12 @@ class Grammars:
         self.num_words = -(-vocab_size // WORD_BITS)
         self._compiled: OrderedDict[Grammar, llguidance.LLMatcher] = OrderedDict()  # the longest unused first
 
-    def prepare(self) -> None:
-        """Read the vocabulary, which takes about a second, before the first grammar comes."""
-        if self._tokenizer.eos_ids:
-            _ = self._vocabulary
-
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
+        """The vocabulary as llguidance reads it.
+
+        Of 150,000 tokens it takes 70 MB, so it is made once a grammar comes.
+        """
         return _vocabulary(self._tokenizer, self.vocab_size)
 
     @cached_property

@@ -10,6 +10,7 @@ from paceline.core.errors import BadModelFile, ConfigError, ModelNotFound
 from paceline.model.config import tensor_shapes
 from paceline.model.files import hf
 from paceline.model.files.safetensors_file import open_safetensors
+from paceline.model.files.source_files import SourceFile, file_state
 from paceline.model.files.stored import Held
 from paceline.model.weights import LazyWeights, canonical_names, load_model
 
@@ -41,7 +42,11 @@ def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedMod
     else:
         raise ModelNotFound(f"{source.model} is no folder or .gguf file of this machine")
     if source.tensors is not None:
-        model = with_tensors(model, _tensors_in(Path(source.tensors)))
+        files = _files_in(Path(source.tensors))
+        found: dict[str, Stored] = {}
+        for file in files:
+            found |= open_safetensors(file.path)
+        model = with_tensors(model, found, files)
     return model
 
 
@@ -61,11 +66,17 @@ def with_arrays(model: LoadedModel, arrays: Mapping[str, NDArray[floating]]) -> 
     )
 
 
-def with_tensors(model: LoadedModel, found: Mapping[str, Stored]) -> LoadedModel:
-    """Return a model with some tensors replaced, by their names in files. Raises `ModelError`."""
+def with_tensors(
+    model: LoadedModel, found: Mapping[str, Stored], files: tuple[SourceFile, ...] = ()
+) -> LoadedModel:
+    """Return a model with some tensors replaced, by their names in files. Raises `ModelError`.
+
+    files: that they come from.
+    """
     assert isinstance(model.weights, LazyWeights)
     own = {name: model.weights.stored(name) for name in model.weights}
-    return replace(model, weights=LazyWeights({**own, **_found(model.config, found)}))
+    sources = (*model.weights.sources, *files)
+    return replace(model, weights=LazyWeights({**own, **_found(model.config, found)}, sources))
 
 
 def _found(config: ModelConfig, found: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -101,15 +112,9 @@ def check_same_shape(model: ModelConfig, newer: ModelConfig) -> None:
         )
 
 
-def _tensors_in(folder: Path) -> dict[str, Stored]:
-    """Return the tensors of all files of a folder; those of later names win.
-
-    Raises `BadModelFile`.
-    """
+def _files_in(folder: Path) -> tuple[SourceFile, ...]:
+    """Return the files of a folder; tensors of later names win. Raises `BadModelFile`."""
     files = sorted(folder.glob("*.safetensors"))
     if not 0 < len(files) <= MAX_TENSOR_FILES:
         raise BadModelFile(f"{folder} holds {len(files)} safetensors files; from 1 to {MAX_TENSOR_FILES} are read")
-    found: dict[str, Stored] = {}
-    for file in files:
-        found |= open_safetensors(file)
-    return found
+    return tuple(SourceFile(file, file_state(file)) for file in files)

@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.core.errors import ModelNotFound, suggest
-from paceline.model.config import (
-    FAMILIES,
-    PLAIN_PERIOD,
-    MixedLayers,
-    ModelConfig,
-    Rope,
-    Sliding,
-    plain_layers,
-    tensor_shapes,
-)
+from paceline.model.config import ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
 from paceline.model.detokenizer import byte_alphabet
 from paceline.model.experts import Experts
-from paceline.model.template import TemplateSource
+from paceline.model.families import FAMILIES, PLAIN_PERIOD, MixedLayers
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -178,7 +170,7 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
         rope = replace(config.rope, share=facts.defaults.get("partial_rotary_factor", 1.0))
         experts = Experts(8, 2, facts.mixture.normed, biased=facts.mixture.biased) if facts.mixture else None
         own = replace(config, family=value, biases=facts.biases, rope=rope, experts=experts)
-        return replace(own, score_cap=caps[0], logit_cap=caps[1])
+        return replace(own, score_cap=caps[0], logit_cap=caps[1], query_scalar=facts.query_scalar)
     if key == "family":
         raise ModelNotFound(f"{name}: there is no family {value!r}{suggest(value, FAMILIES)}")
     if key == "tied":
@@ -261,7 +253,7 @@ def _tensor(name: str, shape: tuple[int, ...], seed: int) -> RandomTensor:
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
     if len(shape) == 2:
         return RandomTensor(shape, key, 0.0, float((3.0 / shape[-1]) ** 0.5))  # deviation: spread / sqrt(3)
-    near_one = "norm" in name or name == "rope_factors"
+    near_one = "norm" in name or name == "rope_factors" or name.endswith("layer_scale")
     return RandomTensor(shape, key, 1.0 if near_one else 0.0, 0.1)
 
 
@@ -273,6 +265,7 @@ class ByteText:
     """Text of a shape: bytes are tokens, and every other id has a word."""
 
     vocab_size: int
+    is_kept: ClassVar[bool] = False
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer: no text is ever written with the words beyond the bytes."""
@@ -282,9 +275,6 @@ class ByteText:
         raw.decoder = decoders.ByteLevel()
         raw.add_special_tokens([END])
         return raw
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return what the tokenizer depends on."""

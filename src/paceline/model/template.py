@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Sized
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +18,7 @@ from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.core.errors import BadModelFile, RequestError
+from paceline.model.template_source import MAX_TEMPLATE_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-MAX_TEMPLATE_CHARS = 1 << 20
+    from paceline.model.template_source import TemplateSource
+
 MAX_OUTPUT_CHARS = 1 << 26
 MAX_REPEAT = 1 << 16  # of a text by a number
 MAX_RENDER_S = 10.0
@@ -152,14 +153,6 @@ def _environment() -> _Sandbox:
     return environment
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateSource:
-    """Text of a template and the special tokens it may name."""
-
-    text: str
-    special: Mapping[str, str]  # bos_token, eos_token ... -> text
-
-
 class ChatTemplate:
     """Chat template of one model: conversation to prompt."""
 
@@ -214,3 +207,8 @@ class ChatTemplate:
             if num_chars > MAX_OUTPUT_CHARS or time.monotonic() > deadline_s:
                 _raise_endless()
         return "".join(pieces)
+
+
+def compiled(source: TemplateSource | None) -> ChatTemplate | None:
+    """Return a model's chat template, if it has one. Raises `BadModelFile`."""
+    return None if source is None else ChatTemplate(source)

@@ -9,12 +9,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, TokenBytes
+from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, RawSpelling, TokenBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import tokenizers
+
+    from paceline.model.detokenizer import Spelling
 
 log = logging.getLogger(__name__)
 
@@ -28,36 +30,42 @@ class Tokenizer:
 
     def __init__(
         self,
-        raw: tokenizers.Tokenizer,
+        raw: tokenizers.Tokenizer | None,
         *,
         eos_ids: Sequence[int] = (),
         bos_id: int | None = None,
+        spelling: Spelling | None = None,
         whole: Callable[[], tokenizers.Tokenizer] | None = None,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library, whose truncation and padding are switched off.
 
-        whole: makes the tokenizer when the first text is turned into ids; `raw` then need only know the tokens.
+        spelling, whole: in place of `raw`, its tokens and what makes it when the first text is turned into ids.
         Raises `UnsupportedModel` if the decoders do not tell how a token is written as bytes.
         """
-        _use_whole_texts(raw)
-        decoders = _decoders(raw)
-        known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
-        if not known:
-            raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
+        if raw is not None:
+            _use_whole_texts(raw)
+            spelling = raw_spelling(raw)
+        assert spelling is not None, "a tokenizer is made now or later"
         self._raw, self._whole = raw, whole
         self.eos_ids = tuple(eos_ids)
         self.bos_id = bos_id
-        self.strips_space = _strips_space(decoders)
-        self.pieces = TokenBytes(raw, known[0])
-        self.vocab_size = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.strips_space = spelling.strips_space
+        self.pieces = TokenBytes(spelling)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return self.pieces.spelling.num_tokens
 
     @property
     def raw(self) -> tokenizers.Tokenizer:
         """The library's tokenizer, whole."""
-        if self._whole is not None:
+        if self._raw is None:
+            assert self._whole is not None
             whole = self._whole()
             _use_whole_texts(whole)
             self.raw = whole
+            return whole
         return self._raw
 
     @raw.setter
@@ -106,7 +114,7 @@ class Tokenizer:
 
     @cached_property
     def _text_bound(self) -> _TextBound | None:
-        return _text_bound(self._raw)
+        return _text_bound(self.raw)
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a text that continues another.
@@ -143,6 +151,15 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; parts of characters become U+FFFD."""
         return self.pieces.whole(token_id).decode("utf-8", "replace")
+
+
+def raw_spelling(raw: tokenizers.Tokenizer) -> RawSpelling:
+    """Return how the library's tokenizer writes its tokens. Raises `UnsupportedModel`, see `Tokenizer`."""
+    decoders = _decoders(raw)
+    known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
+    if not known:
+        raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
+    return RawSpelling(raw, known[0], strips_space=_strips_space(decoders))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,8 +16,15 @@ import numpy as np
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.files import gguf_model, hf
-from paceline.model.files.gguf_file import FourBit, GgufTensor, open_gguf
-from paceline.model.files.kept_tokenizers import keep_tokenizer, kept_tokenizer, read_kept
+from paceline.model.files.gguf_file import FourBit, GgufTensor
+from paceline.model.files.kept_headers import open_kept
+from paceline.model.files.kept_tokenizers import (
+    TokenTable,
+    keep_tokenizer,
+    kept_table,
+    kept_tokenizer,
+    read_kept,
+)
 from paceline.model.files.pull import resolve
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
@@ -26,7 +33,6 @@ from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.files.stored import Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
-from paceline.model.template import ChatTemplate
 from paceline.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,9 +41,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.files.gguf_file import GgufFile
-    from paceline.model.files.packed_cache import PackedCache, Progress, Source
+    from paceline.model.files.packed_cache import PackedCache, Progress
+    from paceline.model.files.source_files import Source
     from paceline.model.files.stored import RawBlocks
-    from paceline.model.template import TemplateSource
+    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
 
 
 StoredT = TypeVar("StoredT", bound=Stored)
@@ -117,6 +125,9 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
             self.progress("loading the model", self._num_read, self._total)
         return stored
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 
@@ -127,11 +138,10 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 class TextSource(Protocol):
     """Source of a model's tokenizer and chat template."""
 
+    is_kept: ClassVar[bool]  # the tokenizer, for later starts; False: it is built as fast
+
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
-
-    def spelling(self) -> tokenizers.Tokenizer | None:
-        """Return a tokenizer that only tells tokens; None where the whole is as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return a digest of what the tokenizer is built from. Raises as `tokenizer`."""
@@ -184,13 +194,14 @@ def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
 
 
 def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
-    """Return a tokenizer that reads merges only when it needs them, if kept."""
-    spelling = model.text.spelling()
-    if spelling is not None and kept_tokenizer(digest) is not None:
-        return Tokenizer(spelling, whole=partial(_whole_tokenizer, model.path, digest))
+    """Return a tokenizer that is made when it is needed, if kept."""
+    if not model.text.is_kept:
+        return Tokenizer(model.text.tokenizer())
+    table = kept_table(digest)
+    if table is not None and kept_tokenizer(digest) is not None:
+        return Tokenizer(None, spelling=table, whole=partial(_whole_tokenizer, model.path, digest))
     tokenizer = Tokenizer(model.text.tokenizer())
-    if spelling is not None:
-        keep_tokenizer(digest, tokenizer.raw.to_str())
+    keep_tokenizer(digest, tokenizer.raw.to_str(), TokenTable.of(tokenizer.pieces.spelling))
     return tokenizer
 
 
@@ -210,21 +221,23 @@ def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:
     """Compile the model's chat template; None if it has none, as base models do."""
-    source = model.text.template()
-    return None if source is None else ChatTemplate(source)
+    from paceline.model.template import compiled  # with jinja2, which an engine's process does without
+
+    return compiled(model.text.template())
 
 
 def canonical_names(
     config: ModelConfig, model: dict[str, str], layer: dict[str, str], prefix: str
 ) -> dict[str, str]:
     """Return canonical name -> name in the file for every tensor the config asks for."""
-    names = {}
+    names, windows = {}, config.windows
     for name in tensor_shapes(config):
         if name in model:
             names[name] = model[name]
         else:
             _, number, short = name.split(".", 2)
-            names[name] = prefix.format(layer=number) + layer[short]
+            of_keys = short == "attn_v" and config.keys_are_values and not windows[int(number)]
+            names[name] = prefix.format(layer=number) + layer["attn_k" if of_keys else short]
     return names
 
 
@@ -301,9 +314,9 @@ def _load_gguf(path: Path) -> LoadedModel:
 @lru_cache(maxsize=2)
 def _opened(source: SourceFile) -> GgufFile:
     """Open a file once for all who look into it during a start."""
-    return open_gguf(source.path)
+    return open_kept(source)
 
 
 def forget_files() -> None:
-    """Drop the headers of opened files, which hold whole vocabularies."""
+    """Drop the headers of opened files, which may hold whole vocabularies."""
     _opened.cache_clear()

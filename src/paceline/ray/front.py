@@ -17,8 +17,8 @@ from paceline.ray.line import NAMESPACE
 from paceline.ray.local_ray import stay_on_loopback
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import make_app
-from paceline.serve.fleet.fleet import Fleet
-from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tokenizer_cache import TokenizerCache
 from ray import serve
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FLEET = ("route", "resume", "resume_wait_s", "hedge")  # options of `FleetOptions` that a front takes
+FLEET = ("route", "resume", "resume_wait_s", "hedge")  # options of `ReplicaOptions` that a front takes
 LOOK_S = 0.5  # between two looks for replicas that came or went
 
 
@@ -38,7 +38,7 @@ class FrontServer:
     """The ASGI app of a front, made once its first replica is ready."""
 
     def __init__(self) -> None:
-        self.fleet: Fleet | None = None
+        self.fleet: EngineFleet | None = None
         self._app: ASGIApp | None = None
         self._tokenizers = TokenizerCache()
         self._name = secrets.token_hex(8)
@@ -47,7 +47,7 @@ class FrontServer:
     async def open(self, application: str, options: Mapping[str, Any]) -> None:
         """Find replicas, and wait for one. application: its name in Ray Serve. Raises `PacelineError`."""
         own = {name: options[name] for name in FLEET if name in options}
-        self.fleet = fleet = Fleet(FleetOptions(**own))
+        self.fleet = fleet = EngineFleet(ReplicaOptions(**own))
         operation = OperationOptions(rl=bool(options.get("rl", False)))
         keys = keys_of(options)
         self._app, state = make_app(fleet, self._tokenizers, keys, page=False, operation=operation)

@@ -127,6 +127,11 @@ class HostEngines:
             task.cancel()
         self._fail_open(STOPPING)
 
+    def abandon(self) -> None:
+        """Leave the replica from outside a task; nothing else may be called then."""
+        self.kill()
+        self.first_ready.cancel()
+
     def _send(self, messages: Sequence[Submit | Cancel | Watch]) -> None:
         self._host.send.remote(self._front, encode(messages))  # a dead actor ends the stream
 

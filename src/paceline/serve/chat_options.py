@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.reasoning import NONE, check_marks, marks_of
 from paceline.serve.api.tool_calls.registry import check_family, family_of
@@ -48,7 +48,7 @@ class ChatOptions:
         tokenizer: Tokenizer,
         template: Renderer | None,
         max_len: int,
-        vocab_size: int,
+        vocab_size: int | None,
         sampling: Defaults,
     ) -> Prompts:
         """Return the conversion of prompts for a model. template: already the one to use."""

@@ -145,3 +145,7 @@ class Engines(Protocol):
     def kill(self) -> None:
         """End the engines and all that is open at once; `stop` must still be called."""
         ...
+
+    def abandon(self) -> None:
+        """End the engines at once, from outside a task; nothing else may be called then."""
+        ...

@@ -17,7 +17,7 @@ from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.system import uninterrupted
 from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.assembly.owner import flush, load_engine
-from paceline.model.template import ChatTemplate
+from paceline.model.template import compiled
 from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.results import Completion, Delta, OpenAnswer
@@ -272,8 +272,6 @@ class LLM(Asking):
 
 def _prompts(built: Built, chat: ChatOptions) -> Prompts:
     """Return the conversion of prompts; templates are rendered in this process."""
-    own, engine = built.template, built.engine
-    source = chat.source(None if own is None else own.source)
-    template = own if source is None or chat.template is None else ChatTemplate(source)
+    template, engine = compiled(chat.source(built.template)), built.engine
     size = engine.target.config.vocab_size
     return chat.prompts(engine.tokenizer, template, built.max_len, size, built.sampling)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from paceline.core.params import SamplingParams, Speculation
     from paceline.core.sampling_defaults import Defaults
-    from paceline.model.template import TemplateSource
+    from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.plan import AnswerForms
     from paceline.serve.api.tool_calls.reader import ReaderPlan
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
 
 MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
+MAX_CHAR_BYTES = 4  # in UTF-8
 MAX_FILE_BYTES = 1 << 30  # of a file of prompts
 
 
@@ -63,7 +64,7 @@ class Prompts:
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""
-        self._check_length(self.tokenizer.min_num_tokens(text), "prompt", "at least ")
+        self._check_text(text, "prompt")
         return self._checked(self.tokenizer.encode(text), "prompt")
 
     def of_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -92,7 +93,7 @@ class Prompts:
 
     def _encoded(self, text: str, mark: str) -> tuple[int, ...]:
         """Return the ids of a rendered text; the pieces between marks are tokenised by themselves."""
-        self._check_length(self.tokenizer.min_num_tokens(text), "messages", "at least ")
+        self._check_text(text, "messages")
         first, *others = text.split(mark) if mark else [text]
         ids = self.tokenizer.encode(first, add_special=False)
         for piece in others:
@@ -145,6 +146,11 @@ class Prompts:
         if size is not None and not all(0 <= token_id < size for token_id in ids):
             raise RequestError(f"the prompt has token ids outside the vocabulary of {size}", param)
         return tuple(ids)
+
+    def _check_text(self, text: str, param: str) -> None:
+        """Raise `PromptTooLong` for a text that cannot fit, before it is tokenised."""
+        if len(text) * MAX_CHAR_BYTES >= self.max_len:  # a token has a byte; so no bound is made for short texts
+            self._check_length(self.tokenizer.min_num_tokens(text), param, "at least ")
 
     def _check_length(self, num_tokens: int, param: str, about: str = "") -> None:
         if num_tokens >= self.max_len:

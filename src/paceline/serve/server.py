@@ -33,7 +33,7 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
-from paceline.serve.fleet.fleet_options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
+from paceline.serve.fleet.fleet_options import AUTO, ReplicaOptions, add_fleet_arguments, fleet_options
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.engines import Engines
+    from paceline.serve.worker.child import EngineChild
     from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class HttpConfig:
     page: bool = True  # serve the page at /
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     watchdog_s: float = WATCHDOG_S  # an engine that hangs for this long is replaced; 0: never
-    fleet: FleetOptions = field(default_factory=FleetOptions)
+    fleet: ReplicaOptions = field(default_factory=ReplicaOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -176,17 +177,29 @@ class HttpServer:
         engine: EngineConfig,
         on_progress: Callable[[Progress], None] | None = None,
         chat: ChatOptions | None = None,
+        begun: EngineChild | None = None,
     ) -> None:
-        """Bind the port. Raises `ConfigError`. Call in a running event loop."""
+        """Bind the port. Raises `ConfigError`. Call in a running event loop. begun: the engine's process."""
         self.config = config
         self._keys = KeyRing(config.api_key, config.operation.api_key_file)
         self.socket = listen(config.host, config.port)
         self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
-        self.client = _engines(config, engine, on_progress, tokenizer_cache)
+        self.client = _engines(config, engine, on_progress, tokenizer_cache, begun)
         self.client.on_language = tokenizer_cache.expect
+        self._loop = asyncio.get_running_loop()
+        self._drainer: asyncio.Task[None] | None = None
+        try:
+            self._make_http()
+        except BaseException:  # the engine's process would keep this one from ending
+            self.client.abandon()
+            self.socket.close()
+            raise
+
+    def _make_http(self) -> None:
+        config = self.config
         app, self.state = make_app(
             self.client,
-            tokenizer_cache,
+            self._tokenizer_cache,
             self._keys,
             config.max_open,
             config.local,
@@ -204,8 +217,6 @@ class HttpServer:
         self._connections = Connections(limits, self.state.metrics.refused)
         options = _uvicorn_config(BodyBudget(app, limits), config, self._connections)
         self._server = _Server(options, self._on_signal)
-        self._loop = asyncio.get_running_loop()
-        self._drainer: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[str, Ready], None]) -> None:
         """Serve until told to stop. on_ready: called with the URL once the engine is ready.
@@ -264,12 +275,14 @@ def _engines(
     engine: EngineConfig,
     on_progress: Callable[[Progress], None] | None,
     tokenizer_cache: TokenizerCache,
+    begun: EngineChild | None,
 ) -> Engines:
-    """Start one engine, or a fleet. Raises `ConfigError`."""
-    options = config.fleet
+    """Start one engine, or a fleet. begun: the first process. Raises `ConfigError`."""
+    options, waiting = config.fleet, [begun]
 
     def new_engine(of_one: EngineConfig, cores: frozenset[int]) -> EngineClient:
-        return EngineClient(of_one, on_progress, tokenizer_cache.of, config.watchdog_s, cores)
+        first = waiting.pop() if waiting else None
+        return EngineClient(of_one, on_progress, tokenizer_cache.of, config.watchdog_s, cores, first)
 
     if options.replicas > 1:
         return start_fleet(options, engine, new_engine)
@@ -366,7 +379,8 @@ def run(args: Namespace) -> int:
         )
     for name in ("paceline.access", "paceline.doings") if args.access_log else ():
         logging.getLogger(name).setLevel(logging.INFO)
-    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args)))
+    begun = getattr(args, "begun", None)
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args), begun))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -396,7 +410,9 @@ def log_level(environ: Mapping[str, str]) -> str:
     return level
 
 
-async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) -> int:
+async def _serve(
+    config: HttpConfig, engine: EngineConfig, chat: ChatOptions, begun: EngineChild | None = None
+) -> int:
     start_s = time.monotonic()
     with LoadingBar() as bar:
 
@@ -411,5 +427,5 @@ async def _serve(config: HttpConfig, engine: EngineConfig, chat: ChatOptions) ->
             facts = ServerFacts(url, ready.template is not None, config.has_keys, ready_s, config.page)
             show_url(facts, sys.stdout)
 
-        await HttpServer(config, engine, on_progress, chat).run(on_ready)
+        await HttpServer(config, engine, on_progress, chat, begun).run(on_ready)
     return 0

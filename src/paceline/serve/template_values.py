@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_CALLS = re.compile(r"\btool_calls\b")
+_ONE_CALL = re.compile(r"\btool_calls\s*\[\s*0\s*\]")  # templates that read a message's first call alone
+_THINKING = re.compile(r"\.thinking\b|\bthinking['\"]")
 _INSTRUCTIONS = """You can call functions. Each line describes one as JSON:
 {tools}
 To call a function, write this and nothing else, with the function's name and its arguments as JSON:
@@ -36,15 +39,56 @@ def template_values(conversation: Conversation) -> dict[str, Any]:
 def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | None) -> dict[str, Any]:
     """Return variables with tools and calls as text, if the template knows none.
 
-    template: its source.
+    One that reads a message's first call alone is given a message for each. template: its source.
     """
     values = dict(values)
     messages = values["messages"]
+    if _ONE_CALL.search(template):
+        messages = _one_call_each(messages)
+    if _THINKING.search(template):
+        messages = [_with_thinking(message) for message in messages]
     if family is not None and not _KNOWS_CALLS.search(template):
         messages = _without_calls(messages, family)
     if values["tools"] and family is not None and not _KNOWS_TOOLS.search(template):
         messages = _with_instructions(messages, values["tools"], family)
     return values | {"messages": messages}
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with one call each, its result behind it."""
+    found: list[Mapping[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, calls = messages[at], messages[at].get("tool_calls") or []
+        at += 1
+        if not calls:
+            found.append(message)
+            continue
+        results = list(takewhile(lambda other: other["role"] == "tool", messages[at:]))
+        at += len(results)
+        for index, call in enumerate(calls):
+            bare = {"role": "assistant", "content": ""}
+            found.append({**(bare if index else message), "tool_calls": [call]})
+            found += [result for place, result in enumerate(results) if _answered(result, place, calls) == index]
+    return found
+
+
+def _answered(result: Mapping[str, Any], place: int, calls: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of a result's call: by its id, else by place."""
+    ids = [call.get("id") for call in calls]
+    named = result.get("tool_call_id")
+    return ids.index(named) if named is not None and named in ids else min(place, len(calls) - 1)
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning as `thinking`.
+
+    Beside calls, text that announces them is part of it: some templates refuse both.
+    """
+    reasoning, content = message.get("reasoning_content"), message.get("content")
+    if message.get("tool_calls") and reasoning and content:
+        return {**message, "thinking": f"{reasoning}\n\n{content}", "content": ""}
+    return message if not reasoning else {**message, "thinking": reasoning}
 
 
 def _with_instructions(

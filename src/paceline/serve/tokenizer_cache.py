@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import tokenizers
 
 from paceline.core.errors import PacelineError, RequestError
-from paceline.model.template import TemplateSource
+from paceline.core.system import give_memory_back
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.sandbox.jobs import CheckGrammar, SetTokenizer
 from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
+from paceline.serve.worker.messages import Language
 
 if TYPE_CHECKING:
     from paceline.core.params import Grammar
     from paceline.serve.prompts import Prompts
-    from paceline.serve.worker.messages import Language, Ready, Template
+    from paceline.serve.worker.messages import Ready, Template
 
 WARM_UP_TEXT = "Hello"
+NO_LIMIT = 1 << 30  # of tokens
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 
 
 class TokenizerCache:
-    """`Prompts` of the running engine, made in a thread from its `Ready` message.
+    """`Prompts` of the running engine, made in a thread while it loads.
 
     Making them takes tenths of a second. An engine that restarts with the same model reuses them. Templates and
     grammars each have a process, so that a grammar that takes long holds up no prompt.
@@ -37,7 +41,7 @@ class TokenizerCache:
         self._ready: Ready | None = None
         self._prompts: Prompts | None = None
         self._lock = asyncio.Lock()
-        self._expected: tuple[str, asyncio.Future[tokenizers.Tokenizer]] | None = None
+        self._expected: tuple[Language, asyncio.Future[Prompts]] | None = None
         self._templates = Sandbox("chat template", param="messages")
         self._grammars = Sandbox("grammar", param="grammar")
 
@@ -46,30 +50,33 @@ class TokenizerCache:
         if ready is self._ready and self._prompts is not None:
             return self._prompts
         async with self._lock:
-            if self._prompts is None or self._ready is None or _language(ready) != _language(self._ready):
-                raw = await self._raw(ready.tokenizer_json)
-                self._prompts = await asyncio.to_thread(self._made, ready, raw)
+            if self._prompts is None or self._ready is None or _made_of(ready) != _made_of(self._ready):
+                made = await self._made_for(Language.of(ready))
+                self._prompts = replace(
+                    made, max_len=ready.max_len, vocab_size=ready.vocab_size, sampling=ready.sampling
+                )
             self._ready = ready
             return self._prompts
 
     def expect(self, language: Language) -> None:
         """Begin to make what `of` will need, while the engine loads."""
-        text = language.tokenizer_json
-        made = asyncio.ensure_future(asyncio.to_thread(tokenizers.Tokenizer.from_str, text))
+        if self._ready is not None and language == Language.of(self._ready):
+            return  # a restarted engine of the same model
+        made = asyncio.ensure_future(asyncio.to_thread(self._made, language))
         made.add_done_callback(lambda done: done.cancelled() or done.exception())  # `of` tells of it
-        self._expected = text, made
+        self._expected = language, made
         asyncio.get_running_loop().run_in_executor(None, self._start_template, language)
 
     def _start_template(self, language: Language) -> None:
         with suppress(PacelineError):  # `of` tells of it
             self._template(language.template)
 
-    async def _raw(self, text: str) -> tokenizers.Tokenizer:
-        """Return the library's tokenizer, made ahead or now."""
+    async def _made_for(self, language: Language) -> Prompts:
+        """Return prompts made ahead or now."""
         expected, self._expected = self._expected, None
-        if expected is not None and expected[0] == text:
+        if expected is not None and expected[0] == language:
             return await expected[1]
-        return await asyncio.to_thread(tokenizers.Tokenizer.from_str, text)
+        return await asyncio.to_thread(self._made, language)
 
     def _template(self, own: Template | None) -> SandboxedTemplate | None:
         source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
@@ -89,20 +96,19 @@ class TokenizerCache:
         self._templates.close()
         self._grammars.close()
 
-    def _made(self, ready: Ready, raw: tokenizers.Tokenizer) -> Prompts:
-        tokenizer = Tokenizer(raw, eos_ids=ready.eos_ids, bos_id=ready.bos_id)
-        template = self._template(ready.template)
-        prompts = self._options.prompts(
-            tokenizer, template, ready.max_len, ready.vocab_size, sampling=ready.sampling
-        )
+    def _made(self, language: Language) -> Prompts:
+        """Return prompts for an engine whose limits are not known yet."""
+        raw = tokenizers.Tokenizer.from_str(language.tokenizer_json)
+        tokenizer = Tokenizer(raw, eos_ids=language.eos_ids, bos_id=language.bos_id)
+        prompts = self._options.prompts(tokenizer, self._template(language.template), NO_LIMIT, None, sampling={})
         _warm_up(prompts)
+        give_memory_back()
         return prompts
 
 
-def _language(ready: Ready) -> tuple[object, ...]:
+def _made_of(ready: Ready) -> tuple[object, ...]:
     """Return what prompts are made of; replicas of one model differ in other things."""
-    ids = ready.eos_ids, ready.bos_id, ready.max_len, ready.vocab_size
-    return ready.tokenizer_json, ready.template, ready.sampling, *ids
+    return Language.of(ready), ready.max_len, ready.vocab_size, ready.sampling
 
 
 def _warm_up(prompts: Prompts) -> None:

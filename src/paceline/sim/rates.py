@@ -1,4 +1,4 @@
-"""Rates of a simulated replica by its rows: what a step takes and brings, with and without a prompt beside it.
+"""Rates of a simulated replica by its rows: seconds and tokens of a step.
 
 They are measured on the step-exact simulator with the policy itself, so K is the one that `auto` chooses there.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.control.files import Profile
     from paceline.control.protocols import Policy, StepCost
 
-SETTLING_STEPS, MEASURED_STEPS = 40, 120  # of each number of rows
+SETTLING_STEPS, MEASURED_STEPS = 100, 200  # of each number of rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +70,14 @@ def kind_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTable:
-    """Steps by the number of rows that decode, prices of keys left out."""
+    """Steps by the number of rows that decode. Prices of keys stand by themselves."""
 
     step_s: NDArray[float64]  # [num_rows + 1] without a prompt; of no rows: what a step takes at least
-    with_chunk_s: NDArray[float64]  # [num_rows + 1] with a whole chunk of a prompt
     tokens: NDArray[float64]  # [num_rows + 1] of a row in a step
-    chunk: int  # tokens
+    past_end: NDArray[float64]  # [num_rows + 1] tokens that the last step could bring behind an answer's end
+    key_s: NDArray[float64]  # [num_rows + 1] of a key in a step, with the pairs of a row's drafts
+    sizes: NDArray[int64]  # [num_sizes] prompt tokens of a step, ascending; the last is a whole chunk
+    chunk_s: NDArray[float64]  # [num_rows + 1, num_sizes] that so many prompt tokens add to a step
     kv_token_s: float
     pair_s: float
 
@@ -83,6 +85,15 @@ class RateTable:
     def num_rows(self) -> int:
         """Rows that run at once, at most."""
         return len(self.step_s) - 1
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a step, at most."""
+        return int(self.sizes[-1])
+
+    def added_s(self, rows: int, tokens: float) -> float:
+        """Return what some tokens of a prompt add to a step."""
+        return float(np.interp(tokens, self.sizes, self.chunk_s[rows]))
 
     def token_s_by_rows(self, length: float) -> tuple[float, ...]:
         """Return what a `ReplicaView` tells of replicas like this, with rows of some length."""
@@ -93,58 +104,85 @@ class RateTable:
     @property
     def prefill_s_per_token(self) -> float:
         """Seconds of a prompt token while nothing decodes."""
-        return float(self.with_chunk_s[0]) / self.chunk
+        return float(self.step_s[0] + self.chunk_s[0, -1]) / self.chunk
 
 
 def measured_rates(kind: ReplicaKind, length: int) -> RateTable:
-    """Measure rows of some length on the step-exact simulator, at numbers of rows two to a doubling."""
-    most = kind.limits.num_rows
-    halves = {int(2 ** (h / 2)) for h in range(2 * most.bit_length() + 1)}
-    sizes = sorted({n for n in halves if n < most} | {most})
-    found = np.array([_measured(kind, n, length) for n in sizes])
-    rows = np.arange(most + 1)
-    step_s, tokens = np.interp(rows, sizes, found[:, 0]), np.interp(rows, sizes, found[:, 1])
-    chunk = kind.limits.prefill_tokens
+    """Measure rows of some length on the step-exact simulator."""
+    most, chunk = kind.limits.num_rows, kind.limits.prefill_tokens
+    numbers = _two_to_a_doubling(most)
+    sizes = np.array(_two_to_a_doubling(chunk))
+    found = np.array([_measured(kind, n, length, sizes) for n in numbers])
     cost, none = kind.make_cost(), np.zeros(0, np.int64)
-    alone, least = (cost.price(Work(n, n - 1), none, none, none) for n in (chunk, 1))
-    step_s[0] = least
-    chunk_s = np.interp(rows, [0, *sizes], [alone - least, *found[:, 2]])
-    return RateTable(step_s, step_s + chunk_s, tokens, chunk, kind.kv_token_s, kind.pair_s)
+    alone = np.array([cost.price(Work(n, n - 1), none, none, none) for n in [1, *sizes.tolist()]])
+    found = np.vstack([np.concatenate(([alone[0]], found[0, 1:4], alone[1:] - alone[0])), found])
+    by_rows = np.array([np.interp(np.arange(most + 1), [0, *numbers], column) for column in found.T])
+    step_s, tokens, past_end, key_s = by_rows[:4]
+    return RateTable(step_s, tokens, past_end, key_s, sizes, by_rows[4:].T, kind.kv_token_s, kind.pair_s)
 
 
-def _measured(kind: ReplicaKind, rows: int, length: int) -> tuple[float, float, float]:
-    """Return the seconds of a step, its tokens a row, and what a chunk adds."""
+def _two_to_a_doubling(most: int) -> list[int]:
+    halves = {int(2 ** (h / 2)) for h in range(2 * most.bit_length())}
+    return sorted({n for n in halves if n < most} | {most})
+
+
+def _measured(kind: ReplicaKind, rows: int, length: int, sizes: NDArray[int64]) -> NDArray[float64]:
+    """Return what a step takes and brings. [4 + num_sizes]
+
+    These are its seconds, a row's tokens, those past an end, a key's price, and the seconds that chunks add.
+    """
     steps, lens = SETTLING_STEPS + MEASURED_STEPS, np.full(rows, length)
     outputs = np.full(rows, steps * (len(kind.chances) + 1) + 1)
     workload = Workload(np.zeros(rows), lens, outputs, mixed_ease(kind.chances, np.zeros(rows)))
     simulator = SteadyRows(workload, kind.limits, kind.make_cost(), kind.make_policy())
-    seconds, tokens, mean_length = simulator.measure(SETTLING_STEPS, MEASURED_STEPS)
-    lengths, k = np.full(rows, int(mean_length)), np.full(rows, max(round(simulator.mean_k), 0))
-    cost, drafters, keys = kind.make_cost(), np.zeros(rows, np.int64), int(mean_length) * rows
-    base, chunk = Work(rows, 0, keys, keys), kind.limits.prefill_tokens
-    added = cost.price(base + Work(chunk, chunk), lengths, k, drafters) - cost.price(base, lengths, k, drafters)
-    return seconds - kind.kv_token_s * mean_length * rows, tokens, added
+    seconds, mean_length, ks = simulator.measure(SETTLING_STEPS, MEASURED_STEPS)
+    tokens, past_end = _expected(kind.chances, ks)
+    cost, keys = kind.make_cost(), int(mean_length) * rows
+    base, k = Work(rows, 0, keys, keys), round(float(ks.mean()))
+
+    def price(work: Work, first_k: int) -> float:
+        """Return a step's seconds. first_k: drafts of the first row; others have k."""
+        drafts = np.full(rows, k)
+        drafts[0] = first_k
+        return cost.price(work, np.full(rows, int(mean_length)), drafts, np.zeros(rows, np.int64))
+
+    step_s = price(base, k)
+    cheaper = sum(step_s - price(base, fewer) for fewer in range(k))  # drafts are fewer before an end
+    added = np.array([price(base + Work(n, n), k) for n in sizes.tolist()]) - step_s
+    past_end -= rows * cheaper / step_s
+    key_s = kind.kv_token_s + kind.pair_s * (1 + float(ks.mean()))
+    return np.array([seconds - key_s * mean_length * rows, tokens, past_end, key_s, *added])
+
+
+def _expected(chances: NDArray[float64], ks: NDArray[int64]) -> tuple[float, float]:
+    """Return the tokens of a row's step, and those past an answer's end.
+
+    ks: drafts of rows and steps. Steps overshoot a far boundary as renewals do: by half of E[x^2] / E[x] - 1.
+    """
+    depth = np.arange(1, len(chances) + 1)
+    alive = np.cumprod(chances)
+    kept = np.concatenate(([0.0], np.cumsum(alive)))[ks].mean()
+    kept_squared = np.concatenate(([0.0], np.cumsum((2 * depth - 1) * alive)))[ks].mean()
+    tokens, squared = 1 + kept, 1 + 2 * kept + kept_squared
+    return float(tokens), float((squared / tokens - 1) / 2)
 
 
 class SteadyRows(Simulator):
     """Rows whose prompts are computed, and that write on."""
 
-    def measure(self, settling: int, measured: int) -> tuple[float, float, float]:
-        """Return the mean seconds and tokens a row of a step, and the mean length of rows."""
+    def measure(self, settling: int, measured: int) -> tuple[float, float, NDArray[int64]]:
+        """Return mean seconds of a step, mean length of rows, and all drafts."""
         self._admit()
         rows = np.flatnonzero(self._request >= 0)
         self._length[rows] = self._to_prefill[rows]
         self._to_prefill[rows] = 0
         for _ in range(settling):
             self._step()
-        begin, left, length = self._now, self._left[rows], self._length[rows]
-        self._counts = [0, 0, 0, 0]
+        begin, lengths, ks = self._now, [self._length[rows].mean()], []
         for _ in range(measured):
-            self._step()
-        tokens = float((left - self._left[rows]).mean()) / measured
-        return (self._now - begin) / measured, tokens, float((length + self._length[rows]).mean() / 2)
-
-    @property
-    def mean_k(self) -> float:
-        """Drafts of a row in a step."""
-        return self._counts[1] / max(self._counts[3], 1)
+            planned = self._plan(self._request >= 0)
+            self._now += planned.verify_s + planned.draft_s
+            self._end_step(planned)
+            ks.append(planned.decision.ks)
+            lengths.append(self._length[rows].mean())
+        return (self._now - begin) / measured, float(np.mean(lengths)), np.concatenate(ks)

@@ -18,12 +18,12 @@ import numpy as np
 from paceline.sim.simulator import Simulator, Workload, mixed_ease
 
 if TYPE_CHECKING:
-    from numpy import float64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
+    from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.simulator import PlannedStep
-    from paceline.sim.traces import FleetTrace
 
 LATE = 1e-9  # s; events this close count as one
 
@@ -73,7 +73,7 @@ class SimulatedEngine(Protocol):
         """Take a request."""
 
     def advance(self) -> None:
-        """Let the next event happen."""
+        """Run the next event."""
 
     def stop(self, now: float) -> list[Cut]:
         """Give up all requests and return them."""
@@ -104,12 +104,14 @@ class FluidReplica:
         self._queue: deque[Leg] = deque()
         self._queued = 0  # prompt tokens in the queue
         self._head: _Head | None = None  # the prompt that is computed
+        self._phase = 0.0  # share of a chunk that prompts before it have filled
+        self._ending: deque[tuple[float, Leg]] = deque()  # computed prompts, whose step ends then
         self._per_s = (0.0, 0.0)  # steps of the prompt and tokens of a row, a second
 
     @property
     def open_rows(self) -> int:
         """See `SimulatedEngine`."""
-        return len(self._rows) + len(self._queue) + (self._head is not None)
+        return len(self._rows) + len(self._ending) + len(self._queue) + (self._head is not None)
 
     @property
     def backlog(self) -> float:
@@ -134,7 +136,9 @@ class FluidReplica:
         self._move(self.next_s)
         head = self._head
         if head and head.steps_left <= LATE:
-            self._end_prompt(head.leg)
+            self._end_prompt(head)
+        while self._ending and self._ending[0][0] <= self._now + LATE:
+            self._begin_answer(self._ending.popleft()[1])
         while self._rows and self._rows[0].end <= self._written + LATE:
             row = heappop(self._rows)
             self._keys -= self._trace.prompt_lens[row.leg.request] + row.leg.told - row.begin
@@ -149,12 +153,14 @@ class FluidReplica:
             leg = self._head.leg
             computed = max(int(self._fresh(leg) - self._head.tokens_left), 0)
             cuts.append(Cut(leg.request, leg.told, computed))
+        cuts += [Cut(leg.request, leg.told, self._fresh(leg)) for _, leg in self._ending]
         for row in self._rows:
             last = int(self._trace.output_lens[row.leg.request]) - 1
             told = min(row.leg.told + 1 + int(self._written - row.begin), last)
             cuts.append(Cut(row.leg.request, told, self._fresh(row.leg) + told - row.leg.told))
         self._rows, self._keys, self._head, self._queued = [], 0.0, None, 0
         self._queue.clear()
+        self._ending.clear()
         self._plan()
         return cuts
 
@@ -168,17 +174,23 @@ class FluidReplica:
         self._written += seconds * self._per_s[1]
         self._now = max(now, self._now)
 
-    def _end_prompt(self, leg: Leg) -> None:
-        """Write the first token of this leg, and decode the others."""
-        request, self._head = leg.request, None
+    def _end_prompt(self, head: _Head) -> None:
+        """Hold a prompt until its step ends, whose chunk the next prompt fills."""
+        self._head, self._phase = None, head.end_phase
+        rest_s = (1 - self._phase) / self._per_s[0] if self._phase > LATE else 0.0
+        self._ending.append((self._now + rest_s, head.leg))
+
+    def _begin_answer(self, leg: Leg) -> None:
+        """Write the first token of a leg, and decode the others."""
+        request = leg.request
         if isnan(self._ends.first_s[request]):
             self._ends.first_s[request] = self._now
         left = int(self._trace.output_lens[request]) - leg.told - 1
         if left <= 0:
             self._ends.end_s[request] = self._now
             return
-        past_end = (self._rates.tokens[len(self._rows) + 1] - 1) / 2  # drafts kept behind the end, on average
-        heappush(self._rows, RowInFlight(self._written + left + past_end, leg, self._written))
+        to_write = left + self._rates.past_end[len(self._rows) + 1]
+        heappush(self._rows, RowInFlight(self._written + to_write, leg, self._written))
         self._keys += self._trace.prompt_lens[request] + leg.told - self._written
 
     def _plan(self, *, mid_step: bool = False) -> None:
@@ -187,14 +199,15 @@ class FluidReplica:
         mid_step: a step runs, and the prompt waits for half of one, on average.
         """
         rates, rows = self._rates, len(self._rows)
-        if self._head is None and self._queue and rows < rates.num_rows:
+        if self._head is None and not self._queue:
+            self._phase = 0.0
+        if self._head is None and self._queue and rows + len(self._ending) < rates.num_rows:
             leg = self._queue.popleft()
             self._queued -= self._fresh(leg)
-            self._head = _Head.of(leg, self._fresh(leg), rates, alone=not self._queue)
-        keys_s = rates.kv_token_s * (self._keys + rows * self._written)
+            self._head = _Head.of(leg, self._fresh(leg), rates, self._phase, alone=not self._queue)
+        keys_s = rates.key_s[rows] * (self._keys + rows * self._written)
         if self._head:
-            share = self._head.step_tokens / rates.chunk
-            chunk_s = share * (rates.with_chunk_s[rows] - rates.step_s[rows]) + self._head.deep_s
+            chunk_s = rates.added_s(rows, self._head.step_tokens) + self._head.deep_s
             step_s = (rates.step_s[rows] + keys_s + chunk_s) / self._speed
             self._head.steps_left += 0.5 * mid_step * (1 - chunk_s / (step_s * self._speed))
         else:
@@ -202,7 +215,8 @@ class FluidReplica:
         self._per_s = (1 / step_s if self._head else 0.0, float(rates.tokens[rows]) / step_s if rows else 0.0)
         prompt_s = self._head.steps_left * step_s if self._head else inf
         row_s = (self._rows[0].end - self._written) / self._per_s[1] if rows else inf
-        self.next_s = self._now + max(min(prompt_s, row_s), 0.0)
+        ending_s = self._ending[0][0] - self._now if self._ending else inf
+        self.next_s = self._now + max(min(prompt_s, row_s, ending_s), 0.0)
 
 
 @dataclass(slots=True)
@@ -213,15 +227,20 @@ class _Head:
     steps_left: float
     step_tokens: float
     deep_s: float  # of a step, for the attention of these tokens to those before
+    end_phase: float  # share of its last chunk that is filled when it ends
 
     @classmethod
-    def of(cls, leg: Leg, fresh: int, rates: RateTable, *, alone: bool) -> _Head:
-        """Begin a prompt. alone: its last chunk is not filled up by the next one's."""
-        steps = ceil(fresh / rates.chunk) if alone else fresh / rates.chunk
+    def of(cls, leg: Leg, fresh: int, rates: RateTable, phase: float, *, alone: bool) -> _Head:
+        """Begin a prompt in a chunk that is partly filled.
+
+        alone: no prompt behind it fills its last chunk.
+        """
+        end_phase = phase + fresh / rates.chunk
+        steps = max((ceil(end_phase - LATE) if alone else end_phase) - phase, LATE)
         end = leg.cached + fresh
         pairs = (end * end - leg.cached * leg.cached) / 2
         deep_s = (rates.pair_s * pairs + rates.kv_token_s * pairs / rates.chunk) / steps
-        return cls(leg, steps, fresh / steps, deep_s)
+        return cls(leg, steps, fresh / steps, deep_s, 0.0 if alone else end_phase % 1.0)
 
     @property
     def tokens_left(self) -> float:
@@ -306,3 +325,10 @@ class StepReplica(Simulator):
         self._to_prefill[row] = self._fresh(request)
         self._length[row] = leg.cached
         self._left[row] -= leg.told
+
+    def _share_out(self, budget: int, waiting: NDArray[int64]) -> NDArray[int64]:
+        """Return the tokens of each row's chunk, the oldest request's first. [num_rows]"""
+        oldest = np.argsort(self._request)
+        chunks = np.zeros_like(waiting)
+        chunks[oldest] = super()._share_out(budget, waiting[oldest])
+        return chunks

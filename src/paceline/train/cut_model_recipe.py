@@ -74,7 +74,7 @@ class CutModelRecipe:
         self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
-            for name in layer_shapes(target.config):
+            for name in layer_shapes(target.config, theirs):
                 copied = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
                 self.weights[f"layers.{number}.{name}"] = copied.to(device)
 

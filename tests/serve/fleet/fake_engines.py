@@ -147,6 +147,9 @@ class FakeEngines:
     def kill(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
     # What a test does --------------------------------------------------------------------------------
 
     def beat(self, steps: int = 0) -> None:

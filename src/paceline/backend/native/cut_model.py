@@ -9,6 +9,7 @@ from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder, as_float32, run_pass, run_steps
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.load import (
+    Entry,
     Output,
     check_types,
     compile_decoder,
@@ -67,9 +68,9 @@ class NativeCutModel:
         self._compiled = compile_decoder(
             c,
             team,
-            embed=target.tables.embed,
+            entry=Entry(target.tables.embed),
             output=Output(self._head, as_float32(weights["final_norm"]), self._vocabulary.mapped_ids),
-            layers=[pack_layer(i, layer_shapes(c), weights, weight_type, team) for i in range(c.num_layers)],
+            layers=[pack_layer(i, layer_shapes(c, i), weights, weight_type, team) for i in range(c.num_layers)],
         )
 
     def describe(self) -> str:
@@ -87,9 +88,7 @@ class NativeCutModel:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        c = self.config
-        layers = num_layers or c.num_layers
-        return kernels.KVStore(self._target.kv_type, layers, num_pages, c.num_kv_heads, c.head_dim)
+        return kernels.KVStore.of_layers(self._target.kv_type, num_pages, self.config.kv_heads(num_layers))
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass that chooses among its tokens, ids being the target's."""

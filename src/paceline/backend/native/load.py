@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,7 @@ from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
 from paceline.backend.native.packing import kept, matrix_type, pack, pack_layer
 from paceline.backend.native.relay import Relay
-from paceline.backend.registry import FILE
+from paceline.backend.registry import FILE, MAX_INT_KV_HEAD
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
@@ -41,9 +42,9 @@ DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
 _FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
 
 _RELAY_MATRICES = ("place", "known", "tell")
+_TABLES = ("embed", "head", "input_embed")
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
-_MAX_INT_KV_HEAD_DIM = 256
 
 
 def load_decoder(
@@ -81,9 +82,11 @@ def pack_decoder(
     compiled = compile_decoder(
         config,
         team,
-        embed=embed,
+        entry=Entry(embed, of_layers=_pack_inputs(weights, wanted, team) if config.layer_input_size else None),
         output=Output(head, tables.final_norm),
-        layers=[pack_layer(i, layer_shapes(config), weights, weight_type, team) for i in range(config.num_layers)],
+        layers=[
+            pack_layer(i, layer_shapes(config, i), weights, weight_type, team) for i in range(config.num_layers)
+        ],
         factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
@@ -96,13 +99,21 @@ def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callab
     return partial(decoder.adopt, fresh)
 
 
+def _pack_inputs(
+    weights: Mapping[str, NDArray[floating]], wanted: Mapping[str, Wanted], team: kernels.ThreadPool
+) -> PackedLayer:
+    """Return what makes each token's own inputs to the layers."""
+    matrices = {n: pack(weights, n, wanted[n].dtype, team) for n in ("input_embed", "input_proj")}
+    return matrices, {"input_norm": as_float32(weights["input_norm"])}
+
+
 def wanted_matrices(
     config: ModelConfig, weights: Mapping[str, NDArray[floating]], weight_type: str
 ) -> dict[str, Wanted]:
     """Return type and shape of every matrix of a decoder by canonical name."""
     of_tables = table_type(weight_type)
     return {
-        name: Wanted(matrix_type(weights, name, of_tables if name in ("embed", "head") else weight_type), *shape)
+        name: Wanted(matrix_type(weights, name, of_tables if name in _TABLES else weight_type), *shape)
         for name, shape in tensor_shapes(config).items()
         if len(shape) == 2
     }
@@ -150,14 +161,13 @@ def load_runner(
     compiled = compile_decoder(
         replace(config.layers, vocab_size=target.config.vocab_size),
         team,
-        embed=embed,
+        entry=Entry(embed, ({"fc": fc}, vectors) if algorithm.guesses_features else None),
         output=Output(written, vectors.get("norm"), vocabulary.mapped_ids, config.norm_output, packed_relay),
         layers=[
             pack_layer(i, _layer_shapes(config, i), weights, weight_type, team)
             for i in range(config.layers.num_layers)
         ],
         norms_residual=config.norm_before_residual,
-        fusing=({"fc": fc}, vectors) if algorithm.guesses_features else None,
     )
     fused_apart = 0 if algorithm.guesses_features else fc.num_bytes
     return NativeHead(
@@ -272,20 +282,30 @@ def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
     widest = config.hidden_size  # columns of embedding and head, whatever the others' type
     if weight_type in ("int8", "int4_row"):
-        widest = max(widest, config.intermediate_size, config.num_heads * config.head_dim)
+        widest = max(widest, config.intermediate_size * config.sharing_factor)
+        widest = max(widest, config.num_heads * max(view.heads.dim for view in config.views))
     if table_type(weight_type) == "int8" and widest > _MAX_INT8_COLUMNS:
         raise ConfigError(
             f"{weight_type} weights take rows of at most {_MAX_INT8_COLUMNS} numbers, and this model has rows of"
             f" {widest}: use --weights bf16"
         )
-    if kv_type in ("i16", "i8") and config.head_dim > _MAX_INT_KV_HEAD_DIM:
+    if kv_type in ("i16", "i8") and (dim := max(view.heads.dim for view in config.views)) > MAX_INT_KV_HEAD:
         raise ConfigError(
-            f"a KV cache of {kv_type} takes heads of at most {_MAX_INT_KV_HEAD_DIM} numbers, and this model has"
-            f" heads of {config.head_dim}: use --kv f16"
+            f"a KV cache of {kv_type} takes heads of at most {MAX_INT_KV_HEAD} numbers, and this model has"
+            f" heads of {dim}: use --kv f16"
         )
 
 
 # Packing -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """First part of a decoder: from tokens to hidden states."""
+
+    embed: kernels.Matrix  # [vocab, hidden]
+    fusing: PackedLayer | None = None  # `fc` and what goes with it: one input of a token's embedding and feature
+    of_layers: PackedLayer | None = None  # what makes a token's own inputs to the layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,37 +323,41 @@ def compile_decoder(
     config: ModelConfig,
     team: kernels.ThreadPool,
     *,
-    embed: kernels.Matrix,
+    entry: Entry,
     output: Output,
     layers: list[PackedLayer],
     factors: NDArray[floating] | None = None,
     norms_residual: bool = False,
-    fusing: PackedLayer | None = None,
 ) -> kernels.Decoder:
-    """Assemble packed weights. `factors`: the tensor `rope_factors`, for the one RoPE that reads it.
-
-    fusing: `fc` and what goes with it, which make one input of each token's embedding and feature.
-    """
-    ropes = list(dict.fromkeys(view.rope for view in config.views))
-    fusing_matrices, fusing_vectors = fusing or ({}, {})
+    """Assemble packed weights. `factors`: the tensor `rope_factors`, for the one RoPE that reads it."""
+    views = config.views
+    rotations = list(dict.fromkeys((view.rope, view.heads.dim) for view in views))
+    widest = max(view.heads.dim for view in views) // 2
+    own_factors = [None if rope.scaling != "factors" else factors for rope, _ in rotations]
+    angles = [inverse_frequencies(*r, f) for r, f in zip(rotations, own_factors, strict=True)]
+    fusing_matrices, fusing_vectors = entry.fusing or ({}, {})
     relay_matrices, relay_vectors = output.relay or ({}, {})
+    input_matrices, input_vectors = entry.of_layers or ({}, {})
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
-        intermediate=(config.experts and config.experts.shared_size) or config.intermediate_size,
+        intermediate=(config.experts and config.experts.shared_size)
+        or config.intermediate_size * config.sharing_factor,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=2 * widest,
+        heads=[view.heads for view in views],
+        kv_layers=list(config.kv_layers),
         norm_eps=config.norm_eps,
         pool=team,
-        embed=embed,
+        embed=entry.embed,
         head=output.head,
         final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,
-        inverse_frequencies=np.stack([inverse_frequencies(rope, config.head_dim, factors) for rope in ropes]),
-        magnitudes=np.stack([magnitudes(rope, config.head_dim) for rope in ropes]),
+        inverse_frequencies=np.stack([np.pad(a, (0, widest - len(a))) for a in angles]),
+        magnitudes=np.stack([np.pad(m, (0, widest - len(m))) for m in starmap(magnitudes, rotations)]),
         layers=layers,
         windows=list(config.windows),
-        ropes=[ropes.index(view.rope) for view in config.views],
+        ropes=[rotations.index((view.rope, view.heads.dim)) for view in views],
         query_scale=config.query_scale,
         embed_scale=config.embed_scale,
         activation=config.facts.activation,
@@ -343,10 +367,13 @@ def compile_decoder(
         query_growth=config.rope.query_growth,
         query_context=float(config.rope.original_context),
         norms_all=config.facts.qk_norm == "whole",
+        norms_values=config.facts.norms_values,
         norms_residual=norms_residual,
         feeds_normed=output.feeds_normed,
         fusing_matrices=fusing_matrices,
         fusing_vectors=fusing_vectors,
+        input_matrices=input_matrices,
+        input_vectors=input_vectors,
         relay_matrices=relay_matrices,
         relay_vectors=relay_vectors,
         token_ids=output.token_ids,

@@ -58,6 +58,9 @@ class MappedWeights(Mapping[str, "NDArray[floating]"]):
         """Return how a tensor's own file stores it."""
         return self._weights.kind(name) if isinstance(self._weights, _KnowsKinds) else None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
@@ -130,7 +133,8 @@ def matrix_type(weights: Weights, name: str, weight_type: str) -> str:
         return weight_type
     beside = next((group for group in _READ_ALIKE if short in group), (short,))
     own = _kept_type(weights, name)
-    types = {_kept_type(weights, f"{prefix}.{other}") for other in beside} if prefix else {own}
+    others = [f"{prefix}.{other}" for other in beside] if prefix else []
+    types = {_kept_type(weights, other) for other in others if other in weights} or {own}
     return own if types <= kept_kinds() or len(types) == 1 else "f32"
 
 

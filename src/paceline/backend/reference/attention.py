@@ -15,13 +15,13 @@ from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy import floating, int64, uint8
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Packed
-    from paceline.model.config import Rope
+    from paceline.model.config import Heads, Rope
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
@@ -31,18 +31,23 @@ TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only th
 class KVStore:
     """Keys and values of every layer, by slot."""
 
-    data: torch.Tensor  # [num_layers, 2, num_pages * 16, num_kv_heads, head_dim] model dtype, zeros at first
+    data: Sequence[torch.Tensor]  # of each layer [2, num_pages * 16, num_kv_heads, head_dim] model dtype
+
+    @classmethod
+    def of(cls, heads: Sequence[Heads], num_pages: int, dtype: torch.dtype, device: torch.device | str) -> KVStore:
+        """Return an empty store. heads: of each layer."""
+        where, slots = torch.device(device), num_pages * PAGE_TOKENS
+        return cls([lazy_zeros((2, slots, layer.num_kv, layer.dim), dtype, where) for layer in heads])
 
     @property
     def num_slots(self) -> int:
         """Tokens that fit."""
-        return self.data.shape[2]
+        return self.data[0].shape[1]
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes one token takes over all layers."""
-        layers, two, _, heads, head_dim = self.data.shape
-        return layers * two * heads * head_dim * self.data.element_size()
+        return sum(layer[:, 0].nbytes for layer in self.data)
 
     @property
     def page_bytes(self) -> int:
@@ -51,18 +56,22 @@ class KVStore:
 
     def read_page(self, page: int, to: NDArray[uint8]) -> None:
         """Copy a page's bytes out, [page_bytes]."""
-        self._page_in(to, page).copy_(self._page(page))
+        for part, taken in self._parts(page, to):
+            taken.copy_(part)
 
     def write_page(self, page: int, data: NDArray[uint8]) -> None:
         """Copy a page's bytes in, [page_bytes]."""
-        self._page(page).copy_(self._page_in(data, page))
+        for part, given in self._parts(page, data):
+            part.copy_(given)
 
-    def _page(self, page: int) -> torch.Tensor:
-        return self.data[:, :, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
-
-    def _page_in(self, data: NDArray[uint8], page: int) -> torch.Tensor:
-        """Return bytes as numbers of a page."""
-        return torch.from_numpy(data).view(self.data.dtype).view(self._page(page).shape)
+    def _parts(self, page: int, data: NDArray[uint8]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's part of a page, and of a page's bytes."""
+        start = 0
+        for layer in self.data:
+            part = layer[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]
+            end = start + part.nbytes
+            yield part, torch.from_numpy(data[start:end]).view(part.dtype).view(part.shape)
+            start = end
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

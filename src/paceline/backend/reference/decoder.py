@@ -5,6 +5,7 @@ In float64 it keeps promise 1; in float32, but for near-ties.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +21,6 @@ from paceline.backend.reference.attention import (
     attend,
     capped,
     cos_sin,
-    lazy_zeros,
     plan_tiles,
     query_growth,
     rotate,
@@ -31,7 +31,7 @@ from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.target import Deferred
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import BROKEN, PAGE_TOKENS, UNCHOSEN
+from paceline.core.nouns import BROKEN, UNCHOSEN
 from paceline.core.sampling import choose_ahead, choose_token
 from paceline.model.config import LayerView, ModelConfig, layer_shapes
 from paceline.model.experts import SWIGLU
@@ -151,13 +151,15 @@ class ReferenceDecoder:
         self.embed = self._take(weights, "embed")  # [vocab, hidden]
         self.head = self.embed if config.tie_embeddings else self._take(weights, "head")  # [vocab, hidden]
         self.final_norm = self._take(weights, "final_norm")  # [hidden]
-        names = layer_shapes(config)
         self.layers = [
-            {name: self._take(weights, f"layers.{i}.{name}") for name in names} for i in range(config.num_layers)
+            {name: self._take(weights, f"layers.{i}.{name}") for name in layer_shapes(config, i)}
+            for i in range(config.num_layers)
         ]
+        own_inputs = ("input_embed", "input_proj", "input_norm") if config.layer_input_size else ()
+        self.inputs = {name: self._take(weights, name) for name in own_inputs}
         factors = weights["rope_factors"] if config.rope.scaling == "factors" else None
         self.rotations = {
-            view: rotation_of(view.rope, config.head_dim, self.device, factors) for view in set(config.views)
+            view: rotation_of(view.rope, view.heads.dim, self.device, factors) for view in set(config.views)
         }
 
     def adopt(self, fresh: ReferenceDecoder) -> None:
@@ -172,7 +174,7 @@ class ReferenceDecoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors; embedding and head are one where they are tied."""
-        tables = {id(t): t for t in (self.embed, self.head, self.final_norm)}.values()
+        tables = {id(t): t for t in (self.embed, self.head, self.final_norm, *self.inputs.values())}.values()
         return sum(t.nbytes for t in (*tables, *(t for layer in self.layers for t in layer.values())))
 
     def _take(self, weights: Mapping[str, NDArray[floating]], name: str) -> torch.Tensor:
@@ -180,9 +182,7 @@ class ReferenceDecoder:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        c = self.config
-        shape = (num_layers or c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
-        return KVStore(lazy_zeros(shape, self.dtype, self.device))
+        return KVStore.of(self.config.kv_heads(num_layers), num_pages, self.dtype, self.device)
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass, which runs in `wait`."""
@@ -211,14 +211,17 @@ class ReferenceDecoder:
         `packed.wanted` before the final norm, [num_wanted, hidden], and each tap, [num_tokens, hidden].
         """
         places = {view: self._places(packed, view) for view in self.rotations}
-        views = self.config.views
+        views, kv_layers = self.config.views, self.config.kv_layers
         layers = self.layers[:num_layers]
-        assert len(layers) <= len(kv.data), "the store has too few layers"
+        assert max(kv_layers[: len(layers)]) < len(kv.data), "the store has too few layers"
         assert all(0 <= tap <= len(layers) for tap in taps), "a tap beyond the layers that run"
-        hidden = self._embed(torch.from_numpy(packed.token_ids).to(self.device))
+        token_ids = torch.from_numpy(packed.token_ids).to(self.device)
+        hidden = self._embed(token_ids)
+        inputs = self._layer_inputs(token_ids, hidden)
         tapped = {0: hidden} if 0 in taps else {}
         for i, layer in enumerate(layers):
-            hidden = self._layer(layer, hidden, kv.data[i], places[views[i]])
+            hidden = self._layer(layer, hidden, kv.data[kv_layers[i]], places[views[i]])
+            hidden = self._with_input(layer, hidden, None if inputs is None else inputs[:, i])
             if i + 1 in taps:
                 tapped[i + 1] = hidden
         return hidden[torch.from_numpy(packed.wanted).to(self.device)], tapped
@@ -234,10 +237,32 @@ class ReferenceDecoder:
         scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.embed)
         return functional.embedding(token_ids, self.embed) * scale
 
+    def _layer_inputs(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
+        """Return each token's own input to each layer [num_tokens, num_layers, size]; None if there are none.
+
+        It is the mean of a table's row and a projection of the token's embedding, times the root of 2.
+        """
+        size, hidden = self.config.layer_input_size, self.config.hidden_size
+        if not size:
+            return None
+        rows = functional.embedding(token_ids, self.inputs["input_embed"]) * math.sqrt(size)
+        projected = functional.linear(embedded, self.inputs["input_proj"]) / math.sqrt(hidden)
+        projected = self._norm(self.inputs, "input_norm", torch.unflatten(projected, -1, (-1, size)))
+        return (projected + rows.view(projected.shape)) * math.sqrt(0.5)
+
+    def _with_input(
+        self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return a layer's output after its own input and its factor, where the model has them."""
+        if given is not None:
+            gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "input_gate", hidden))
+            hidden = hidden + self._norm(layer, "input_post_norm", linear(layer, "input_out", gate * given))
+        return hidden * layer["layer_scale"] if "layer_scale" in layer else hidden
+
     def _places(self, packed: Packed, view: LayerView) -> _Places:
         positions = torch.from_numpy(packed.positions).to(self.device)
         cos, sin = cos_sin(positions, self.rotations[view], self.dtype)
-        group = self.config.num_heads // self.config.num_kv_heads
+        group = self.config.num_heads // view.heads.num_kv
         slots = torch.from_numpy(packed.slots).to(self.device)
         growth = query_growth(positions, self.config.rope, self.dtype)
         return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, view.window), growth)
@@ -271,18 +296,23 @@ class ReferenceDecoder:
         self, layer: Mapping[str, torch.Tensor], normed: torch.Tensor, layer_kv: torch.Tensor, places: _Places
     ) -> torch.Tensor:
         c = self.config
-        query, key = (self._heads(layer, f"attn_{name}", normed) for name in "qk")
-        query, key = rotate(query, places.cos, places.sin), rotate(key, places.cos, places.sin)
+        dim = layer_kv.shape[-1]
+        query = rotate(self._heads(layer, "attn_q", normed, dim), places.cos, places.sin)
         query = query if places.growth is None else query * places.growth
-        layer_kv[0].index_copy_(0, places.slots, key)
-        layer_kv[1].index_copy_(0, places.slots, linear(layer, "attn_v", normed).view(key.shape))
+        if "attn_k" in layer:  # else the keys and values are those of a layer before
+            key = rotate(self._heads(layer, "attn_k", normed, dim), places.cos, places.sin)
+            value = linear(layer, "attn_v", normed).view(key.shape)
+            if c.facts.norms_values:
+                value = rms_norm(value, value.new_ones(dim), c.norm_eps)
+            layer_kv[0].index_copy_(0, places.slots, key)
+            layer_kv[1].index_copy_(0, places.slots, value)
         sinks = layer.get("attn_sinks")
         mixed = attend(query, layer_kv, places.tiles, c.query_scale, c.score_cap, sinks)
         return linear(layer, "attn_o", mixed)
 
-    def _heads(self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor) -> torch.Tensor:
+    def _heads(self, layer: Mapping[str, torch.Tensor], name: str, normed: torch.Tensor, dim: int) -> torch.Tensor:
         """Return queries or keys [num_tokens, heads, head_dim], normed one by one or all together."""
-        rows, heads = linear(layer, name, normed), (len(normed), -1, self.config.head_dim)
+        rows, heads = linear(layer, name, normed), (len(normed), -1, dim)
         if self.config.facts.qk_norm == "whole":
             return self._norm(layer, f"{name}_norm", rows).view(heads)
         return self._norm(layer, f"{name}_norm", rows.view(heads))

@@ -25,7 +25,6 @@ from paceline.backend.reference.attention import (
     KVStore,
     attend,
     cos_sin,
-    lazy_zeros,
     plan_tiles,
     rotate,
     rotation_of,
@@ -43,7 +42,6 @@ from paceline.backend.reference.decoder import (
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.backend.target import Deferred
-from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -106,9 +104,7 @@ class ReferenceHead:
 
     def new_kv(self, num_pages: int) -> KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
-        c = self.config.layers
-        shape = (c.num_layers, 2, num_pages * PAGE_TOKENS, c.num_kv_heads, c.head_dim)
-        return KVStore(lazy_zeros(shape, self._dtype, self._device))
+        return KVStore.of(self.config.layers.kv_heads(), num_pages, self._dtype, self._device)
 
     def new_tap_store(self, num_pages: int) -> HostTapStore:
         """Return an empty store of `num_pages` pages for the taps that the head reads."""
@@ -127,8 +123,8 @@ class ReferenceHead:
         tiles = plan_tiles(packed, c.num_heads // c.num_kv_heads, self._device)
 
         def paged(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            data[layer, 0].index_copy_(0, slots, key)
-            data[layer, 1].index_copy_(0, slots, value)
+            data[layer][0].index_copy_(0, slots, key)
+            data[layer][1].index_copy_(0, slots, value)
             return attend(query, data[layer], tiles)
 
         embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)

@@ -11,6 +11,7 @@ from paceline.bench.report import PLAIN
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.draft.registry import AUTO, parse_drafters
+from paceline.model.template import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,7 +58,7 @@ class EnginePool:
         max_prompt = max_len - params.max_tokens - SPARE_TOKENS
         if max_prompt < 1:
             raise ConfigError(f"answers of {params.max_tokens} tokens leave no room for prompts in {max_len}")
-        encode = Prompts(self.loaded.tokenizer, self.loaded.template, limits.max_len)
+        encode = Prompts(self.loaded.tokenizer, compiled(self.loaded.template), limits.max_len)
         questions = make_questions(prompts, encode, params, 0)
         fitting = [p for p, q in zip(prompts, questions, strict=True) if len(q.request.prompt_ids) <= max_prompt]
         if not fitting:

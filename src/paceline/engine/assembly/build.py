@@ -12,13 +12,14 @@ from paceline.backend.device import Device
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
-from paceline.core.errors import ConfigError
+from paceline.core.errors import BadModelFile, ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.promise import Promise
 from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
+from paceline.engine.assembly.built_again import rebuilders
 from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
@@ -36,12 +37,12 @@ from paceline.model.content_key import content_key
 from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
+from paceline.model.files.source_files import SourceFile
 from paceline.model.grammar import Grammars
 from paceline.model.weights import (
     LazyWeights,
     forget_files,
     load_model,
-    load_template,
     load_tokenizer,
     tokenizer_json,
 )
@@ -66,13 +67,13 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.cut_model import CutModel
-    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
     from paceline.model.weights import LoadedModel
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    OnLanguage = Callable[[str, ChatTemplate | None], None]
+    OnLanguage = Callable[[str, Tokenizer, TemplateSource | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -95,7 +96,7 @@ class Loaded:
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
-    template: ChatTemplate | None  # None: the model has none, so chat is refused
+    template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: str = ""  # empty: nobody has asked for it
@@ -122,7 +123,7 @@ class Built:
 
     engine: Engine
     model_name: str
-    template: ChatTemplate | None
+    template: TemplateSource | None
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
@@ -135,7 +136,7 @@ class Built:
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
     """Load the model and make the engine. Raises `ConfigError` or `ModelError`.
 
-    on_language: called with the tokenizer's JSON and the template before weights are loaded.
+    on_language: called with the tokenizer, as JSON too, and the template before weights are loaded.
     """
     try:
         return assemble(config, load(config, progress, on_language), progress=progress)
@@ -156,9 +157,9 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
-    tokenizer, template, json = load_tokenizer(model), load_template(model), ""
+    tokenizer, template, json = load_tokenizer(model), model.text.template(), ""
     if on_language is not None:
-        on_language(json := tokenizer_json(model, tokenizer), template)
+        on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
     kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)
@@ -177,7 +178,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
-        content=content_key(model.path),
+        content=_content(model),
         language=language_digest(model.text),
         sampling=sampling,
         why_sampling=why_sampling,
@@ -218,8 +219,7 @@ def assemble(
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
-    windows = loaded.decoder.config.windows
-    window = max(windows) if all(windows) else 0
+    window = max(windows) if all(windows := loaded.decoder.config.windows) else 0
     pool = PagePool(num_pages, stores, caching=config.prefix_cache, window=window)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
@@ -236,9 +236,9 @@ def assemble(
     choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
-    rebuild = _rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
+    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
     return Built(engine, *about, promise, rebuild, fingerprint)
 
 
@@ -283,19 +283,6 @@ def _drafters(
         else place(one.build(target, load), placement)
         for index, one in enumerate(configs)
     ]
-
-
-def _rebuilders(
-    config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load: Loader
-) -> dict[str, Callable[[], Drafter]]:
-    """Return makers of the drafters that read tables of the target, by name."""
-
-    def build_again(one: DrafterConfig) -> Drafter:
-        if config.draft_process:
-            raise ConfigError("its process has read the target's first tables")
-        return place(one.build(target, load), config.placement)
-
-    return {one.name: partial(build_again, one) for one in configs if not one.stands_alone}
 
 
 def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None:
@@ -368,6 +355,22 @@ def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, st
     """Return a config that names its type of weights, and why that one."""
     kind, why = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
     return replace(config, weights=kind), why
+
+
+def _content(model: LoadedModel) -> str:
+    """Return the key of a model's files.
+
+    Raises `BadModelFile` if they are not those that were opened.
+    """
+    assert isinstance(model.weights, LazyWeights), "weights of a model come from its files"
+    sources = model.weights.sources
+    try:
+        content = content_key(sources)
+    except OSError as error:
+        raise BadModelFile(f"{model.path} cannot be read: {error.strerror or error}") from None
+    if any(isinstance(one, SourceFile) and one.changed for one in sources):
+        raise BadModelFile(f"{model.path} was changed or replaced while it was read; start again")
+    return content
 
 
 def _target_decoder(

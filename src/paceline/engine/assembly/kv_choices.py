@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.backend.registry import AUTO, NUM_BYTES
+from paceline.backend.registry import AUTO, MAX_INT_KV_HEAD, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.system import commit, machine
 from paceline.engine.kv_disk import KvDisk
@@ -26,12 +26,15 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
     """Return the type of KV, and why if it is not the usual one.
 
     It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
-    it is so where a share of that memory would not hold one request of the greatest length. Raises `ConfigError`.
+    it is so where a share of that memory would not hold one request of the greatest length. Heads that integers do
+    not take have a type of their own. Raises `ConfigError`.
     """
-    usual, small = config.kv_type, config.backend_spec.small_kv
+    usual, small, wide = config.kv_type, config.backend_spec.small_kv, config.backend_spec.wide_kv
     if config.kv not in (None, AUTO) or small is None or small == usual:
         return usual, ""
-    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim  # of a token
+    if wide is not None and (dim := model.full_heads.dim) > MAX_INT_KV_HEAD:
+        return wide, f"integers take heads of {MAX_INT_KV_HEAD} numbers, not {dim}"
+    numbers = 2 * sum(heads.kv_size for heads in model.kv_heads())  # of a token
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
     free = config.free_bytes() - num_weights(model) * NUM_BYTES[config.weight_type]
     most = max(free, 0) * (1.0 if config.kv_tokens else share)

@@ -10,7 +10,6 @@ import gc
 import logging
 import secrets
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
@@ -20,7 +19,7 @@ from paceline.engine.renewal import Renewal, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.files.pull import resolve
 from paceline.model.renewed import check_same_shape, renewed, with_arrays
-from paceline.model.weights import forget_files, load_model
+from paceline.model.weights import LazyWeights, forget_files, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -64,6 +63,11 @@ class EngineOwner:
         """True while there is no engine."""
         return self._built is None
 
+    def drop_json(self) -> None:
+        """Drop the tokenizer's JSON, once who needs it has it."""
+        self._built = self._built and replace(self._built, tokenizer_json="")
+        self._loaded = self._loaded and replace(self._loaded, tokenizer_json="")
+
     def close(self) -> None:
         """Drop engine and weights."""
         if self._built is not None:
@@ -76,8 +80,8 @@ class EngineOwner:
         """Take the weights of a source. Raises `ModelError`, `ConfigError`; then nothing has changed."""
         check_version(version)
         newer = renewed(self._first_model, source)
-        digest = "".join(content_key(Path(place)) for place in (source.model, source.tensors) if place)
-        report = self._take(newer, version, digest)
+        assert isinstance(newer.weights, LazyWeights)
+        report = self._take(newer, version, content_key(newer.weights.sources))
         self._source, self._from_arrays = source, False
         return report
 

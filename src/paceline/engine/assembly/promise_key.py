@@ -11,11 +11,11 @@ import json
 import struct
 from typing import TYPE_CHECKING
 
-from paceline import __version__
 from paceline.control.fixed import FixedK
 from paceline.core.nouns import Request
 from paceline.core.params import MAX_TOP_LOGPROBS, SamplingParams
 from paceline.core.promise import Promise
+from paceline.core.version import VERSION
 from paceline.model.config import num_weights
 from paceline.model.files.packed_cache import build_mark
 
@@ -41,7 +41,7 @@ def language_digest(text: TextSource) -> str:
 def promise_of(config: EngineConfig, decoder: Decoder, content: str, language: str) -> Promise:
     """Return what the texts of an engine depend on. content, language: of its model."""
     numbers = f"{decoder.describe()}, KV {config.kv_type}, {config.numerics_mode}"
-    return Promise(__version__, build_mark(), numbers, content, language, config.law)
+    return Promise(VERSION, build_mark(), numbers, content, language, config.law)
 
 
 def self_test(engine: Engine) -> str:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from numpy import float16, float32, floating, uint8
     from numpy.typing import NDArray
 
+    from paceline.model.files.gguf_tokenizer import VocabularyFacts
+
 MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
 MAX_KEY_BYTES = 1 << 16
 MAX_DIMS = 4
@@ -176,6 +178,7 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]  # numbers, strings, and lists of either
     tensors: dict[str, GgufTensor]
+    facts: VocabularyFacts | None = None  # of the long lists, where those were not read
 
 
 class _Cursor:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
-from paceline.model.config import (
-    FAMILIES,
-    GLOBAL_THETA,
-    LOCAL_THETA,
-    PLAIN_PERIOD,
-    Family,
-    MixedLayers,
-    ModelConfig,
-    Rope,
-    RopeScaling,
-    Sliding,
-    plain_layers,
-    tensor_shapes,
-)
+from paceline.model.config import Heads, ModelConfig, Rope, RopeScaling, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import PARTS, Experts, expert_names
+from paceline.model.families import FAMILIES, GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers
 from paceline.model.files.expert_parts import unstacked
-from paceline.model.files.gguf_file import GgufTensor
-from paceline.model.files.gguf_tokenizer import MERGES_KEY, special_texts, tokenizer_digest, tokenizer_from_gguf
+from paceline.model.files.gguf_file import GgufTensor, open_gguf
+from paceline.model.files.gguf_tokenizer import (
+    end_ids,
+    special_texts,
+    tokenizer_digest,
+    tokenizer_from_gguf,
+)
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
-from paceline.model.template import TemplateSource
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,6 +35,9 @@ MODEL_NAMES: dict[str, str] = {
     "final_norm": "output_norm.weight",
     "head": "output.weight",
     "rope_factors": "rope_freqs.weight",
+    "input_embed": "per_layer_token_embd.weight",
+    "input_proj": "per_layer_model_proj.weight",
+    "input_norm": "per_layer_proj_norm.weight",
 }
 LAYER_NAMES: dict[str, str] = {
     "attn_norm": "attn_norm.weight",
@@ -64,6 +60,10 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_gate_bias": "ffn_gate.bias",
     "mlp_up_bias": "ffn_up.bias",
     "mlp_down_bias": "ffn_down.bias",
+    "layer_scale": "layer_output_scale.weight",
+    "input_gate": "inp_gate.weight",
+    "input_out": "proj.weight",
+    "input_post_norm": "post_norm.weight",
 }
 # The shared expert has the names of a dense network.
 SHARED_EXPERT_NAMES: dict[str, str] = {
@@ -106,6 +106,15 @@ class _GgufReader:
             value = value[0]  # per layer, but the same in all
         if type(value) is not int:
             raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be one integer")
+        return value
+
+    def integers(self, key: str, length: int, default: int) -> list[int]:
+        """Return one for each layer; a file may tell one for all."""
+        value = self._get(key, default)
+        if not isinstance(value, list):
+            return length * [self.integer(key, default)]
+        if len(value) != length or not all(type(v) is int for v in value):
+            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} must have an integer for each layer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -154,15 +163,17 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise UnsupportedModel(f"{file.path}: heads whose keys and values differ in size are not supported")
     bos = _ids(file, "tokenizer.ggml.bos_token_id")
     sliding, num_layers = _sliding(read, facts, head_dim), min(read.integer("block_count"), MAX_LAYERS)
+    own, full = _heads(read, sliding, num_layers, Heads(heads, head_dim))
+    sizes = _feed_forward(read, facts, num_layers)
     config = ModelConfig(
         family=facts.name,
         vocab_size=embed.shape[0],
         hidden_size=hidden,
-        intermediate_size=_feed_forward(read, facts),
+        intermediate_size=sizes[0],
         num_layers=read.integer("block_count"),
         num_heads=heads,
-        num_kv_heads=read.integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
+        num_kv_heads=own.num_kv,
+        head_dim=own.dim,
         norm_eps=read.number("attention.layer_norm_rms_epsilon"),
         rope=_rope(read, facts, head_dim),
         tie_embeddings=MODEL_NAMES["head"] not in file.tensors,
@@ -176,9 +187,14 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         logit_divisor=read.number("logit_scale", 1.0),
         score_cap=read.factor("attn_logit_softcapping"),
         logit_cap=read.factor("final_logit_softcapping"),
+        global_heads=None if full == own else full,
+        keys_are_values=facts.norms_values and _lacks_values(file, sliding, num_layers),
+        num_sharing=read.integer("attention.shared_kv_layers", 0),
+        sharing_factor=sizes[-1] // sizes[0] if sizes[0] else 1,
+        layer_input_size=read.integer("embedding_length_per_layer_input", 0),
         max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
-        eos_ids=_ids(file, *END_KEYS),
+        eos_ids=_end_ids(file),
     )
     config.check()
     _check_vocabulary(file, config)
@@ -213,11 +229,34 @@ def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -
     return found | {name: replace(found[name], row_order=order) for name in rotated & found.keys()}
 
 
-def _feed_forward(read: _GgufReader, facts: Family) -> int:
-    """Return the size of the feed-forward network, or of each expert."""
+def _feed_forward(read: _GgufReader, facts: Family, num_layers: int) -> list[int]:
+    """Return the size of each layer's feed-forward network, or of each expert."""
     if facts.mixture is None:
-        return read.integer("feed_forward_length")
-    return read.integer("expert_feed_forward_length", read.integer("feed_forward_length", 0))
+        return read.integers("feed_forward_length", num_layers, 0)
+    return [read.integer("expert_feed_forward_length", read.integer("feed_forward_length", 0))]
+
+
+def _heads(read: _GgufReader, sliding: Sliding | None, num_layers: int, usual: Heads) -> tuple[Heads, Heads]:
+    """Return the heads of layers with a window, and of those that see all tokens."""
+    counts = read.integers("attention.head_count_kv", num_layers, usual.num_kv)
+    own_dim = read.integer("attention.key_length_swa", usual.dim)
+    if sliding is None or len(sliding.layers) == num_layers:
+        full = Heads(counts[0], usual.dim)
+        found = [full, full]
+    else:
+        first = next(i for i in range(num_layers) if i not in sliding.layers)
+        found = [Heads(counts[min(sliding.layers)], own_dim), Heads(counts[first], usual.dim)]
+    if any(count != found[sliding is None or i not in sliding.layers].num_kv for i, count in enumerate(counts)):
+        raise UnsupportedModel(
+            f"{read.file.path}: layers alike with different numbers of KV heads are not supported"
+        )
+    return found[0], found[1]
+
+
+def _lacks_values(file: GgufFile, sliding: Sliding | None, num_layers: int) -> bool:
+    """Return True if the first layer that sees all tokens has no matrix of values of its own."""
+    full = next((i for i in range(num_layers) if sliding is None or i not in sliding.layers), 0)
+    return LAYER_PREFIX.format(layer=full) + LAYER_NAMES["attn_v"] not in file.tensors
 
 
 def _experts(read: _GgufReader, facts: Family) -> Experts | None:
@@ -270,6 +309,7 @@ def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
         magnitude=_MAGNITUDES[scaling](read, factor, original) if scaling in _MAGNITUDES else 1.0,
         beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
+        truncates=facts.truncates_yarn,
         divisors=_divisors(short, head_dim) if is_longrope else (),
         long_divisors=_divisors(long, head_dim) if is_longrope else (),
         query_growth=read.number("attention.temperature_scale", 0.0),
@@ -329,6 +369,8 @@ def _local_rope(read: _GgufReader, facts: Family, mixed: MixedLayers, head_dim: 
 
 def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
     """Return the file's own, which it has as a factor, or that of the family."""
+    if facts.query_scalar is not None:
+        return facts.query_scalar
     scale = read.factor("attention.scale")
     if scale:
         return scale**-2
@@ -340,13 +382,18 @@ def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in found if type(i) is int))
 
 
+def _end_ids(file: GgufFile) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*_ids(file, *END_KEYS), *end_ids(file.metadata))))
+
+
 def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:
     tokens = file.metadata.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list):
         raise BadModelFile(f"{file.path}: tokenizer.ggml.tokens = {str(tokens)[:80]} must be a list of texts")
-    if len(tokens) > config.vocab_size:
+    num_tokens = len(tokens) if file.facts is None else file.facts.num_tokens
+    if num_tokens > config.vocab_size:
         raise BadModelFile(
-            f"{file.path} lists {len(tokens)} tokens, but its embedding has only {config.vocab_size} rows"
+            f"{file.path} lists {num_tokens} tokens, but its embedding has only {config.vocab_size} rows"
         )
 
 
@@ -355,18 +402,21 @@ class GgufText:
     """A GGUF file's tokenizer and chat template."""
 
     file: GgufFile
+    is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Build the tokenizer from the metadata."""
-        return tokenizer_from_gguf(self.file.metadata)
-
-    def spelling(self) -> tokenizers.Tokenizer | None:
-        """Build the tokenizer without its merges, whose making takes longest."""
-        return tokenizer_from_gguf(self.file.metadata | {MERGES_KEY: []})
+        """Build the tokenizer from the metadata. Raises `BadModelFile` if another model lies there now."""
+        metadata, facts = self.file.metadata, self.file.facts
+        if facts is not None:
+            metadata = open_gguf(self.file.path).metadata
+            if tokenizer_digest(metadata) != facts.digest:
+                raise BadModelFile(f"{self.file.path} was replaced while it was read; start again")
+        return tokenizer_from_gguf(metadata)
 
     def tokenizer_digest(self) -> str:
         """Return a digest of the metadata that the tokenizer is built from."""
-        return tokenizer_digest(self.file.metadata)
+        facts = self.file.facts
+        return tokenizer_digest(self.file.metadata) if facts is None else facts.digest
 
     def sampling(self) -> dict[str, object]:
         """Return what the keys general.sampling.* say."""
@@ -374,5 +424,7 @@ class GgufText:
 
     def template(self) -> TemplateSource | None:
         """Return the chat template, if the metadata holds one."""
-        text = self.file.metadata.get("tokenizer.chat_template")
-        return TemplateSource(text, special_texts(self.file.metadata)) if isinstance(text, str) else None
+        text, facts = self.file.metadata.get("tokenizer.chat_template"), self.file.facts
+        if not isinstance(text, str):
+            return None
+        return TemplateSource(text, special_texts(self.file.metadata) if facts is None else facts.special)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_TOKEN_CHARS = 1 << 10
-MERGES_KEY = "tokenizer.ggml.merges"
 _CONTROL, _USER_DEFINED = 3, 4  # token types
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,13 @@ _TEKKEN = PreTokenizer(
     ignore_merges=True,
     add_bos=True,
 )
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = PreTokenizer(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 
 PRES: dict[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
@@ -56,6 +64,8 @@ PRES: dict[str, PreTokenizer] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+    "o200k": _O200K,
 }
 
 
@@ -69,6 +79,19 @@ def tokenizer_from_gguf(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     _add_special(raw, tokens, metadata)
     _add_bos(raw, tokens, metadata, default_bos)
     return raw
+
+
+class VocabularyFacts(msgspec.Struct, frozen=True):
+    """Facts about a vocabulary that a start needs without its tokenizer."""
+
+    num_tokens: int
+    digest: str  # of what `tokenizer_from_gguf` reads
+    special: dict[str, str]  # as `special_texts`
+
+
+def vocabulary_facts(metadata: dict[str, Any]) -> VocabularyFacts:
+    """Return the facts about a vocabulary. Raises `BadModelFile`."""
+    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special_texts(metadata))
 
 
 def tokenizer_digest(metadata: dict[str, Any]) -> str:
@@ -115,7 +138,7 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
 def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the pairs in order of rank, checked, since the library trusts them."""
     merges = []
-    for line in _list(metadata, MERGES_KEY, str):
+    for line in _list(metadata, "tokenizer.ggml.merges", str):
         left, _, right = line.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise BadModelFile(f"the GGUF file's merge {line[:80]!r} is not of tokens it has")
@@ -185,6 +208,14 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
         raw.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=special
         )
+
+
+def end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """Return further tokens that end an answer: the end of a call of gpt-oss."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(token in tokens for token in (*_HARMONY_ENDS, "<|channel|>")):
+        return ()
+    return tuple(tokens.index(token) for token in _HARMONY_ENDS)
 
 
 def special_texts(metadata: dict[str, Any]) -> dict[str, str]:

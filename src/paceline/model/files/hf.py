@@ -5,23 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
-from paceline.model.config import (
-    GLOBAL_THETA,
-    LOCAL_THETA,
-    PLAIN_PERIOD,
-    Family,
-    MixedLayers,
-    ModelConfig,
-    Rope,
-    Sliding,
-    family,
-    plain_layers,
-    tensor_shapes,
-)
+from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import PARTS, SWIGLU, Experts, expert_names
+from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
 from paceline.model.files.rearranged import (
@@ -35,7 +24,7 @@ from paceline.model.files.rearranged import (
 from paceline.model.files.rope_settings import rope_of
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
 from paceline.model.files.tokenizer_file import parse_tokenizer
-from paceline.model.template import MAX_TEMPLATE_CHARS, TemplateSource
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +43,9 @@ MODEL_NAMES: dict[str, str] = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "input_embed": "model.embed_tokens_per_layer.weight",
+    "input_proj": "model.per_layer_model_projection.weight",
+    "input_norm": "model.per_layer_projection_norm.weight",
 }
 LAYER_NAMES: dict[str, str] = {
     "attn_norm": "input_layernorm.weight",
@@ -74,6 +66,10 @@ LAYER_NAMES: dict[str, str] = {
     "mlp_gate_bias": "mlp.gate_proj.bias",
     "mlp_up_bias": "mlp.up_proj.bias",
     "mlp_down_bias": "mlp.down_proj.bias",
+    "layer_scale": "layer_scalar",
+    "input_gate": "per_layer_input_gate.weight",
+    "input_out": "per_layer_projection.weight",
+    "input_post_norm": "post_per_layer_input_norm.weight",
 }
 POST_NORM_NAMES: dict[str, str] = {
     "attn_post_norm": "post_attention_layernorm.weight",
@@ -98,6 +94,7 @@ SHARED_EXPERT_NAMES: dict[str, str] = {
 }
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")  # a file has one of these keys, whatever its family
+_HEAD_KEYS = ("num_key_value_heads", "head_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KINDS = {_SLIDING, _FULL, "attention"}
 # By their names in config.json; the clamped one is called by that of the plain one.
@@ -155,13 +152,18 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
         biases=facts.biases.union(*(names for key, names in facts.bias_switches.items() if read.flag(key))),
         sliding=sliding,
         experts=_experts(read, facts),
-        query_scalar=_query_scalar(read),
+        query_scalar=_query_scalar(read, facts),
         unrotated=_unrotated(read, facts, sliding),
         embed_factor=read.number("embedding_multiplier", 1.0),
         residual_factor=read.number("residual_multiplier", 1.0),
         logit_divisor=read.number("logits_scaling", 1.0),
         score_cap=read.factor("attn_logit_softcapping"),
         logit_cap=read.factor("final_logit_softcapping"),
+        global_heads=_global_heads(read, sliding),
+        keys_are_values=read.flag("attention_k_eq_v"),
+        num_sharing=read.integer("num_kv_shared_layers", 0),
+        sharing_factor=2 if read.flag("use_double_wide_mlp") else 1,
+        layer_input_size=read.integer("hidden_size_per_layer_input", 0),
         max_context=_positions(read),
         bos_id=next(iter(token_ids(values.get("bos_token_id"))), None),
         eos_ids=token_ids(
@@ -211,7 +213,7 @@ def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
     for key, known in facts.fixed.items():
         if values.get(key, known) != known:
             raise UnsupportedModel(f"{facts.name} models run with {key} = {known}, not {str(values[key])[:80]}")
-    if values.get("use_bidirectional_attention"):
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not read
         raise UnsupportedModel("config.json has use_bidirectional_attention, which is not supported")
 
 
@@ -288,7 +290,32 @@ def _experts(read: JsonReader, facts: Family) -> Experts | None:
     )
 
 
-def _query_scalar(read: JsonReader) -> float | None:
+def _global_heads(read: JsonReader, sliding: Sliding | None) -> Heads | None:
+    """Return the heads of layers that see all tokens, where config.json says that they differ."""
+    own = {key: read.integer(key) for key in _HEAD_KEYS} if read.values.get("global_head_dim") else {}
+    listed = read.table("per_layer_config")
+    if not own or sliding is None:
+        if listed:
+            raise UnsupportedModel("per_layer_config in config.json is not supported for this family")
+        return None
+    if read.values.get("per_layer_config") is None:
+        count = read.integer("num_global_key_value_heads", 0) if read.flag("attention_k_eq_v") else 0
+        return Heads(count or own["num_key_value_heads"], read.integer("global_head_dim"))
+    if not listed:
+        return None
+    full = {str(i) for i in range(read.integer("num_hidden_layers")) if i not in sliding.layers}
+    given = [{**own, **entry} for entry in listed.values() if isinstance(entry, dict)]
+    if set(listed) != full or len(given) != len(full) or any(e != given[0] or set(e) != set(own) for e in given):
+        raise UnsupportedModel(
+            "per_layer_config in config.json may change the heads of all full layers alone, alike"
+        )
+    heads = JsonReader(given[0], "config.json's per_layer_config")
+    return Heads(heads.integer("num_key_value_heads"), heads.integer("head_dim"))
+
+
+def _query_scalar(read: JsonReader, facts: Family) -> float | None:
+    if facts.query_scalar is not None:
+        return facts.query_scalar
     multiplier = read.factor("attention_multiplier")
     if multiplier is None:
         return read.factor("query_pre_attn_scalar")
@@ -387,14 +414,12 @@ class FolderText:
     """Tokenizer and chat template of a folder."""
 
     folder: Path
+    is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
         path = self.folder / "tokenizer.json"
         return parse_tokenizer(read_json(path), path)
-
-    def spelling(self) -> None:
-        """Return None: the whole tokenizer is built as fast."""
 
     def tokenizer_digest(self) -> str:
         """Return a digest of tokenizer.json; its place if it is not there."""

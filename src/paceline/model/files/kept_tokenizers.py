@@ -1,28 +1,55 @@
-"""Tokenizers kept as JSON, so that a later start need not build them."""
+"""Tokenizers kept for later starts: whole as JSON, and how their tokens are written."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import tempfile
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from array import array
+from importlib.metadata import version
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final
 
-import tokenizers
+import msgspec
 
-from paceline.model.files.packed_cache import build_mark
-from paceline.model.files.pull import cache_folder
+from paceline.model.files.kept_data import KeptData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import tokenizers
 
-MAX_KEPT = 32
-MAX_BYTES = 256 << 20
-_SUM_CHARS = 64  # of the SHA-256 before the text
+    from paceline.model.detokenizer import Spelling
 
-log = logging.getLogger(__name__)
+_ENDS: Final = "I"  # type of a place in memory
+_LIBRARY = version("tokenizers")
+_WHOLE, _TABLES = KeptData("tokenizers", _LIBRARY), KeptData("token-tables", _LIBRARY)
+
+
+class TokenTable(msgspec.Struct, frozen=True):
+    """Spelling in three pieces of memory, read from a file in no time."""
+
+    ends: bytes  # [num_tokens] where each token's bytes end, 32 bits each
+    text: bytes  # of all tokens, one after another
+    special: frozenset[int]
+    strips_space: bool
+
+    @classmethod
+    def of(cls, spelling: Spelling) -> TokenTable:
+        """Write down another spelling."""
+        tokens = [spelling.bytes_of(i) for i in range(spelling.num_tokens)]
+        ends = array(_ENDS, accumulate(map(len, tokens)))
+        return cls(ends.tobytes(), b"".join(tokens), frozenset(spelling.special), spelling.strips_space)
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+        return len(self.ends) // array(_ENDS).itemsize
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+        if not 0 <= token_id < self.num_tokens:
+            return b""
+        ends = memoryview(self.ends).cast(_ENDS)
+        return self.text[ends[token_id - 1] if token_id else 0 : ends[token_id]]
+
+
+_as_table = msgspec.msgpack.Decoder(TokenTable).decode
 
 
 def kept_tokenizer(digest: str) -> str | None:
@@ -30,49 +57,25 @@ def kept_tokenizer(digest: str) -> str | None:
 
     digest: of what it is built from.
     """
-    path = _path(digest)
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        data = path.read_bytes()
-        if hashlib.sha256(data[_SUM_CHARS:]).hexdigest().encode() != data[:_SUM_CHARS]:
-            return None
-        text = data[_SUM_CHARS:].decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    with suppress(OSError):
-        os.utime(path)  # the oldest used go first
-    return text
+    data = _WHOLE.read(digest)
+    return None if data is None else data.decode()
 
 
-def keep_tokenizer(digest: str, text: str) -> None:
-    """Keep a tokenizer's JSON, and no more than `MAX_KEPT`."""
-    path, data = _path(digest), text.encode()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(data).hexdigest().encode() + data)
-        Path(file.name).replace(path)
-        for old in list(_newest_first(path.parent))[MAX_KEPT:]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("the tokenizer is not kept for the next start: %s", error)
+def keep_tokenizer(digest: str, text: str, table: TokenTable) -> None:
+    """Keep a tokenizer's JSON and the table of its tokens."""
+    _WHOLE.write(digest, text.encode())
+    _TABLES.write(digest, msgspec.msgpack.encode(table))
+
+
+def kept_table(digest: str) -> TokenTable | None:
+    """Return the table of a tokenizer's tokens, None if it is not kept or broken."""
+    data = _TABLES.read(digest)
+    return None if data is None else _as_table(data)
 
 
 def read_kept(digest: str) -> tokenizers.Tokenizer | None:
     """Build the kept tokenizer; None if it was removed meanwhile."""
+    import tokenizers
+
     text = kept_tokenizer(digest)
     return None if text is None else tokenizers.Tokenizer.from_str(text)
-
-
-def _path(digest: str) -> Path:
-    code = f"{digest} {build_mark()} {tokenizers.__version__}"
-    return cache_folder() / "tokenizers" / f"{hashlib.sha256(code.encode()).hexdigest()[:32]}.json"
-
-
-def _newest_first(folder: Path) -> Iterator[Path]:
-    found = []
-    for path in folder.iterdir():
-        with suppress(OSError):  # removed meanwhile
-            found.append((path.stat().st_mtime, path))
-    return (path for _, path in sorted(found, reverse=True))

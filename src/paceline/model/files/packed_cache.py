@@ -1,8 +1,7 @@
 """Packed weights kept for later starts, in files that all engines of a machine share.
 
-A file's name is a digest of the content of the model's files, of the types and names of its matrices and of the
-instruction set, and one of the build. The digest of a file's content is of every byte. It is remembered while the
-file's inode, size and times of modification and change stay: no program can write to it and keep the last one.
+A file's name is a digest of the content of the model's files (`content_key`), of the types and names of its
+matrices and of the instruction set, and one of the build.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -23,28 +20,25 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.errors import BadModelFile
-from paceline.core.system import file_lock, file_size
+from paceline.core.system import file_lock
+from paceline.model.content_key import content_key
 from paceline.model.files.packed_file import PackedFile, data_bytes, open_packed, write_packed
 from paceline.model.files.pull import cache_folder
-from paceline.model.files.source_files import SourceFile, file_state, state_of
+from paceline.model.files.source_files import SourceFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from paceline.model.files.packed_file import Wanted
+    from paceline.model.files.source_files import Source
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    Source = SourceFile | str  # a file, or a text that stands for itself
 
 LEAST_BYTES = 32 << 20  # of a file: less is packed as fast as it is read
 DISK_SHARE = 0.5  # of the free disk that one file may take
 LOCK_WAIT_S = 1800.0  # for another engine that packs the same
 SUFFIX, PART, LOCK = ".packed", ".part", ".lock"
 OLD_PART_S = 3600.0  # after which nobody writes to a part any more
-SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's step
-MAX_REMEMBERED = 4096  # digests
-_CONTENTS = "contents.json"
-_CHUNK = 16 << 20  # bytes that one thread digests
 # Files whose code decides what is read and packed.
 _NATIVE = ("load", "packing", "decoder")
 _CODE = ("model/files/*.py", "model/heads/*.py", "model/*.py", *(f"backend/native/{name}.py" for name in _NATIVE))
@@ -100,7 +94,7 @@ class PackedCache:
 
     def _key(self, recipe: Packing) -> str:
         wanted = {name: (one.dtype, one.out, one.width) for name, one in recipe.wanted.items()}
-        content = [one if isinstance(one, str) else self._digest(one.path) for one in recipe.sources]
+        content = content_key(recipe.sources)
         _refuse_changed(recipe)
         facts = json.dumps((content, wanted, kernels.isa())).encode()
         return f"{hashlib.sha256(facts).hexdigest()[:32]}-{_own_mark()}"
@@ -171,31 +165,6 @@ class PackedCache:
         """Return the free bytes of the disk, and those of the packed files."""
         return shutil.disk_usage(self.folder).free, sum(size for _, size, _ in _by_use(self.folder))
 
-    # Content -----------------------------------------------------------------------------------------
-
-    def _digest(self, path: Path) -> str:
-        """Return the digest of a file's bytes, remembered or made now."""
-        found = path.stat()
-        identity = state_of(found)
-        remembered = self._remembered()
-        if identity in remembered:
-            return remembered[identity]
-        digest = file_digest(path)
-        if time.time_ns() - found.st_ctime_ns > SETTLED_NS and file_state(path) == identity:
-            kept = dict(list(remembered.items())[-MAX_REMEMBERED:]) | {identity: digest}
-            with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False) as file:
-                json.dump(kept, file)
-                Path(file.name).replace(self.folder / _CONTENTS)
-        return digest
-
-    def _remembered(self) -> dict[str, str]:
-        try:
-            values = json.loads((self.folder / _CONTENTS).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        texts = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
-        return values if texts else {}
-
 
 def _refuse_changed(recipe: Packing) -> None:
     """Raise `OSError` if a header that was read may not belong to the numbers."""
@@ -228,19 +197,6 @@ def _tell_waiting(progress: Progress | None, waited_s: float) -> None:
 def _tell_packing(progress: Progress | None, total: int, done: int) -> None:
     if progress:
         progress("packing the weights, once", min(done, total), total)
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of the SHA-256 of a file's chunks, made on several cores."""
-    size = file_size(path)
-
-    def digest(start: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(start)
-            return hashlib.sha256(file.read(_CHUNK)).digest()
-
-    with ThreadPoolExecutor() as threads:
-        return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _CHUNK)))).hexdigest()
 
 
 def _own_mark() -> str:

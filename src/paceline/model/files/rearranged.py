@@ -30,7 +30,7 @@ def head_order(config: ModelConfig, *, interleaved: bool) -> tuple[int, ...]:
     file has the numbers of a pair beside each other. Scores do not change where q and k are put in the same order.
     """
     size, rotated = config.head_dim, config.rope.rotated(config.head_dim)
-    if not interleaved and rotated == size:
+    if not interleaved and (rotated == size or config.rope.scaling == "proportional"):
         return ()
     pairs = range(0, rotated, 2) if interleaved else range(rotated // 2)
     apart = 1 if interleaved else rotated // 2
@@ -125,7 +125,7 @@ def unfuse(
         for name, parts in fused.items():
             whole = found.get(prefix.format(layer=layer) + name)
             own = [f"layers.{layer}.{part}" for part in parts]
-            sizes = [shapes[part][0] for part in own]
+            sizes = [shapes[part][0] for part in own if part in shapes]
             if (
                 not isinstance(whole, _HasRows)
                 or names[own[0]] in found

@@ -26,6 +26,7 @@ _SCALINGS: dict[str, RopeScaling] = {
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "proportional",
     "su": "longrope",  # its name in the first files
 }
 

@@ -24,6 +24,9 @@ class SourceFile:
         return not self.state or self.state != file_state(self.path)
 
 
+Source = SourceFile | str  # a file, or a text that stands for itself
+
+
 def file_state(path: Path) -> str:
     """Return a text that changes with a file; empty if it is not there."""
     try:

@@ -181,8 +181,11 @@ def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _all_layer_shapes(layers: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shapes = layer_shapes(layers)
-    return {f"layers.{i}.{name}": shape for i in range(layers.num_layers) for name, shape in shapes.items()}
+    return {
+        f"layers.{i}.{name}": shape
+        for i in range(layers.num_layers)
+        for name, shape in layer_shapes(layers, i).items()
+    }
 
 
 def _algorithm(values: Mapping[str, Any]) -> Algorithm:

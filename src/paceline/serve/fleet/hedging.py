@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
 BUDGET = 0.02  # of all requests
 MIN_SAMPLES = 20  # of lateness, before anything is hedged
@@ -24,6 +31,14 @@ class Hedging:
         """Note when a first token came."""
         self._late.append(waited_s / max(predicted_s, 1e-6))
         self._factor = None
+
+    def late(self, answers: Iterable[OngoingAnswer]) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:
+        """Yield the answers that should be hedged now, and their only legs."""
+        now_s = time.monotonic()
+        for answer in tuple(answers):
+            leg = answer.legs[0] if len(answer.legs) == 1 and not answer.told else None
+            if leg is not None and not leg.spoke and self.due(leg.wait_s, now_s - leg.began_s):
+                yield answer, leg
 
     def due(self, predicted_s: float, waited_s: float) -> bool:
         """True if a request that waits so long should be hedged, and may be."""

@@ -53,7 +53,11 @@ _DISK_COUNTERS = (
     ("paceline_kv_disk_pages_written", "pages_written", "KV pages written to disk"),
     ("paceline_kv_disk_pages_read", "pages_read", "KV pages read from disk instead of computed"),
     ("paceline_kv_disk_pages_lost", "pages_lost", "KV pages evicted before they were written"),
-    ("paceline_kv_disk_failures", "failures", "Writes of KV pages that failed, and pages that were broken"),
+    (
+        "paceline_kv_disk_failures",
+        "failures",
+        "Failed writes of KV pages, broken pages, stalled readings",
+    ),
     ("paceline_kv_disk_read_seconds", "read_s", "Time reading KV pages, beside steps"),
 )
 _GAUGES = (

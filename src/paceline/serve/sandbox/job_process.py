@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError, RequestError
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox.jobs import (
     CheckGrammar,
     JobDone,

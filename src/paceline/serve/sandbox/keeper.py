@@ -26,7 +26,7 @@ from paceline.serve.sandbox.jobs import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.model.template import TemplateSource
+    from paceline.model.template_source import TemplateSource
     from paceline.serve.sandbox.jobs import JobResult, SandboxJob, SetupJob
 
 log = logging.getLogger(__name__)

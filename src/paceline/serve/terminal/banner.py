@@ -1,6 +1,6 @@
 """Progress while an engine loads, and the banner once it is ready.
 
-Rich output on a terminal, plain text elsewhere.
+Rich output on a terminal, plain text elsewhere, where `rich` is not even imported.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
-
 from paceline import __version__
 from paceline.serve.observe.build_facts import commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+
+    from rich.progress import Progress, TaskID
 
     from paceline.engine.assembly.build import Choice
     from paceline.serve.worker.messages import StartupChoice
@@ -71,6 +68,9 @@ class LoadingBar:
 
 
 def _bar(stream: TextIO) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     console = Console(file=stream)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
@@ -87,6 +87,10 @@ def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> N
         for choice in choices:
             stream.write(f"{choice.what:<9}{choice.value}  ({choice.why})\n")
         return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for choice in choices:
         table.add_row(Text(choice.what, "bold cyan"), Text(choice.value), Text(choice.why, "dim"))
@@ -119,6 +123,9 @@ def show_url(facts: ServerFacts, stream: TextIO) -> None:
     ways = "Open it in a browser, or try:" if facts.page else "Try it:"
     title = f"Paceline {__version__}{made} serves at "
     if stream.isatty():
+        from rich.console import Console
+        from rich.text import Text
+
         console = Console(file=stream, highlight=False, soft_wrap=True)
         console.print(Text(f"\n{title}").append(facts.url, "bold green").append(f"  {facts.access()}", "dim"))
         console.print(Text(facts.places(), "dim"))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import shutil
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
+from paceline.serve.worker.child import EngineChild
 from paceline.serve.worker.command_sender import CommandSender
 from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import (
@@ -54,12 +55,11 @@ log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 WATCHDOG_S = 8.0  # without a beat of a ready engine
-KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Setup:
-    """What every process of an engine is started with."""
+    """Options of every process of an engine."""
 
     config: EngineConfig
     cores: frozenset[int]
@@ -72,7 +72,7 @@ class EngineProcess:
     """One engine process, from its start to its end."""
 
     socket: zmq.asyncio.Socket
-    process: asyncio.subprocess.Process
+    process: EngineChild
     watchdog: Watchdog
     ready: Ready | None = None  # None: it loads
     failed: PacelineError | None = None  # reason why it could not load
@@ -88,11 +88,12 @@ class EngineClient:
         prepare: Callable[[Ready], Awaitable[object]] | None = None,
         watchdog_s: float = WATCHDOG_S,
         cores: frozenset[int] = frozenset(),
+        begun: EngineChild | None = None,
     ) -> None:
         """Start the engine process. prepare: awaited before an engine that has loaded counts as ready.
 
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
-        process; none: all that this one may use.
+        process; none: all that this one may use. begun: the first process, if it has begun already.
         """
         self._setup = _Setup(config, cores, watchdog_s, prepare)
         self.restarts = 0
@@ -108,7 +109,7 @@ class EngineClient:
         self._engine: EngineProcess | None = None
         self._open: dict[str, Answers] = {}
         self._stopping = False
-        self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor = asyncio.create_task(self._supervise(begun))
 
     @property
     def ready(self) -> Ready | None:
@@ -185,6 +186,12 @@ class EngineClient:
         self._fail_open(EngineDied(STOPPING))
         self._supervisor.cancel()  # its `finally` kills the process
 
+    def abandon(self) -> None:
+        """End the engine at once, from outside a task; nothing else may be called then."""
+        self.kill()
+        self.first_ready.cancel()
+        self._context.destroy(linger=0)
+
     async def _ask_to_stop(self, engine: EngineProcess) -> None:
         try:
             await _send_now(engine.socket, StopEngine())
@@ -194,14 +201,15 @@ class EngineClient:
 
     # Supervision -------------------------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, begun: EngineChild | None) -> None:
         back_off = RestartBackoff()
         while True:
             start_s = time.monotonic()
             try:
-                failed = await self._run_engine()
+                failed = await self._run_engine(begun)
             except OSError as error:
                 failed = EngineDied(f"the engine process cannot be started: {error}")
+            begun = None
             self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:
                 return
@@ -212,19 +220,22 @@ class EngineClient:
             await asyncio.sleep(back_off.wait_s(time.monotonic() - start_s))
             self.restarts += 1
 
-    async def _run_engine(self) -> PacelineError | None:
+    async def _run_engine(self, begun: EngineChild | None) -> PacelineError | None:
         """Run one engine process to its end; return why it failed to load, or None."""
         socket = self._context.socket(zmq.PAIR)
         try:
             with socket_folder() as folder:
-                return await self._run_in(folder, socket)
+                return await self._run_in(folder, socket, begun)
         finally:
             socket.close(linger=0)
 
-    async def _run_in(self, folder: Path, socket: zmq.asyncio.Socket) -> PacelineError | None:
+    async def _run_in(
+        self, folder: Path, socket: zmq.asyncio.Socket, begun: EngineChild | None
+    ) -> PacelineError | None:
         address = f"ipc://{folder}/engine"
         _without_limits(socket).bind(address)
-        process = await _spawn(address, self._setup.cores)
+        process = begun or EngineChild()
+        process.connect(address, os.environ.get(logs.FORMAT, ""), self._setup.cores)
         engine = EngineProcess(socket, process, Watchdog(process.pid, self._setup.watchdog_s))
         try:
             self._engine = engine
@@ -234,7 +245,7 @@ class EngineClient:
             self.commands.fail()
             _kill(engine.process)
             await engine.process.wait()
-            _close_stdin(engine.process)
+            engine.process.let_go()
         return engine.failed
 
     async def _listen(self, engine: EngineProcess, folder: Path) -> None:
@@ -395,25 +406,6 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
     return socket
 
 
-async def _spawn(address: str, cores: frozenset[int]) -> asyncio.subprocess.Process:
-    """Start the engine in a fresh interpreter, since a forked threaded process may hang."""
-    environment = {name: value for name, value in os.environ.items() if name not in KEYS}
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "paceline.serve.worker.process",
-        address,
-        *map(str, sorted(cores)),
-        stdin=asyncio.subprocess.PIPE,
-        env=environment,
-    )
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
+def _kill(process: EngineChild) -> None:
     if process.returncode is None:
         process.kill()
-
-
-def _close_stdin(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()

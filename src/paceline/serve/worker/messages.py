@@ -66,6 +66,13 @@ class Language(Message, frozen=True):
 
     tokenizer_json: str
     template: Template | None
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    @classmethod
+    def of(cls, ready: Ready) -> Language:
+        """Return what a ready engine has."""
+        return cls(ready.tokenizer_json, ready.template, ready.eos_ids, ready.bos_id)
 
 
 class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,16 +1,17 @@
 """Process of the engine: load, step while there is work, otherwise wait for messages.
 
-`client` starts it as `python -m paceline.serve.worker.process ADDRESS [CORE ...]`. It ends with its parent: stdin
-is a pipe that the parent holds open, and it is closed however the parent ends.
+`child` starts it as `python -m paceline.serve.worker.process`, and the first line on its stdin says where to
+connect. It ends with its parent: stdin is a pipe that the parent holds open, closed however the parent ends.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
+import os
 import signal
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.system import end_with_parent, stay_on
+from paceline.core.system import end_with_parent, give_memory_back, stay_on
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
-    from paceline.model.template import ChatTemplate
+    from paceline.model.template_source import TemplateSource
     from paceline.serve.worker.commands import Command
 
 log = logging.getLogger(__name__)
@@ -261,8 +262,7 @@ def profile_of(engine: Engine) -> StepProfile | None:
     return StepProfile(prefill_s, tuple(pass_s(Work(rows)) for rows in range(1, limits.num_rows + 1)))
 
 
-def _template(template: ChatTemplate | None) -> Template | None:
-    source = None if template is None else template.source
+def _template(source: TemplateSource | None) -> Template | None:
     return None if source is None else Template(source.text, dict(source.special))
 
 
@@ -299,7 +299,9 @@ def _load(server: ServerConnection) -> Commands | None:
         owner = load_engine(
             message.config,
             _progress_sender(server),
-            lambda json, template: server.send(Language(json, _template(template))),
+            lambda json, tokenizer, template: server.send(
+                Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
+            ),
         )
         warm_up(owner.built)
         commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
@@ -321,17 +323,17 @@ def run(address: str) -> int:
         commands = _load(server)
         if commands is None:
             return 2
-        worker, built = EngineWorker(commands, server), commands.owner.built
+        owner = commands.owner
+        worker = EngineWorker(commands, server)
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
-        server.send(snapshot_of(built.engine))
-        server.send(_ready(built, commands.promise))
-        if (grammars := built.engine.target.rows.grammars.compiled) is not None:
-            threading.Thread(target=grammars.prepare, daemon=True).start()
-        del built  # or its memory could not be given back
+        server.send(snapshot_of(owner.built.engine))
+        server.send(_ready(owner.built, commands.promise))
+        owner.drop_json()
+        give_memory_back()
         worker.run()
-        commands.owner.close()
+        owner.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
         return 1
@@ -341,16 +343,18 @@ def run(address: str) -> int:
 
 
 def main() -> int:
-    """Entry point of the process.
-
-    Its cores stand behind the address, if it may not use all.
-    """
-    logs.configure("engine")
-    stay_on(frozenset(map(int, sys.argv[2:])))
+    """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
+        line = stdin.readline()
+    if not line:
+        return 0  # the parent needed no engine
+    address, os.environ[logs.FORMAT], cores = json.loads(line)
+    stay_on(frozenset(cores))
+    logs.configure("engine")
     faulthandler.register(SHOW_THREADS)
     end_with_parent()
-    return run(sys.argv[1])
+    return run(address)
 
 
 if __name__ == "__main__":

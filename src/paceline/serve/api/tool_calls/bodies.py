@@ -212,6 +212,35 @@ class NamedBody:
             sink.content(self._opener + self._held)
 
 
+class MessageBody:
+    """A call whose function is named before: the body is its arguments alone."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._value: JsonEnd | None = None  # None: the call has not begun
+        self._is_empty = True
+
+    def feed(self, text: str, sink: CallSink) -> str | None:
+        """Take more text; return what follows the arguments once they have ended."""
+        if self._value is None:
+            self._value = JsonEnd()
+            sink.begin(self._function)
+        used = self._value.feed(text)
+        sink.arguments(text[:used])
+        self._is_empty = self._is_empty and not text[:used].strip()
+        if not self._value.done:
+            return None
+        sink.end()
+        return text[used:]
+
+    def finish(self, sink: CallSink) -> None:
+        """Take the end of the message: arguments that are left out are none."""
+        self.feed("", sink)
+        if self._is_empty:
+            sink.arguments("{}")
+            sink.end()
+
+
 class XmlBody:
     """A call as Qwen3-Coder writes it: values between tags of function and parameters."""
 

@@ -23,6 +23,7 @@ class ToolFamily(Protocol):
     bare_key: str | None  # calls may be objects without markers, with this key of the arguments
     bare_first: bool  # that is the usual form
     markers: tuple[str, ...]  # all that may be special tokens and whose text is needed
+    in_channels: bool  # an answer is a run of messages, see `harmony`
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
         """Return True if a model's template or special tokens show this form."""

@@ -27,6 +27,7 @@ class GemmaCalls:
     bare_key: str | None = "arguments"
     bare_first = False
     markers: tuple[str, ...] = ()
+    in_channels = False
     _form = ObjectForm(after="\n```")
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:

@@ -27,6 +27,7 @@ class HermesCalls:
     bare_key: str | None = "arguments"
     bare_first = False
     markers: tuple[str, ...] = (OPEN, CLOSE)
+    in_channels = False
     _form = ObjectForm(before="\n", after="\n")
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:

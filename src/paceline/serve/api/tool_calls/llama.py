@@ -27,6 +27,7 @@ class JsonCalls:
     bare_key: str | None = "arguments"
     bare_first = True
     markers: tuple[str, ...] = ()
+    in_channels = False
     _form = ObjectForm()
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:

@@ -29,6 +29,7 @@ class MistralCalls:
     bare_key: str | None = None
     bare_first = False
     markers: tuple[str, ...] = (OPEN, ARGS, "[CALL_ID]")
+    in_channels = False
     _form = ObjectForm()
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, Grammar
+from paceline.serve.api.tool_calls.harmony import ChannelGrammar, HarmonyCalls
 from paceline.serve.api.tool_calls.lark import MAX_CALLS, LarkText, escaped, literal
 from paceline.serve.api.tool_calls.reader import ReaderPlan
 from paceline.serve.api.tool_calls.scan import NAME_REGEX
@@ -33,12 +34,18 @@ class AnswerForms:
     marks: ReasoningMarks | None
     special: Mapping[str, int]  # text -> id of the tokens that grammars name by id
 
+    @property
+    def in_channels(self) -> bool:
+        """True if answers are runs of messages, see `harmony`."""
+        return self.family.in_channels or (self.marks is not None and self.marks.in_channels)
+
     def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
         """Return the plan of answers' readers; None if every answer is plain text."""
         tools = () if use is None else use.callable
-        if not tools and self.marks is None:
+        if not tools and self.marks is None and not self.in_channels:
             return None
-        return ReaderPlan(self.tokenizer, self.family if tools else None, tools, self.marks, opened)
+        family = self.family if tools else None
+        return ReaderPlan(self.tokenizer, family, tools, self.marks, opened, self.in_channels)
 
     def grammar(self, use: ToolUse | None, content: Grammar | None, opened: bool) -> Grammar | None:
         """Return the grammar of an answer; None if it is free.
@@ -46,15 +53,25 @@ class AnswerForms:
         content: grammar of the answer's own text. opened: the prompt ends inside the reasoning.
         """
         tools = () if use is None else use.callable
-        if not tools and (content is None or self.marks is None):
+        if not tools and (content is None or (self.marks is None and not self.in_channels)):
             return content
         lark = LarkText(self.special)
         answer = _content(lark, content) if content is not None else None
+        if self.in_channels:
+            lark.rule("start", self._channels(lark, use, answer, opened))
+            return _checked(lark.text(), "tools" if tools else "structured_outputs")
         if use is not None and tools:
             answer = self._with_calls(lark, use, answer)
         assert answer is not None
         lark.rule("start", self._behind_reasoning(lark, answer, opened))
         return _checked(lark.text(), "tools" if tools else "structured_outputs")
+
+    def _channels(self, lark: LarkText, use: ToolUse | None, content: str | None, opened: bool) -> str:
+        """Return the expression of an answer in channels."""
+        tools = () if use is None else use.callable
+        calls = HarmonyCalls().calls(lark, tools, parallel=False) if tools else None
+        must_call = use is not None and bool(tools) and use.choice != "auto"
+        return ChannelGrammar(lark, content, calls, must_call).expression(opened)
 
     def _with_calls(self, lark: LarkText, use: ToolUse, content: str | None) -> str:
         """Return the expression of an answer that may or must call tools."""

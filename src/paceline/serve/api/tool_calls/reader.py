@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.serve.api.tool_calls.bodies import CallSink, ObjectsBody
+from paceline.serve.api.tool_calls.channels import ChannelReader
 from paceline.serve.api.tool_calls.events import ContentText
+from paceline.serve.api.tool_calls.harmony import MARKERS
 from paceline.serve.api.tool_calls.reasoning import ReasoningSplit, TrimmedText
 from paceline.serve.api.tool_calls.scan import BareHead, MarkerText, split_at
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.bodies import CallBody
-    from paceline.serve.api.tool_calls.events import AnswerEvent
+    from paceline.serve.api.tool_calls.events import AnswerEvent, AnswerReader
     from paceline.serve.api.tool_calls.family import ToolFamily
     from paceline.serve.api.tool_calls.reasoning import ReasoningMarks
     from paceline.serve.conversation import Tool
@@ -95,16 +97,19 @@ class ReaderPlan:
     tools: Sequence[Tool]
     marks: ReasoningMarks | None  # None: no reasoning
     opened: bool  # the prompt ends inside the reasoning
+    in_channels: bool = False  # answers are runs of messages, whatever else the family says
 
-    def reader(self) -> PartReader:
+    def reader(self) -> AnswerReader:
         """Return the reader of one answer."""
+        if self.in_channels:
+            return ChannelReader(self.tokenizer, self.markers(), self.marks is not None, self.opened)
         return PartReader(self)
 
     def markers(self) -> dict[int, str]:
         """Return the special tokens whose text the reader needs, by id."""
         wanted = set(self.family.markers if self.family else ())
-        if self.marks is not None:
-            wanted |= set(self.marks.special)
+        wanted |= {self.marks.open, self.marks.close} if self.marks is not None else set()
+        wanted |= set(MARKERS if self.in_channels else ())
         ids = {self.tokenizer.raw.token_to_id(text): text for text in wanted}
         return {i: text for i, text in ids.items() if i is not None and self.tokenizer.is_special(i)}
 

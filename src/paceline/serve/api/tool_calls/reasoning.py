@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.serve.api.tool_calls.events import ReasoningText
+from paceline.serve.api.tool_calls.harmony import ANALYSIS, END
 from paceline.serve.api.tool_calls.scan import split_at
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from paceline.serve.api.tool_calls.events import AnswerEvent
 
 NONE = "none"
-HARMONY = "<|channel|>analysis<|message|>"  # how messages of gpt-oss begin: each has a channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +25,12 @@ class ReasoningMarks:
     name: str
     open: str
     close: str
-    headers: tuple[str, ...] = ()  # before the answer's own text; they are left out
-    parts: tuple[str, ...] = ()  # the special tokens in these texts; none: open and close are tokens
-    shown: str = ""  # what the template of such a model has; empty: `close`
+    in_channels: bool = False  # an answer is a run of messages, see `harmony`
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
         """Return True if the template or the vocabulary has the markers."""
-        return (self.shown or self.close) in template or (self.open in tokens and self.close in tokens)
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        """Special tokens whose text is needed."""
-        return self.parts or (self.open, self.close)
+        shown = self.open if self.in_channels else self.close
+        return shown in template or (self.open in tokens and self.close in tokens)
 
 
 KNOWN_MARKS = (
@@ -44,14 +38,7 @@ KNOWN_MARKS = (
     ReasoningMarks("mistral", "[THINK]", "[/THINK]"),
     ReasoningMarks("reasoning", "<reasoning>", "</reasoning>"),
     ReasoningMarks("thought", "<thought>", "</thought>"),
-    ReasoningMarks(
-        "harmony",
-        HARMONY,
-        "<|end|>",
-        headers=("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
-        parts=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
-        shown=HARMONY,
-    ),
+    ReasoningMarks("harmony", ANALYSIS, END, in_channels=True),
 )
 
 
@@ -134,26 +121,15 @@ class ReasoningSplit:
         if self._marks.open.startswith(begun):
             self._held = text
             return ""
-        if self._may_be_header(begun):
-            self._ended = self._after = True
-            return self._behind(text)
         self._ended = True
         return text
 
     def _behind(self, text: str) -> str:
-        """Return text behind the reasoning, without white space and a header at its start."""
+        """Return text behind the reasoning, without white space at its start."""
         if self._after:
-            text, self._held = (self._held + text).lstrip(), ""
-            header = next((h for h in self._marks.headers if text.startswith(h)), "")
-            text = text[len(header) :]
-            if not header and self._may_be_header(text):
-                self._held, text = text, ""
+            text = text.lstrip()
             self._after = not text
         return text
-
-    def _may_be_header(self, text: str) -> bool:
-        """Return True if a header begins a text, or may with what follows."""
-        return any(h.startswith(text) or text.startswith(h) for h in self._marks.headers)
 
     def finish(self, events: list[AnswerEvent]) -> str:
         """Add what was held back and return the rest."""

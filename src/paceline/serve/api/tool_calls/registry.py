@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.serve.api.tool_calls.gemma import GemmaCalls
+from paceline.serve.api.tool_calls.harmony import HarmonyCalls
 from paceline.serve.api.tool_calls.hermes import HermesCalls
 from paceline.serve.api.tool_calls.llama import JsonCalls, LlamaCalls
 from paceline.serve.api.tool_calls.mistral import MistralCalls
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are tried; the last fits every model.
 FAMILIES: tuple[ToolFamily, ...] = (
+    HarmonyCalls(),
     MistralCalls(),
     QwenXmlCalls(),
     HermesCalls(),

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
@@ -23,15 +22,15 @@ from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import Journal, WordsMissing
-from paceline.serve.fleet.member import TICK_S, Member, summed
+from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from paceline.core.nouns import Request
     from paceline.serve.engines import Engines, Event, OnEvent
-    from paceline.serve.fleet.fleet_options import FleetOptions
-    from paceline.serve.fleet.journal import Leg, OngoingAnswer
+    from paceline.serve.fleet.fleet_options import ReplicaOptions
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 
 log = logging.getLogger(__name__)
@@ -43,28 +42,26 @@ FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
-MOST_LISTED = 200  # open requests in the figures
 
 
-class Fleet:
+class EngineFleet:
     """Several engines that write the same texts; see `Engines`."""
 
     pid: int | None = None  # it is several processes
 
-    def __init__(self, options: FleetOptions) -> None:
+    def __init__(self, options: ReplicaOptions) -> None:
         """Begin without replicas; see `add`. Call in a running event loop."""
         self.options = options
         self.members: dict[str, Member] = {}
-        self.metrics = metrics = FleetMetrics(self.members)
-        self.commands = FleetCommands(self.members)
+        self.metrics, self.commands = FleetMetrics(self.members), FleetCommands(self.members)
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self._dispatch = Dispatch(options, self.members, metrics)
+        self._dispatch = Dispatch(options, self.members, self.metrics)
         self._journal = Journal()
         self._hedging = Hedging() if options.hedge != "off" else None
-        self._audits = Audits(options.audit, metrics.audited, metrics.audit_mismatches)
+        self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._waiting: dict[str, float] = {}  # request id -> when its answer is given up
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
@@ -159,6 +156,13 @@ class Fleet:
         for member in self.members.values():
             member.engines.kill()
 
+    def abandon(self) -> None:
+        """End all replicas at once, from outside a task; nothing else may be called then."""
+        for task in self._tasks:
+            task.cancel()
+        for member in self.members.values():
+            member.engines.abandon()
+
     def _fail_open(self) -> None:
         for answer in tuple(self._journal.open.values()):
             for leg in tuple(answer.legs):
@@ -193,7 +197,7 @@ class Fleet:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the table of open requests."""
-        return [answer.figures() for answer in islice(self._journal.open.values(), MOST_LISTED)]
+        return self._journal.figures()
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -283,7 +287,7 @@ class Fleet:
 
     # Events of legs ----------------------------------------------------------------------------------
 
-    def _on_event(self, answer: OngoingAnswer, leg: Leg, event: Event) -> None:
+    def _on_event(self, answer: OngoingAnswer, leg: AnswerLeg, event: Event) -> None:
         """Take an event of a replica. It counts unless the leg was given up."""
         if leg not in answer.legs:
             return
@@ -296,7 +300,7 @@ class Fleet:
         elif not isinstance(event, Disconnected):
             self._on_outcome(answer, leg, event[1])
 
-    def _on_outcome(self, answer: OngoingAnswer, leg: Leg, outcome: Outcome) -> None:
+    def _on_outcome(self, answer: OngoingAnswer, leg: AnswerLeg, outcome: Outcome) -> None:
         if outcome.finish_reason == "cancelled":  # not by us
             self._lost(answer, leg, "drain", EngineDied(RESTARTING))
             return
@@ -316,7 +320,7 @@ class Fleet:
         if news is not None:
             self._send_on(answer, leg, news)
 
-    def _send_on(self, answer: OngoingAnswer, leg: Leg, news: Outcome) -> None:
+    def _send_on(self, answer: OngoingAnswer, leg: AnswerLeg, news: Outcome) -> None:
         member = self.members[leg.replica]
         if not answer.promise and member.ready is not None:
             answer.promise = member.ready.promise
@@ -329,21 +333,21 @@ class Fleet:
         elif len(answer.legs) > 1:
             self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
-    def _finished(self, answer: OngoingAnswer, leg: Leg, member: Member) -> None:
+    def _finished(self, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> None:
         self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
         self._end_leg(answer, leg)
         self._forget(answer)
         self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
-    def _settle(self, answer: OngoingAnswer, ahead: Leg, tokens_ahead: int) -> None:
+    def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
         """Stop the other replica of an answer once one is ahead by so many tokens."""
         for other in tuple(answer.legs):
             if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
                 self._drop(answer, other)
 
-    def _lost(self, answer: OngoingAnswer, leg: Leg, why: str, what: PacelineError | Outcome) -> None:
+    def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
 
         what: to tell the client in that case.
@@ -374,9 +378,10 @@ class Fleet:
             self.spawn(self._place(answer, why))
 
     def _give_up(self, answer: OngoingAnswer) -> None:
-        request_id, start = answer.request.request_id, answer.num_tokens
-        log.error("request %s: %s", request_id, POISON)
-        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON, start=start))
+        name = answer.request.request_id
+        log.error("request %s: %s", name, POISON)
+        what = Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens)
+        self._fail(answer, what)
 
     def _leave(self, answer: OngoingAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""
@@ -384,12 +389,12 @@ class Fleet:
         for leg in tuple(answer.legs):
             self._drop(answer, leg)
 
-    def _drop(self, answer: OngoingAnswer, leg: Leg) -> None:
+    def _drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
         at_replica = self._end_leg(answer, leg)
         if at_replica is not None:
             self.spawn(at_replica.close())
 
-    def _end_leg(self, answer: OngoingAnswer, leg: Leg) -> Answers | None:
+    def _end_leg(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
         """Forget a leg; return what its replica may still have to cancel."""
         answer.end_leg(leg)
         self.members[leg.replica].end(leg)
@@ -452,22 +457,19 @@ class Fleet:
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
-        if hedging is None:
-            return
-        now_s = time.monotonic()
-        for answer in tuple(self._journal.open.values()):
-            late = len(answer.legs) == 1 and not answer.told and not answer.legs[0].spoke
-            if late and hedging.due((leg := answer.legs[0]).wait_s, now_s - leg.began_s):
-                found = self._dispatch.choose(answer, {leg.replica})
-                if found is not None and await self._begin_leg(answer, found[0], None):
-                    hedging.num_hedged += 1
+        for answer, leg in () if hedging is None else hedging.late(self._journal.open.values()):
+            found = self._dispatch.choose(answer, {leg.replica})
+            if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
+                hedging.num_hedged += 1
 
     # Messages of replicas ----------------------------------------------------------------------------
 
     def _took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
         member.take(snapshot)
-        if self.on_snapshot is not None and (whole := self.snapshot) is not None:
-            self.on_snapshot(whole)
+        if (whole := self.snapshot) is not None:
+            tell_costs(self.members.values(), whole.stats)
+            if self.on_snapshot is not None:
+                self.on_snapshot(whole)
 
     def _told_draining(self, member: Member) -> None:
         """Move a replica's answers, unless all replicas are told the same.

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy import float64, int64
@@ -64,8 +65,9 @@ class FleetTrace:
         return FleetTrace(arrival_s, prompts, outputs, [self.pages[i] for i in chosen.tolist()], self.page_tokens)
 
     def repeated(self, copies: int) -> FleetTrace:
-        """Return the requests of several services like this one, each shifted in time and with pages of its own.
+        """Return the requests of several services like this one.
 
+        Each is shifted in time and has pages of its own.
         Arrivals that would come after the end come at the beginning.
         """
         length = float(self.arrival_s[-1]) + 1e-3
@@ -73,16 +75,31 @@ class FleetTrace:
         order = np.argsort(times, kind="stable")
         prompts, outputs = (np.tile(a, copies)[order] for a in (self.prompt_lens, self.output_lens))
         stride = 1 + max((max(p) for p in self.pages if p), default=0)
-        pages = [self._copied(int(i), stride) for i in order]
+        pages = _CopiedPages(self.pages, order, stride)
         return FleetTrace(times[order] - times[order[0]], prompts, outputs, pages, self.page_tokens)
-
-    def _copied(self, index: int, stride: int) -> tuple[int, ...]:
-        copy, request = divmod(index, len(self))
-        return tuple(page + copy * stride for page in self.pages[request]) if copy else self.pages[request]
 
     def thinned(self, shares: NDArray[float64], seed: int = 0) -> FleetTrace:
         """Return each request with its chance. shares: [n] from 0 to 1."""
         return self._of(np.flatnonzero(np.random.default_rng(seed).random(len(self)) < shares))
+
+
+class _CopiedPages(Sequence[tuple[int, ...]]):
+    """The pages of a trace's copies, made when they are asked for."""
+
+    def __init__(self, pages: Sequence[tuple[int, ...]], order: NDArray[int64], stride: int) -> None:
+        """Take the order of the copies' requests, and the distance between copies' pages."""
+        self._pages = pages
+        self._order = order
+        self._stride = stride
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        copy, request = divmod(int(self._order[index]), len(self._pages))
+        return tuple(page + copy * self._stride for page in self._pages[request])
 
 
 class _Plain(msgspec.Struct, frozen=True):

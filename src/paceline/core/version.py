@@ -1,0 +1,3 @@
+"""Version of Paceline."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,19 @@
+"""Source of a chat template, for those who do not render it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_TEMPLATE_CHARS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateSource:
+    """Text of a template and the special tokens it may name."""
+
+    text: str
+    special: Mapping[str, str]  # bos_token, eos_token ... -> text

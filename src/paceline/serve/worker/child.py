@@ -1,0 +1,70 @@
+"""The engine's process, as its parent holds it.
+
+It may begin before anyone knows what it is to load. Its imports take as long as those of the server, so both
+import at once. The parent writes one line to its stdin then: the address of its socket, the form of its logs, and
+the cores that it may use.
+It holds that pipe open as long as it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+COMMAND = [sys.executable, "-m", "paceline.serve.worker.process"]
+KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
+
+
+class EngineChild:
+    """An engine process, in a fresh interpreter, since a forked threaded process may hang."""
+
+    def __init__(self) -> None:
+        """Begin the process. Raises `OSError`."""
+        environment = {name: value for name, value in os.environ.items() if name not in KEYS}
+        self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=environment)  # noqa: S603 (our own)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status; None while it runs."""
+        return self._process.poll()
+
+    def connect(self, address: str, log_format: str, cores: frozenset[int]) -> None:
+        """Tell the process where to connect, and its cores, if it may not use all.
+
+        One that has ended is noticed otherwise.
+        """
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(json.dumps((address, log_format, sorted(cores))).encode() + b"\n")
+            self._process.stdin.flush()
+
+    async def wait(self) -> int:
+        """Wait until it has ended; return its exit status."""
+        return await asyncio.to_thread(self._process.wait)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def let_go(self) -> None:
+        """Close its stdin, at which it ends if it runs."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+
+def begin() -> EngineChild | None:
+    """Begin a process for a command that will need one; None if that must wait."""
+    try:
+        return EngineChild()
+    except OSError:
+        return None  # who needs it tries again, and tells
