@@ -9,7 +9,7 @@ import sys
 
 from paceline.ray import Generate, start_local_ray
 
-PARAMS = {"max_tokens": 128, "temperature": 0.7, "seed": 1}  # the same seed gives the same answers, however they run
+PARAMS = {"max_tokens": 128, "temperature": 0.7, "seed": 1}  # the same seed gives the same answers
 
 
 def main(source: str, folder: str, engines: int = 1) -> None:

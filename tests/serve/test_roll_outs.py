@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,8 +26,6 @@ from tests.serve.conftest import Server, running, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
-
 PROMPT = [40, 50, 60, 70, 80, 90] * 4
 SAMPLING = {"max_new_tokens": 40, "temperature": 0.9, "sampling_seed": 7, "ignore_eos": True}
 LONG = SAMPLING | {"max_new_tokens": 3000}
@@ -311,3 +312,13 @@ def test_commands_reach_every_replica(model: Path, newer: Path) -> None:
         promises = {line["promise"] for line in client.get("/v1/fleet").json()["replicas"]}
         assert len(promises) == 1
         assert promises != {line["promise"] for line in replicas}
+
+
+def test_the_example_loses_no_token(model: Path) -> None:
+    path = Path(__file__).parents[2] / "examples" / "partial_roll_outs.py"
+    spec = importlib.util.spec_from_file_location("partial_roll_outs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    assert asyncio.run(example.main(str(model), "ngram:k=4")) == {"cut": 0, "again": 0}

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -41,7 +42,8 @@ from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
-from paceline.serve.operation import OperationOptions
+from paceline.serve.observe.vllm_names import VllmNames
+from paceline.serve.operation import OWN_NAMES, OperationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -252,6 +254,11 @@ def _names(state: AppState) -> tuple[str, ...]:
     return state.served_names or (ready.model_name,)
 
 
+def _name_or_none(state: AppState) -> str | None:
+    ready = state.client.ready
+    return next(iter(state.served_names), None if ready is None else ready.model_name)
+
+
 def _model(state: AppState, name: str) -> dict[str, Any]:
     """Return what /v1/models says of the model under one of its names."""
     ready = state.client.ready
@@ -319,6 +326,8 @@ def make_app(
     metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
     state = AppState(client, metrics, tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
+    if operation.metrics_names != OWN_NAMES:
+        metrics.registry.register(VllmNames(client, partial(_name_or_none, state)))
     routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))
     if operation.rl:
         routes += [
