@@ -27,7 +27,10 @@ READ_S = 0.05  # between two looks at pages that are read from disk
 
 
 def versioned(fingerprint: str, mark: str) -> str:
-    """Return a fingerprint of KV, or a promise key, under newer weights. mark: empty for the first ones."""
+    """Return a fingerprint or promise key under newer weights.
+
+    mark: stands for them; empty for the first ones.
+    """
     return f"{fingerprint}\0{mark}" if mark else fingerprint
 
 

@@ -357,7 +357,7 @@ class SerialLoop:
         return False
 
     def drain(self, engine: Verbs) -> None:
-        """Do nothing: a step ends with its pass."""
+        """Return at once: a step ends with its pass."""
 
     def check(self, engine: Verbs) -> None:
         """Assert that no row is in flight between steps."""

@@ -31,9 +31,9 @@ _MADE = {"rope_factors": "rope_factors"}  # numbers of a config, which GGUF file
 
 
 def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedModel:
-    """Return a model with the numbers of a source. first: opens the one that was loaded first.
+    """Return a model with the numbers of a source.
 
-    Raises `ModelError`, `ConfigError`.
+    first: opens the one that was loaded first. Raises `ModelError`, `ConfigError`.
     """
     if source.model is None:
         model = first()
