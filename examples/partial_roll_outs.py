@@ -1,7 +1,7 @@
 """Cut roll-outs short, go on later, and change the weights: no token differs.
 
-`python examples/partial_roll_outs.py` runs a step of a trainer with the default model. The trainer is a stand-in: its
-newer weights are the same numbers under another version.
+`python examples/partial_roll_outs.py` runs a step of a trainer with the default model. The trainer is a
+stand-in: its newer weights are the same numbers under another version.
 """
 
 from __future__ import annotations
