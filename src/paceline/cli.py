@@ -62,8 +62,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
-# Modules whose `begin` runs before a command is imported. The command finds its result in `args.begun`, and the clock
-# of that moment in `args.began_s`.
+# Modules whose `begin` runs before a command is imported. The command finds its result in `args.begun`, and the
+# clock of that moment in `args.began_s`.
 BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
 _SWITCHES = {
     "1": True,
