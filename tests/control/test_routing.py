@@ -13,10 +13,10 @@ from paceline.control.routing import (
     COUNTED_PAGES,
     COUNTED_REQUESTS,
     ROUTES,
-    Choice,
     CommonPages,
     ReplicaView,
     RequestView,
+    RouteChoice,
     Router,
     decoding_s,
     policy_named,
@@ -141,9 +141,9 @@ def test_a_conversation_stays_where_its_pages_are(name) -> None:
 def test_a_hot_replica_is_left_when_waiting_takes_longer_than_prefill() -> None:
     request = RequestView(1600, range(100))
     holds, other = replica("holds", hit_pages=100), replica("other")
-    assert router("seconds").choose(request, [holds, other]) == Choice("holds", "pages")
+    assert router("seconds").choose(request, [holds, other]) == RouteChoice("holds", "pages")
     busy = holds._replace(backlog_tokens=1600 * 2)
-    assert router("seconds").choose(request, [busy, other]) == Choice("other", "load")
+    assert router("seconds").choose(request, [busy, other]) == RouteChoice("other", "load")
 
 
 def test_a_slow_replica_gets_less() -> None:
@@ -157,11 +157,11 @@ def test_a_slow_replica_gets_less() -> None:
 
 def test_reasons_are_told() -> None:
     request = RequestView(160, range(10))
-    assert router("least").choose(request, [replica("a", alive=False), replica("b")]) == Choice("b", "only")
+    assert router("least").choose(request, [replica("a", alive=False), replica("b")]) == RouteChoice("b", "only")
     two = [replica("a", open_rows=1), replica("b", hit_pages=10)]
-    assert router("round-robin").choose(request, two) == Choice("a", "turn")
-    assert router("least").choose(request, two) == Choice("b", "load")
-    assert router("seconds").choose(request, two) == Choice("b", "pages")
+    assert router("round-robin").choose(request, two) == RouteChoice("a", "turn")
+    assert router("least").choose(request, two) == RouteChoice("b", "load")
+    assert router("seconds").choose(request, two) == RouteChoice("b", "pages")
 
 
 def test_prefix_follows_a_tenth_of_the_prompt_only() -> None:

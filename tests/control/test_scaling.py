@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.control.routing import ReplicaView
-from paceline.control.scaling import ScalingObjective, strain, wanted
+from paceline.control.scaling import SHRINK_AFTER_S, Scaler, ScalingObjective, strain, wanted
 from paceline.core.errors import ConfigError
 
 STEPS = tuple(0.010 + 0.001 * rows for rows in range(64))
@@ -93,3 +93,24 @@ def test_bounds_hold_with_nobody_there() -> None:
 def test_an_objective_that_cannot_be_is_refused(wrong) -> None:
     with pytest.raises(ConfigError):
         replace(OBJECTIVE, **wrong).check()
+
+
+def test_a_scaler_grows_at_once_and_shrinks_after_a_while() -> None:
+    scaler, size, sizes = Scaler(OBJECTIVE), 4, []
+    for second in range(0, 1200, 5):
+        size = scaler.look(second, fleet(400 if second < 100 else 8, 0, size))
+        sizes.append(size)
+    grown = max(sizes)
+    assert sizes[0] == grown > 4
+    shrinks = [5 * i for i, (a, b) in enumerate(pairwise(sizes), 1) if b < a]
+    assert shrinks[0] >= 100 + SHRINK_AFTER_S
+    assert sizes[-1] < grown
+
+
+def test_a_scaler_keeps_its_size_through_bursts() -> None:
+    """A minute of load and a minute of none."""
+    scaler, size, sizes = Scaler(OBJECTIVE), 4, []
+    for second in range(0, 1800, 5):
+        size = scaler.look(second, fleet(200 if second // 60 % 2 else 4, 0, size))
+        sizes.append(size)
+    assert len(set(sizes[100:])) == 1

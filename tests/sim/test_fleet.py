@@ -19,10 +19,10 @@ from paceline.sim.command import policy_of
 from paceline.sim.faults import Death
 from paceline.sim.fleet import FleetOptions, FleetResult
 from paceline.sim.fleet_runs import FleetSetup, figures
+from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
 from paceline.sim.rates import ReplicaKind, kind_of, measured_rates
 from paceline.sim.rival_routes import any_route
 from paceline.sim.simulator import SimulatedReplica
-from paceline.sim.traces import FleetTrace, read_fleet_trace
 from tests.control.costs import H100
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -55,12 +55,12 @@ def mooncake(count: int) -> FleetTrace:
 # Fluid and step-exact ----------------------------------------------------------------------------
 
 CELLS = {
-    "answers": (CPU, 16, None, poisson(250, 0.9, 60, 150), 2),
+    "answers": (CPU, 16, None, poisson(150, 0.9, 60, 100), 2),
     "prompts": (CPU, 16, None, poisson(250, 0.8, 900, 40), 2),
     "crowded": (CPU, 4, None, poisson(150, 0.6, 200, 150), 2),
     "one row": (CPU, 16, None, poisson(80, 0.1, 200, 150), 1),
-    "H100": (read_profile(H100), 64, 20_000.0, poisson(600, 40, 900, 200), 2),
-    "long": (read_profile(H100), 64, 5_000.0, mooncake(120), 8),
+    "H100": (read_profile(H100), 64, 20_000.0, poisson(400, 40, 900, 200), 2),
+    "long": (read_profile(H100), 64, 5_000.0, mooncake(60), 8),
 }
 
 

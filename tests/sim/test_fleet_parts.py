@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from paceline.control.routing import ReplicaView, RequestView, Router
 from paceline.core.errors import ConfigError
 from paceline.sim.faults import deaths
+from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
 from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.rival_routes import any_route
-from paceline.sim.traces import FleetTrace, read_fleet_trace
 from tests.oracles.prefix_sets import PlainPrefixSets
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -5,7 +5,8 @@
 - `day`: the scaler over a day, made of the hour of an Azure trace, beside fixed sizes
 - `tails`: the end of a roll-out, spread over all replicas or packed onto few
 
-A replica has the decode steps of the H100 profile and computes 5,000 prompt tokens a second.
+A replica has the decode steps of the H100 profile and computes 5,000 prompt tokens a second. Over the day it has a
+quarter of that speed.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from paceline.sim.command import policy_of
 from paceline.sim.faults import deaths as deaths_of
 from paceline.sim.fleet import FleetOptions
 from paceline.sim.fleet_runs import FleetSetup, figures
+from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
 from paceline.sim.rates import ReplicaKind, kind_of
 from paceline.sim.rival_routes import any_route
 from paceline.sim.simulator import SimulatedReplica
-from paceline.sim.traces import FleetTrace, read_fleet_trace
 from tools.entry import exit_status
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ DEATHS = ("6/h", "60/h", "rack:12/h,4", "waves:12/h,0.25", "waves:60/h,0.25")
 
 
 def deaths() -> Any:
-    """Let 16 replicas die in several ways; draw lost answers and wasted tokens."""
+    """Compare deaths with and without resume; draw lost answers and wasted tokens."""
     trace, found = mooncake(), {}
     setup = FleetSetup.of(16, kind(), trace)
     for spec in DEATHS:
@@ -168,12 +169,12 @@ def deaths() -> Any:
 
 OBJECTIVE = ScalingObjective(tpot_s=0.025, backlog_s=1.0, least=1, most=12)
 TTFT_LIMIT_S = 3.0
-COPIES = 3  # of the hour, at the peak of the day
+SPEED = 0.25  # of replicas, so that one service's load needs several
 
 
 def day_trace() -> FleetTrace:
-    """Return a day: 24 times the hour of Azure's conversations, few by night and many in the afternoon."""
-    hour = read_fleet_trace(DATA / "azure2023_conv.csv.gz", "azure").repeated(COPIES)
+    """Return a day of Azure's hour, few requests by night and many by day."""
+    hour = read_fleet_trace(DATA / "azure2023_conv.csv.gz", "azure")
     hours = []
     for number in range(24):
         time_h = number + hour.arrival_s / HOUR_S
@@ -189,9 +190,9 @@ def day_trace() -> FleetTrace:
 def day() -> Any:
     """Follow a day with the scaler and with fixed sizes; draw load and replicas."""
     trace, cells, drawn = day_trace(), [], None
-    setup = FleetSetup.of(OBJECTIVE.most, kind(), trace)
+    setup = FleetSetup.of(OBJECTIVE.most, kind(), trace, speeds=(SPEED,))
     with progress("day") as update:
-        for number, size in enumerate((0, 3, 6, 12)):
+        for number, size in enumerate((0, 5, 8, 12)):
             update(number, 4)
             options = FleetOptions(objective=None if size else OBJECTIVE)
             sized = replace(setup, num_replicas=size or OBJECTIVE.most)
@@ -245,7 +246,7 @@ def tail_trace() -> FleetTrace:
 
 
 def tails() -> Any:
-    """End a roll-out spread or packed, with drafts and without; draw the replicas that are held."""
+    """Compare ends of a roll-out; draw the replicas that are held."""
     trace, cells = tail_trace(), []
     figure = new_figure(8.0, 3.0)
     for axes, policy in zip(figure.subplots(1, 2, sharey=True, sharex=True), ("off", "ours"), strict=True):
@@ -276,7 +277,7 @@ def tails() -> Any:
 
 
 def _draw_sizes(axes: Any, result: FleetResult, rows: int) -> None:
-    """Draw the replicas that are held; where none is freed by packing, until each has ended its last row."""
+    """Draw the replicas that are held; unpacked ones until their last row ends."""
     if rows:
         times, sizes = zip(*result.tally.sizes[REPLICAS - 1 :], (result.tally.ended_s, 0), strict=True)
     else:

@@ -56,7 +56,7 @@ class ReplicaView(NamedTuple):
     hit_pages: int = 0  # first pages of this request's prompt that are kept there
 
 
-class Choice(NamedTuple):
+class RouteChoice(NamedTuple):
     """The replica of a request, and the reason."""
 
     replica: str
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 @noun
 class Columns:
-    """What policies read of n replicas. [n] each"""
+    """The n replicas as policies read them. [n] each"""
 
     names: Sequence[str]
     may: NDArray[bool_]  # it may have the request
@@ -82,7 +82,10 @@ class RoutingPolicy(Protocol):
 
     @property
     def why(self) -> Why:
-        """Strongest reason that it has: "pages" is told where the chosen replica keeps most, else "load"."""
+        """Strongest reason that it has.
+
+        With "pages", that is told where the chosen replica keeps most pages, and else "load".
+        """
 
     def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
         """Return a price for each replica; the lowest wins. [n]
@@ -95,7 +98,7 @@ class RoutingPolicy(Protocol):
 
 
 def decoding_s(open_rows: int, step_s_by_rows: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds per token with one more row, and how much of it is this row's doing.
+    """Return the seconds per token with one more row, and the row's part in them.
 
     A row beyond the last one of the table waits for another to end, which counts like a slower step.
     """
@@ -130,7 +133,7 @@ def columns(request: RequestView, views: Sequence[ReplicaView]) -> Columns:
 
 @dataclass(slots=True)
 class Seconds:
-    """Predicted seconds: the queue, the own prefill, the own answer, and what others lose by it.
+    """Predicted seconds: queue, own prefill, own answer, and the delay of others.
 
     Three corrections of the bare sum keep few replicas from having all. A token computed anew counts `anew` times,
     as it will be computed once more when it is evicted. An open row costs at least `open_share` of the prefill of
@@ -190,9 +193,9 @@ class CommonPages:
 
 @dataclass(slots=True)
 class Prefix:
-    """The longest kept prefix, from a tenth of the prompt on; else the fewest open requests (Ray Serve's rule).
+    """The longest kept prefix, else the fewest open requests: Ray Serve's rule.
 
-    Common pages do not count.
+    A prefix counts from a tenth of the prompt on, and common pages do not count.
     """
 
     least_share: float = 0.1
@@ -251,7 +254,7 @@ def policy_named(name: str) -> RoutingPolicy:
 
 
 class RecentRequests:
-    """How many of the last requests each replica got; older ones count less."""
+    """Counts of the last requests of each replica; older ones count less."""
 
     def __init__(self) -> None:
         self._weights: dict[str, float] = {}
@@ -280,13 +283,13 @@ class Router:
         self._recent = RecentRequests()
         self._turn = 0  # index that comes first among equals
 
-    def choose(self, request: RequestView, views: Sequence[ReplicaView]) -> Choice | None:
+    def choose(self, request: RequestView, views: Sequence[ReplicaView]) -> RouteChoice | None:
         """Return the replica for a request; None if none may have it."""
         if not views:
             return None
         read = columns(request, views)
         index = self.index(request, read)
-        return None if index is None else Choice(views[index].name, self._why(read, index))
+        return None if index is None else RouteChoice(views[index].name, self._why(read, index))
 
     def index(self, request: RequestView, replicas: Columns) -> int | None:
         """Return the place of the replica for a request; None if none may have it."""

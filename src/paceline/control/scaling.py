@@ -6,11 +6,13 @@ both as shares of what is allowed. The larger share is the strain.
 
 Hysteresis: a fleet grows if the strain of the window is above `grow_above`, to the smallest size that is not. It
 shrinks by one if the strain at one replica less would be below `shrink_below`, which is smaller. So a load that
-stays the same never makes it grow and then shrink, or shrink and then grow.
+stays the same never makes it grow and then shrink, or shrink and then grow. Load that comes in bursts does, so a
+`Scaler` shrinks only to the most that was wanted for some time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
@@ -27,12 +29,13 @@ if TYPE_CHECKING:
 
 WINDOW_S = 30.0  # of snapshots that are looked at
 QUANTILE = 0.9  # of their strains
+SHRINK_AFTER_S = 180.0  # for which fewer replicas must have been wanted: three times what one takes to start
 MAX_REPLICAS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingObjective:
-    """What users are promised, and how large a fleet may be."""
+    """The promise to users, and the least and largest size of a fleet."""
 
     tpot_s: float  # seconds per token
     backlog_s: float = 1.0  # seconds of prompts that wait on a replica
@@ -69,7 +72,7 @@ def wanted(snapshots: Sequence[Snapshot], objective: ScalingObjective) -> int:
 
 
 def strain(snapshots: Sequence[Snapshot], size: int, objective: ScalingObjective) -> float:
-    """Return the strain that nine tenths of the snapshots would not exceed on a fleet of some size."""
+    """Return the strain that nine tenths of the snapshots do not exceed at a size."""
     found = sorted(_strain(snapshot, size, objective) for snapshot in snapshots if snapshot)
     return found[ceil(QUANTILE * len(found)) - 1] if found else 0.0
 
@@ -81,3 +84,23 @@ def _strain(snapshot: Snapshot, size: int, objective: ScalingObjective) -> float
     backlog_s = sum(v.backlog_tokens * v.prefill_s_per_token for v in snapshot) / size
     tpot_s = max(decoding_s(rows - 1, table)[0] for _, table in kinds) if rows else 0.0
     return max(tpot_s / objective.tpot_s, backlog_s / objective.backlog_s)
+
+
+class Scaler:
+    """Follows a fleet and says how many replicas there should be. Its caller has the clock."""
+
+    def __init__(self, objective: ScalingObjective) -> None:
+        self._objective = objective
+        self._window: deque[tuple[float, Snapshot]] = deque()
+        self._wanted: deque[tuple[float, int]] = deque()
+
+    def look(self, now_s: float, snapshot: Snapshot) -> int:
+        """Take the fleet as it is now, and return how many replicas there should be."""
+        self._window.append((now_s, snapshot))
+        while self._window[0][0] < now_s - WINDOW_S:
+            self._window.popleft()
+        self._wanted.append((now_s, wanted([s for _, s in self._window], self._objective)))
+        while self._wanted[0][0] < now_s - SHRINK_AFTER_S:
+            self._wanted.popleft()
+        newest = self._wanted[-1][1]
+        return newest if newest >= len(snapshot) else min(len(snapshot), max(n for _, n in self._wanted))

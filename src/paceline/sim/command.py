@@ -141,7 +141,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 def _check(args: Namespace) -> None:
     from paceline.serve.terminal.output_files import check_file
-    from paceline.sim.traces import MAX_REQUEST_TOKENS, MAX_REQUESTS
+    from paceline.sim.fleet_traces import MAX_REQUEST_TOKENS, MAX_REQUESTS
 
     check_file("--json", args.json)
     for name, value, low, high in (

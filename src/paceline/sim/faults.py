@@ -1,4 +1,4 @@
-"""Deaths of replicas: one at a time, a rack at once, or waves in which spot machines are taken back."""
+"""Deaths of replicas: alone, by racks, or in waves as of spot machines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A simulated fleet: replicas on one event clock, with the router's and the scaler's own code.
+"""A simulated fleet: replicas on one event clock.
 
-Events are arrivals, steps or rate changes of replicas, deaths and returns, and the scaler's looks. Times are in
-seconds from the trace's beginning.
+The router and the scaler are the real ones. Events are arrivals, steps or rate changes of replicas, deaths and
+returns, and the scaler's looks. Times are in seconds from the trace's beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.control.routing import Columns, ReplicaView, RequestView, Router, decoding_s
-from paceline.control.scaling import WINDOW_S, wanted
+from paceline.control.scaling import Scaler
 from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.replicas import Cut, Ends, Leg
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paceline.control.routing import RoutingPolicy
     from paceline.control.scaling import ScalingObjective
     from paceline.sim.faults import Death
+    from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.replicas import SimulatedEngine
-    from paceline.sim.traces import FleetTrace
 
     Update = Callable[[int, int], None]
     Event = tuple[float, int, Callable[[float, Any], None], Any]  # time, number, what happens, to what
@@ -146,7 +146,7 @@ class FleetResult:
 
     @property
     def tpot_s(self) -> NDArray[float64]:
-        """Seconds per token after the first, of answers with two or more that came to their end."""
+        """Seconds per token after the first, of ended answers of two or more."""
         after = np.where(self.trace.output_lens > 1, self.trace.output_lens - 1, np.nan)
         found = (self.ends.end_s - self.ends.first_s) / after
         return found[~np.isnan(found)]
@@ -174,7 +174,7 @@ class Fleet:
         policy: RoutingPolicy,
         options: FleetOptions,
     ) -> None:
-        """Take replicas that write into `ends`. With a scaler these are the most that it may start."""
+        """Take replicas that write into `ends`; a scaler starts at most these."""
         count = len(engines)
         self._trace = trace
         self._engines = engines
@@ -188,7 +188,6 @@ class Fleet:
         self._events: list[Event] = []
         self._num_events = 0
         self._homeless: deque[Cut] = deque()  # requests for which there was no replica
-        self._window: deque[tuple[float, list[ReplicaView]]] = deque()
         self._coming: set[int] = set()  # replicas that start, or are on their way back
 
     def run(self, update: Update | None = None) -> FleetResult:
@@ -199,7 +198,7 @@ class Fleet:
         for death in self._options.deaths:
             self._at(death.at_s, self._die, death.replicas)
         if objective:
-            self._at(LOOK_S, self._look, None)
+            self._at(LOOK_S, self._look, Scaler(objective))
         for request, arrival_s in enumerate(arrivals.tolist()):
             self._until(arrival_s)
             self._send(arrival_s, Cut(request, 0, 0))
@@ -209,7 +208,7 @@ class Fleet:
         return self._result()
 
     def _until(self, time: float) -> None:
-        """Let the events before a time happen; before the end of time, while requests are open."""
+        """Run the events before a time; with no time, while requests are open."""
         while self._events and self._events[0][0] <= time and (time < inf or self._is_open()):
             now, _, act, what = heappop(self._events)
             act(now, what)
@@ -278,7 +277,7 @@ class Fleet:
     # Replicas ------------------------------------------------------------------------------------
 
     def _start(self, now: float, index: int) -> None:
-        """Let a replica take requests."""
+        """Open a replica to requests."""
         self._coming.discard(index)
         self._states.alive[index] = True
         self._on_since[index] = now
@@ -336,18 +335,13 @@ class Fleet:
 
     # Scaling -------------------------------------------------------------------------------------
 
-    def _look(self, now: float, _: object) -> None:
+    def _look(self, now: float, scaler: Scaler) -> None:
         """Start as many replicas as are wanted, or drain one."""
-        objective = self._options.objective
-        assert objective is not None
         views = self._states.views(now)
-        self._window.append((now, views))
-        while self._window[0][0] < now - WINDOW_S:
-            self._window.popleft()
-        missing = wanted([v for _, v in self._window], objective) - len(views) - len(self._coming)
+        missing = scaler.look(now, views) - len(views) - len(self._coming)
         if missing < 0 and not self._coming:
             self._drain(now)
         off = [i for i in np.flatnonzero(~self._states.alive).tolist() if i not in self._coming]
         for index in off[: max(missing, 0)]:
             self._come(now + self._options.start_s, index)
-        self._at(now + LOOK_S, self._look, None)
+        self._at(now + LOOK_S, self._look, scaler)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.control.scaling import ScalingObjective
     from paceline.sim.fleet import FleetOptions
     from paceline.sim.fleet_runs import FleetSetup
-    from paceline.sim.traces import FleetTrace
+    from paceline.sim.fleet_traces import FleetTrace
 
 MAX_COPIES, MAX_CACHE_PAGES, MAX_SECONDS = 1000, 1 << 24, 1e5
 
@@ -134,19 +134,19 @@ def _check(args: Namespace) -> None:
 def _trace(args: Namespace) -> FleetTrace:
     import numpy as np
 
-    from paceline.sim import traces, workloads
+    from paceline.sim import fleet_traces, workloads
 
     if args.trace:
-        trace = traces.read_fleet_trace(Path(args.trace), args.trace_format)
+        trace = fleet_traces.read_fleet_trace(Path(args.trace), args.trace_format)
     else:
         sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
         number = args.requests or 16 * args.replicas
         made = workloads.make(args.arrivals, number, sizes, np.array([0.5]), 0.0, args.seed)
-        trace = traces.FleetTrace(made.arrival_s, made.prompt_lens, made.output_lens, [()] * number)
+        trace = fleet_traces.FleetTrace(made.arrival_s, made.prompt_lens, made.output_lens, [()] * number)
     if args.requests:
         trace = trace.first(args.requests)
-    if len(trace) * args.copies > traces.MAX_REQUESTS:
-        raise ConfigError(f"--copies {args.copies}: a run has at most {traces.MAX_REQUESTS} requests")
+    if len(trace) * args.copies > fleet_traces.MAX_REQUESTS:
+        raise ConfigError(f"--copies {args.copies}: a run has at most {fleet_traces.MAX_REQUESTS} requests")
     return trace.repeated(args.copies) if args.copies > 1 else trace
 
 

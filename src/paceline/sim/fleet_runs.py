@@ -1,4 +1,4 @@
-"""Runs of a simulated fleet: replicas of one kind and their speeds, a clock, and figures of the result."""
+"""Runs of a simulated fleet, and their figures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.sim.replicas import Ends, FluidReplica, StepReplica
 if TYPE_CHECKING:
     from paceline.control.routing import RoutingPolicy
     from paceline.sim.fleet import FleetResult, Update
+    from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.replicas import SimulatedEngine
-    from paceline.sim.traces import FleetTrace
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,7 +48,10 @@ class PrefixSets:
         return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
 
     def use(self, replica: int, prompt: Sequence[int]) -> None:
-        """Keep a prompt's pages on a replica, and evict those unused for longest, a prompt's last ones first."""
+        """Keep a prompt's pages on a replica, and evict the oldest.
+
+        Of a prompt, the last pages go first.
+        """
         kept, bit = self._kept[replica], 1 << replica
         for page in reversed(prompt):
             if page in kept:

@@ -1,4 +1,4 @@
-"""Rates of a simulated replica by its rows: what a step takes and brings, with and without a prompt beside it.
+"""Rates of a simulated replica by its rows: seconds and tokens of a step.
 
 They are measured on the step-exact simulator with the policy itself, so K is the one that `auto` chooses there.
 """
@@ -108,7 +108,7 @@ class RateTable:
 
 
 def measured_rates(kind: ReplicaKind, length: int) -> RateTable:
-    """Measure rows of some length on the step-exact simulator, at numbers of rows two to a doubling."""
+    """Measure rows of some length on the step-exact simulator."""
     most, chunk = kind.limits.num_rows, kind.limits.prefill_tokens
     numbers = _two_to_a_doubling(most)
     sizes = np.array(_two_to_a_doubling(chunk))
@@ -127,9 +127,9 @@ def _two_to_a_doubling(most: int) -> list[int]:
 
 
 def _measured(kind: ReplicaKind, rows: int, length: int, sizes: NDArray[int64]) -> NDArray[float64]:
-    """Return a step's seconds, a row's tokens, those past an end, a key's price, and what chunks add.
+    """Return what a step takes and brings. [4 + num_sizes]
 
-    [4 + num_sizes]
+    These are its seconds, a row's tokens, those past an end, a key's price, and the seconds that chunks add.
     """
     steps, lens = SETTLING_STEPS + MEASURED_STEPS, np.full(rows, length)
     outputs = np.full(rows, steps * (len(kind.chances) + 1) + 1)
@@ -141,7 +141,7 @@ def _measured(kind: ReplicaKind, rows: int, length: int, sizes: NDArray[int64]) 
     base, k = Work(rows, 0, keys, keys), round(float(ks.mean()))
 
     def price(work: Work, first_k: int) -> float:
-        """Return the seconds of a step in which the first row has so many drafts, and the others k."""
+        """Return a step's seconds. first_k: drafts of the first row; others have k."""
         drafts = np.full(rows, k)
         drafts[0] = first_k
         return cost.price(work, np.full(rows, int(mean_length)), drafts, np.zeros(rows, np.int64))
@@ -155,9 +155,9 @@ def _measured(kind: ReplicaKind, rows: int, length: int, sizes: NDArray[int64]) 
 
 
 def _expected(chances: NDArray[float64], ks: NDArray[int64]) -> tuple[float, float]:
-    """Return the tokens of a row's step, and those past the end of an answer, from the drafts of steps.
+    """Return the tokens of a row's step, and those past an answer's end.
 
-    Steps overshoot a far boundary as renewals do: by half of E[x^2] / E[x] - 1.
+    ks: drafts of rows and steps. Steps overshoot a far boundary as renewals do: by half of E[x^2] / E[x] - 1.
     """
     depth = np.arange(1, len(chances) + 1)
     alive = np.cumprod(chances)
@@ -171,7 +171,7 @@ class SteadyRows(Simulator):
     """Rows whose prompts are computed, and that write on."""
 
     def measure(self, settling: int, measured: int) -> tuple[float, float, NDArray[int64]]:
-        """Return the mean seconds of a step, the mean length of rows, and the drafts of each row and step."""
+        """Return mean seconds of a step, mean length of rows, and all drafts."""
         self._admit()
         rows = np.flatnonzero(self._request >= 0)
         self._length[rows] = self._to_prefill[rows]

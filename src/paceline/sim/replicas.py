@@ -18,12 +18,12 @@ import numpy as np
 from paceline.sim.simulator import Simulator, Workload, mixed_ease
 
 if TYPE_CHECKING:
-    from numpy import float64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
+    from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.simulator import PlannedStep
-    from paceline.sim.traces import FleetTrace
 
 LATE = 1e-9  # s; events this close count as one
 
@@ -73,7 +73,7 @@ class SimulatedEngine(Protocol):
         """Take a request."""
 
     def advance(self) -> None:
-        """Let the next event happen."""
+        """Run the next event."""
 
     def stop(self, now: float) -> list[Cut]:
         """Give up all requests and return them."""
@@ -175,7 +175,7 @@ class FluidReplica:
         self._now = max(now, self._now)
 
     def _end_prompt(self, head: _Head) -> None:
-        """Let a prompt wait for the end of its step, whose chunk the next prompt fills."""
+        """Hold a prompt until its step ends, whose chunk the next prompt fills."""
         self._head, self._phase = None, head.end_phase
         rest_s = (1 - self._phase) / self._per_s[0] if self._phase > LATE else 0.0
         self._ending.append((self._now + rest_s, head.leg))
@@ -231,7 +231,10 @@ class _Head:
 
     @classmethod
     def of(cls, leg: Leg, fresh: int, rates: RateTable, phase: float, *, alone: bool) -> _Head:
-        """Begin a prompt in a chunk that is partly filled. alone: no prompt behind it fills its last chunk."""
+        """Begin a prompt in a chunk that is partly filled.
+
+        alone: no prompt behind it fills its last chunk.
+        """
         end_phase = phase + fresh / rates.chunk
         steps = max((ceil(end_phase - LATE) if alone else end_phase) - phase, LATE)
         end = leg.cached + fresh
@@ -322,3 +325,10 @@ class StepReplica(Simulator):
         self._to_prefill[row] = self._fresh(request)
         self._length[row] = leg.cached
         self._left[row] -= leg.told
+
+    def _share_out(self, budget: int, waiting: NDArray[int64]) -> NDArray[int64]:
+        """Return the tokens of each row's chunk, the oldest request's first. [num_rows]"""
+        oldest = np.argsort(self._request)
+        chunks = np.zeros_like(waiting)
+        chunks[oldest] = super()._share_out(budget, waiting[oldest])
+        return chunks

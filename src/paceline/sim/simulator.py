@@ -168,20 +168,21 @@ class Simulator:
             self._counts[index] += count
 
     def _prefill(self, budget: int, members: NDArray[bool_]) -> tuple[Work, NDArray[int64]]:
-        """Return the work of the next prefill chunks, the oldest requests' first, and each row's. [num_rows]"""
+        """Return the work of the next prefill chunks, and each row's tokens. [num_rows]"""
         waiting = np.where(members, self._to_prefill, 0)
-        if not waiting.any():
-            return NO_WORK, waiting
-        oldest = np.argsort(self._request)
-        before = np.cumsum(waiting[oldest]) - waiting[oldest]
-        chunks = np.zeros_like(waiting)
-        chunks[oldest] = np.clip(budget - before, 0, waiting[oldest])
+        chunks = self._share_out(budget, waiting)
         tokens = int(chunks.sum())
         if not tokens:
             return NO_WORK, chunks
         done = int((self._to_prefill[chunks > 0] == chunks[chunks > 0]).sum())
         pairs = int((chunks * self._length + chunks * (chunks + 1) // 2).sum())
         return Work(tokens, tokens - done, int((self._length + chunks)[chunks > 0].sum()), pairs), chunks
+
+    def _share_out(self, budget: int, waiting: NDArray[int64]) -> NDArray[int64]:
+        """Return the tokens of each row's chunk, in the order of rows. [num_rows]"""
+        before = np.cumsum(waiting) - waiting
+        chunks: NDArray[int64] = np.clip(budget - before, 0, waiting)
+        return chunks
 
     def _kept(self, rows: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> NDArray[int64]:
         """Draw the number of accepted drafts of each row. [n]"""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.sim.fleet_traces import MAX_REQUEST_TOKENS, read_fleet_trace
 from paceline.sim.simulator import Workload, mixed_ease
-from paceline.sim.traces import MAX_REQUEST_TOKENS, read_fleet_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +75,7 @@ def make(
 
 
 def read_trace(path: Path, form: str, chances: NDArray[float64], spread: float, seed: int = 0) -> Workload:
-    """Read a trace for one engine, see `traces.py`. Raises `ConfigError`."""
+    """Read a trace for one engine, see `fleet_traces.py`. Raises `ConfigError`."""
     trace = read_fleet_trace(path, form)
     ease = np.random.default_rng(seed).normal(0, spread, len(trace))
     return Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, mixed_ease(chances, ease))

@@ -65,8 +65,9 @@ class FleetTrace:
         return FleetTrace(arrival_s, prompts, outputs, [self.pages[i] for i in chosen.tolist()], self.page_tokens)
 
     def repeated(self, copies: int) -> FleetTrace:
-        """Return the requests of several services like this one, each shifted in time and with pages of its own.
+        """Return the requests of several services like this one.
 
+        Each is shifted in time and has pages of its own.
         Arrivals that would come after the end come at the beginning.
         """
         length = float(self.arrival_s[-1]) + 1e-3
@@ -83,10 +84,10 @@ class FleetTrace:
 
 
 class _CopiedPages(Sequence[tuple[int, ...]]):
-    """The pages of copies of a trace, made when they are asked for: a day of 1,000 replicas has many."""
+    """The pages of a trace's copies, made when they are asked for."""
 
     def __init__(self, pages: Sequence[tuple[int, ...]], order: NDArray[int64], stride: int) -> None:
-        """Take which request of which copy comes where, and how far apart the pages of copies are."""
+        """Take the order of the copies' requests, and the distance between copies' pages."""
         self._pages = pages
         self._order = order
         self._stride = stride
