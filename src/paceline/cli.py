@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # A new command is one module and one line here: name -> (module, description).
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
-    "fleet": ("paceline.serve.terminal.fleet_command", "show the replicas of a running server"),
+    "fleet": ("paceline.serve.terminal.show_fleet", "show the replicas of a running server"),
     "fleet drain": ("paceline.serve.terminal.fleet_drain", "let other replicas take over from one"),
     "fleet move": ("paceline.serve.terminal.fleet_move", "let another replica go on with an answer"),
     "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),

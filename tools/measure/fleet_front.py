@@ -1,4 +1,4 @@
-"""CPU time of a fleet's front: a routing decision, and a token's way through the journal.
+"""CPU time of a fleet's front: a routing decision, and a token through the journal.
 
     python -m tools.measure.fleet_front [--replicas 64] [--requests 2000]
 
@@ -17,8 +17,8 @@ from tests.serve.fleet.fake_engines import FakeEngines
 
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.serve.fleet.fleet import Fleet
-from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 
 SHARED, OWN, MANY = 1024, 512, 32  # tokens of a shared prefix and behind it; prefixes
 TOKENS = 1000  # through the journal, one in each outcome
@@ -33,7 +33,7 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 async def routing_s(replicas: int, requests: int) -> list[float]:
     """Return the seconds of each request's way to its replica, hashes of pages included."""
-    fleet = Fleet(FleetOptions())
+    fleet = EngineFleet(ReplicaOptions())
     for index in range(replicas):
         fleet.add(str(index), FakeEngines())
     await asyncio.sleep(0)
@@ -48,7 +48,7 @@ async def routing_s(replicas: int, requests: int) -> list[float]:
 
 async def journal_s() -> float:
     """Return the seconds that an outcome of one token takes in the front, beyond what the fake takes."""
-    fleet, engines = Fleet(FleetOptions()), FakeEngines()
+    fleet, engines = EngineFleet(ReplicaOptions()), FakeEngines()
     fleet.add("0", engines)
     await asyncio.sleep(0)
     params = SamplingParams(max_tokens=TOKENS + 1)

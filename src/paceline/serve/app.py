@@ -33,7 +33,7 @@ from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, comp
 from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
-from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_routes import fleet_routes
 from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
@@ -219,7 +219,7 @@ def routes_of(state: AppState) -> list[Route]:
     async def about_tokenizer(_: HttpRequest) -> Response:
         return _json(tokenizer_info(await state.serving()))
 
-    replicas = state.client.replicas if isinstance(state.client, Fleet) else None
+    replicas = state.client.replicas if isinstance(state.client, EngineFleet) else None
     live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
     return [
         Route("/health", health, methods=["GET"]),
@@ -313,7 +313,7 @@ def make_app(
 
     local: as for `AuthMiddleware`. page: serve the page at `/`.
     """
-    fleet = client if isinstance(client, Fleet) else None
+    fleet = client if isinstance(client, EngineFleet) else None
     metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
     state = AppState(client, metrics, tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take

@@ -33,7 +33,7 @@ from paceline.serve.connections import (
     FewRepeats,
     connections_that_fit,
 )
-from paceline.serve.fleet.fleet_options import AUTO, FleetOptions, add_fleet_arguments, fleet_options
+from paceline.serve.fleet.fleet_options import AUTO, ReplicaOptions, add_fleet_arguments, fleet_options
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.observe.access import write_line
 from paceline.serve.observe.engine_log import tell_doings
@@ -81,7 +81,7 @@ class HttpConfig:
     page: bool = True  # serve the page at /
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     watchdog_s: float = WATCHDOG_S  # an engine that hangs for this long is replaced; 0: never
-    fleet: FleetOptions = field(default_factory=FleetOptions)
+    fleet: ReplicaOptions = field(default_factory=ReplicaOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

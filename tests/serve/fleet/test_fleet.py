@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.nouns import Outcome
-from paceline.serve.fleet import fleet as fleet_module
-from paceline.serve.fleet.fleet import Fleet
-from paceline.serve.fleet.fleet_options import FleetOptions
+from paceline.serve.fleet import engine_fleet as fleet_module
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.member import SILENT_S, TICK_S
 from tests.serve.fleet.fake_engines import FakeEngines, Heard, request_of, whole_answer
@@ -47,7 +47,7 @@ async def settle() -> None:
 class Bench:
     """A fleet with its fakes, and what the clients of open requests heard."""
 
-    def __init__(self, fleet: Fleet, fakes: list[FakeEngines]) -> None:
+    def __init__(self, fleet: EngineFleet, fakes: list[FakeEngines]) -> None:
         self.fleet, self.fakes = fleet, fakes
         self.heard: dict[str, Heard] = {}
 
@@ -77,7 +77,7 @@ class Bench:
 
 @asynccontextmanager
 async def fleet_of(count: int, promises: str = "", **options: Any) -> AsyncIterator[Bench]:
-    fleet = Fleet(FleetOptions(replicas=max(count, 1), **options))
+    fleet = EngineFleet(ReplicaOptions(replicas=max(count, 1), **options))
     fakes = [FakeEngines(promises[index : index + 1] or "one") for index in range(count)]
     for index, fake in enumerate(fakes):
         fleet.add(str(index), fake)
@@ -507,10 +507,10 @@ def test_an_audit_makes_room_for_work() -> None:
 
 @pytest.mark.parametrize("options", [{"hedge": "p95"}, {"audit": 0.1}])
 def test_what_needs_equal_texts_needs_the_coupled_law(options: dict[str, Any]) -> None:
-    FleetOptions(**options).check_law("coupled")
-    FleetOptions().check_law("rejection")
+    ReplicaOptions(**options).check_law("coupled")
+    ReplicaOptions().check_law("rejection")
     with pytest.raises(ConfigError, match="coupled"):
-        FleetOptions(**options).check_law("rejection")
+        ReplicaOptions(**options).check_law("rejection")
 
 
 def test_the_sum_of_counters_never_falls() -> None:
@@ -528,12 +528,11 @@ def test_the_sum_of_counters_never_falls() -> None:
     run(scenario)
 
 
-def test_a_replica_that_has_not_worked_yet_is_taken_to_be_as_fast_as_others() -> None:
+def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
             bench.fakes[0].beat(steps=100)
-            assert bench.fleet.members["0"].costs is not None
-            assert bench.fleet.members["1"].costs is None
+            assert {m.costs.step_s_by_rows for m in bench.fleet.members.values()} == {(1e-4,)}
             for index in range(4):
                 await bench.ask(request_of(f"r{index}"))
             assert [fake.num_open for fake in bench.fakes] == [2, 2]

@@ -16,7 +16,7 @@ from paceline.serve.fleet.journal import Journal, WordsMissing
 from tests.serve.fleet.fake_engines import Heard, Row, request_of
 
 if TYPE_CHECKING:
-    from paceline.serve.fleet.journal import Leg, OngoingAnswer
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
 NO_ANSWERS: Any = Answers(None, {})  # type: ignore[arg-type]
 
@@ -30,14 +30,14 @@ class AnAnswer(RuleBasedStateMachine):
         self.answer: OngoingAnswer = Journal().begin(self.request, NO_ANSWERS)
         self.heard = Heard()
         self.rows: dict[int, Row] = {}  # by identity of the leg, also of those that are given up
-        self.said: list[tuple[Leg, Outcome]] = []
-        self.given_up: list[Leg] = []
+        self.said: list[tuple[AnswerLeg, Outcome]] = []
+        self.given_up: list[AnswerLeg] = []
 
     @property
     def goes_on(self) -> bool:
         return self.heard.last is None
 
-    def hear(self, leg: Leg, outcome: Outcome) -> None:
+    def hear(self, leg: AnswerLeg, outcome: Outcome) -> None:
         if leg not in self.answer.legs:
             return  # as the fleet does
         self.said.append((leg, outcome))
@@ -79,7 +79,7 @@ class AnAnswer(RuleBasedStateMachine):
         if self.answer.legs:
             self.give_up(self.answer.legs[which % len(self.answer.legs)])
 
-    def give_up(self, leg: Leg) -> None:
+    def give_up(self, leg: AnswerLeg) -> None:
         self.answer.end_leg(leg)
         self.given_up.append(leg)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.fleet.fleet_options import FleetOptions, core_groups, deal
+from paceline.serve.fleet.fleet_options import ReplicaOptions, core_groups, deal
 from paceline.serve.fleet.local import replica_config
 from paceline.serve.fleet.member import ranges
 
@@ -37,13 +37,13 @@ from paceline.serve.fleet.member import ranges
 )
 def test_bad_options_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        FleetOptions(**bad)
+        ReplicaOptions(**bad)
 
 
 def test_cores_that_this_process_may_not_use_are_refused() -> None:
     missing = max(usable_cores()) + 1
     with pytest.raises(ConfigError, match="may not use"):
-        FleetOptions(cores=str(missing)).dealt()
+        ReplicaOptions(cores=str(missing)).dealt()
 
 
 def test_groups_of_cores() -> None:

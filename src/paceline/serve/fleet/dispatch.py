@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from paceline.control.routing import RequestView, Router, policy_named
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import PrefixIndex, page_hashes
-from paceline.serve.fleet.member import USUAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from paceline.control.routing import Choice
+    from paceline.control.routing import RouteChoice
     from paceline.serve.fleet.fleet_metrics import FleetMetrics
-    from paceline.serve.fleet.fleet_options import FleetOptions
+    from paceline.serve.fleet.fleet_options import ReplicaOptions
     from paceline.serve.fleet.journal import OngoingAnswer
     from paceline.serve.fleet.member import Member
 
@@ -25,7 +24,7 @@ ANY = "any"  # value of --resume
 class Dispatch:
     """The router with what it needs to know."""
 
-    def __init__(self, options: FleetOptions, members: Mapping[str, Member], metrics: FleetMetrics) -> None:
+    def __init__(self, options: ReplicaOptions, members: Mapping[str, Member], metrics: FleetMetrics) -> None:
         self._members, self._metrics = members, metrics
         self._any_promise = options.resume == ANY
         self._router = Router(policy_named(options.route))
@@ -33,7 +32,7 @@ class Dispatch:
 
     def choose(
         self, answer: OngoingAnswer, without: Collection[str] = (), *, silent: bool = False
-    ) -> tuple[Member, Choice] | None:
+    ) -> tuple[Member, RouteChoice] | None:
         """Return the replica for an answer, now; None if there is none.
 
         silent: replicas that seem to hang are better than none.
@@ -49,15 +48,14 @@ class Dispatch:
 
     def _chosen(
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
-    ) -> tuple[Member, Choice] | None:
+    ) -> tuple[Member, RouteChoice] | None:
         members = self._members
         banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
-        usual = next((m.costs for m in members.values() if m.costs is not None), USUAL)
         views = [
-            member.view(hits.get(name, 0), usual, alive=member.serves if silent else member.alive)
+            member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
             for name, member in members.items()
         ]
         choice = self._router.choose(view, views)

@@ -28,7 +28,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
+class ReplicaOptions:
     """Options of a fleet. Checked when made; raises `ConfigError`."""
 
     replicas: int = 1
@@ -132,7 +132,7 @@ def _read(path: Path) -> str:
 
 # The command line ------------------------------------------------------------------------------------
 
-_DEFAULTS = FleetOptions()
+_DEFAULTS = ReplicaOptions()
 
 
 def add_fleet_arguments(parser: ArgumentParser) -> None:
@@ -181,9 +181,9 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def fleet_options(args: Namespace) -> FleetOptions:
+def fleet_options(args: Namespace) -> ReplicaOptions:
     """Return what parsed flags ask for. Raises `ConfigError`."""
-    return FleetOptions(
+    return ReplicaOptions(
         replicas=args.replicas,
         cores=args.cores,
         route=args.route,

@@ -15,7 +15,7 @@ from paceline.serve.api.openai_format import to_json
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from paceline.serve.fleet.fleet import Fleet
+    from paceline.serve.fleet.engine_fleet import EngineFleet
 
 MAX_BODY_BYTES = 4096
 
@@ -40,7 +40,7 @@ _drain_body = msgspec.json.Decoder(DrainBody).decode
 _move_body = msgspec.json.Decoder(MoveBody).decode
 
 
-def fleet_routes(fleet: Fleet) -> list[Route]:
+def fleet_routes(fleet: EngineFleet) -> list[Route]:
     """Return the routes, which ask for the key as all others do."""
 
     async def figures(_: HttpRequest) -> Response:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from paceline.serve.fleet.journal import Leg, OngoingAnswer
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
 BUDGET = 0.02  # of all requests
 MIN_SAMPLES = 20  # of lateness, before anything is hedged
@@ -32,7 +32,7 @@ class Hedging:
         self._late.append(waited_s / max(predicted_s, 1e-6))
         self._factor = None
 
-    def late(self, answers: Iterable[OngoingAnswer]) -> Iterator[tuple[OngoingAnswer, Leg]]:
+    def late(self, answers: Iterable[OngoingAnswer]) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:
         """Yield the answers that should be hedged now, and their only legs."""
         now_s = time.monotonic()
         for answer in tuple(answers):

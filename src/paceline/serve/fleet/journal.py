@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
+MOST_LISTED = 200  # open requests in a table
+
 
 class WordsMissing(PacelineError):  # noqa: N818
     """A replica's outcome does not follow its last one: something was lost between."""
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class AnswerLeg:
     """The part of an answer that one replica writes."""
 
     replica: str
@@ -52,7 +55,7 @@ class OngoingAnswer:
     num_chars: int = 0  # of the text sent to the client
     scored: bool = False  # the log-probabilities of its prompt have been sent
     spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
-    legs: list[Leg] = field(default_factory=list)  # that write: one, or two of a hedged request
+    legs: list[AnswerLeg] = field(default_factory=list)  # that write: one, or two of a hedged request
     num_legs: int = 0  # that gave something
     promise: str = ""  # promise key that it began under; empty: nothing has been told
     inexact: bool = False  # it went on under another one
@@ -72,13 +75,13 @@ class OngoingAnswer:
         """Tokens of the answer so far, those told with the request included."""
         return len(self.request.told) + len(self.told)
 
-    def begin_leg(self, replica: str) -> Leg:
+    def begin_leg(self, replica: str) -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
-        leg = Leg(replica, len(self.told), self.num_chars)
+        leg = AnswerLeg(replica, len(self.told), self.num_chars)
         self.legs.append(leg)
         return leg
 
-    def end_leg(self, leg: Leg) -> None:
+    def end_leg(self, leg: AnswerLeg) -> None:
         """Forget a leg; what it says from now on does not count."""
         self.legs.remove(leg)
         if leg.gave and not self.legs:  # another leg would have computed the same tokens
@@ -89,7 +92,7 @@ class OngoingAnswer:
         """Return the request that goes on where the client is."""
         return replace(self.request, told=self.request.told + tuple(self.told)) if self.told else self.request
 
-    def news(self, leg: Leg, outcome: Outcome) -> Outcome | None:
+    def news(self, leg: AnswerLeg, outcome: Outcome) -> Outcome | None:
         """Return what an outcome adds, and count it as sent; None if nothing.
 
         Raises `WordsMissing`.
@@ -151,7 +154,11 @@ class Journal:
         """Forget a request; None if it is not open."""
         return self.open.pop(request_id, None)
 
-    def on(self, replica: str) -> Iterator[tuple[OngoingAnswer, Leg]]:
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the table of open requests, of so many at most."""
+        return [answer.figures() for answer in islice(self.open.values(), MOST_LISTED)]
+
+    def on(self, replica: str) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:
         """Yield the answers that a replica writes, and its legs. They may be ended meanwhile."""
         for answer in tuple(self.open.values()):
             for leg in tuple(answer.legs):

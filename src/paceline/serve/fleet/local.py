@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
-from paceline.serve.fleet.fleet import Fleet
+from paceline.serve.fleet.engine_fleet import EngineFleet
 
 MIN_DISK_BYTES = 1 << 20  # that an engine takes
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.engines import Engines
-    from paceline.serve.fleet.fleet_options import FleetOptions
+    from paceline.serve.fleet.fleet_options import ReplicaOptions
 
     NewEngine = Callable[[EngineConfig, frozenset[int]], Engines]
 
 
-def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngine) -> Fleet:
+def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEngine) -> EngineFleet:
     """Start a local fleet. new_engine: starts a process on some cores. Raises `ConfigError`.
 
     The first replica starts alone: it measures what steps cost while nothing else runs, and packs the weights; the
@@ -31,7 +31,7 @@ def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngi
     """
     options.check_law(engine.law)
     first, *others = options.dealt()
-    fleet = Fleet(options)
+    fleet = EngineFleet(options)
 
     def add(number: int, cores: frozenset[int]) -> None:
         fleet.add(str(number), new_engine(replica_config(engine, number, options.replicas), cores), cores)
@@ -48,7 +48,7 @@ def start_fleet(options: FleetOptions, engine: EngineConfig, new_engine: NewEngi
 
 
 def replica_config(engine: EngineConfig, number: int, replicas: int) -> EngineConfig:
-    """Return the config of one replica: its part of the memory and the disk, and files of its own."""
+    """Return the config of a replica: its part of memory and disk, and its own files."""
     disk, trace = engine.kv_disk, engine.trace
     return replace(
         engine,

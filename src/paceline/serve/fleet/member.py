@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
-    from paceline.serve.fleet.journal import Leg
+    from paceline.serve.fleet.journal import AnswerLeg
     from paceline.serve.worker.messages import Ready
 
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
@@ -25,7 +25,7 @@ TICK_S = 0.1  # between two looks at the replicas
 
 
 class Costs(NamedTuple):
-    """What work costs a replica."""
+    """Seconds that work costs a replica."""
 
     prefill_s: float  # a prompt token
     step_s_by_rows: tuple[float, ...]  # per token of each row, with 1, 2, ... rows
@@ -51,7 +51,8 @@ class Member:
     num_resumed: int = 0  # answers that it went on with
     recent: Recent = field(default_factory=Recent)
     ended: Stats | None = None  # counters of its processes that have ended
-    costs: Costs | None = None  # None: it has not worked yet
+    usual: Costs = USUAL  # of the fleet's replicas, as their counters say
+    measured: Costs | None = None  # its own; None: nobody has measured them
 
     @property
     def ready(self) -> Ready | None:
@@ -82,9 +83,14 @@ class Member:
         return USUAL_PAGES if snapshot is None else snapshot.gauges.num_pages
 
     @property
+    def costs(self) -> Costs:
+        """Costs of work, as far as they are known."""
+        return self.measured or self.usual
+
+    @property
     def step_s(self) -> float:
         """Seconds that a step of its open requests should take."""
-        by_rows = (self.costs or USUAL).step_s_by_rows
+        by_rows = self.costs.step_s_by_rows
         return by_rows[min(max(self.num_legs, 1), len(by_rows)) - 1]
 
     def take(self, snapshot: Snapshot) -> None:
@@ -94,37 +100,37 @@ class Member:
         if last is not None and snapshot.stats.steps < last.stats.steps:
             self.ended = last.stats if self.ended is None else total([self.ended, last.stats])
         self.recent.take(snapshot)
-        self.costs = self._estimated(snapshot.stats)
+        self.measured = self._measured()
 
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
         self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
         self.silent = self.silent_s > max(SILENT_S, SILENT_STEPS * self.step_s)
 
-    def view(self, hit_pages: int, usual: Costs, *, alive: bool) -> ReplicaView:
-        """Return what routing reads. usual: costs of a replica that has not worked yet."""
-        ready, snapshot, costs = self.ready, self.engines.snapshot, self.costs or usual
+    def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
+        """Return what routing reads."""
+        ready, snapshot = self.ready, self.engines.snapshot
         told = 0 if snapshot is None else snapshot.backlog_tokens
         promise = "" if ready is None else ready.promise
         backlog = max(self.backlog, told)
-        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, *costs, hit_pages)
+        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, *self.costs, hit_pages)
 
     def wait_s(self, num_tokens: int) -> float:
         """Return the predicted seconds until so many more prompt tokens are computed."""
-        return (self.backlog + num_tokens) * (self.costs or USUAL).prefill_s + self.step_s
+        return (self.backlog + num_tokens) * self.costs.prefill_s + self.step_s
 
-    def begin(self, leg: Leg) -> None:
+    def begin(self, leg: AnswerLeg) -> None:
         """Count a leg that begins."""
         self.num_legs += 1
         self.backlog += leg.backlog
 
-    def heard(self, leg: Leg) -> None:
+    def heard(self, leg: AnswerLeg) -> None:
         """Note a message about a leg: its prompt is computed."""
         self._beat()
         self.backlog -= leg.backlog
         leg.backlog = 0
 
-    def end(self, leg: Leg) -> None:
+    def end(self, leg: AnswerLeg) -> None:
         """Count a leg that has ended."""
         self.num_legs -= 1
         self.backlog -= leg.backlog
@@ -142,15 +148,13 @@ class Member:
     def _beat(self) -> None:
         self.silent_s, self.silent = 0.0, False
 
-    def _estimated(self, whole: Stats) -> Costs | None:
-        """Return costs as measured at the start, or as the counters say; None without any."""
-        ready, share = self.ready, self.recent.since(SHARE_S)
-        if ready is not None and ready.profile is not None:
-            kept = (per_pass(share) if share is not None else None) or 1.0
-            profile = ready.profile
-            return Costs(profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows))
-        num_tokens = whole.decoded_tokens + whole.prefilled_tokens
-        return Costs(whole.step_s / num_tokens, (whole.step_s / whole.steps,)) if num_tokens else self.costs
+    def _measured(self) -> Costs | None:
+        """Return costs as measured at its start, with the tokens that passes bring now."""
+        if self.ready is None or self.ready.profile is None:
+            return None
+        profile, share = self.ready.profile, self.recent.since(SHARE_S)
+        kept = (per_pass(share) if share is not None else None) or 1.0
+        return Costs(profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows))
 
     # What is told --------------------------------------------------------------------------------
 
@@ -176,6 +180,18 @@ class Member:
             "resumes": self.num_resumed,
             "promise": "" if ready is None else ready.promise,
         }
+
+
+def tell_costs(members: Collection[Member], stats: Stats) -> None:
+    """Tell all replicas what work costs by the counters of the whole fleet.
+
+    One replica's own counters would tell how busy the machine was when it worked, more than how fast it is.
+    """
+    num_tokens = stats.decoded_tokens + stats.prefilled_tokens
+    if num_tokens and stats.steps:
+        usual = Costs(stats.step_s / num_tokens, (stats.step_s / stats.steps,))
+        for member in members:
+            member.usual = usual
 
 
 def summed(members: Collection[Member]) -> Snapshot | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.serve.terminal.display import say
-from paceline.serve.terminal.fleet_command import add_url_arguments, ask
+from paceline.serve.terminal.show_fleet import add_url_arguments, ask
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -56,7 +56,7 @@ WATCHDOG_S = 8.0  # without a beat of a ready engine
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Setup:
-    """What every process of an engine is started with."""
+    """Options of every process of an engine."""
 
     config: EngineConfig
     cores: frozenset[int]

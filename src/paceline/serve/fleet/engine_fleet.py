@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
@@ -22,15 +21,15 @@ from paceline.serve.fleet.dispatch import Dispatch
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import Journal, WordsMissing
-from paceline.serve.fleet.member import TICK_S, Member, summed
+from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from paceline.core.nouns import Request
     from paceline.serve.engines import Engines, Event, OnEvent
-    from paceline.serve.fleet.fleet_options import FleetOptions
-    from paceline.serve.fleet.journal import Leg, OngoingAnswer
+    from paceline.serve.fleet.fleet_options import ReplicaOptions
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 
 log = logging.getLogger(__name__)
@@ -42,15 +41,14 @@ FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
-MOST_LISTED = 200  # open requests in the figures
 
 
-class Fleet:
+class EngineFleet:
     """Several engines that write the same texts; see `Engines`."""
 
     pid: int | None = None  # it is several processes
 
-    def __init__(self, options: FleetOptions) -> None:
+    def __init__(self, options: ReplicaOptions) -> None:
         """Begin without replicas; see `add`. Call in a running event loop."""
         self.options = options
         self.members: dict[str, Member] = {}
@@ -198,7 +196,7 @@ class Fleet:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the table of open requests."""
-        return [answer.figures() for answer in islice(self._journal.open.values(), MOST_LISTED)]
+        return self._journal.figures()
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -288,7 +286,7 @@ class Fleet:
 
     # Events of legs ----------------------------------------------------------------------------------
 
-    def _on_event(self, answer: OngoingAnswer, leg: Leg, event: Event) -> None:
+    def _on_event(self, answer: OngoingAnswer, leg: AnswerLeg, event: Event) -> None:
         """Take an event of a replica. It counts unless the leg was given up."""
         if leg not in answer.legs:
             return
@@ -301,7 +299,7 @@ class Fleet:
         elif not isinstance(event, Disconnected):
             self._on_outcome(answer, leg, event[1])
 
-    def _on_outcome(self, answer: OngoingAnswer, leg: Leg, outcome: Outcome) -> None:
+    def _on_outcome(self, answer: OngoingAnswer, leg: AnswerLeg, outcome: Outcome) -> None:
         if outcome.finish_reason == "cancelled":  # not by us
             self._lost(answer, leg, "drain", EngineDied(RESTARTING))
             return
@@ -321,7 +319,7 @@ class Fleet:
         if news is not None:
             self._send_on(answer, leg, news)
 
-    def _send_on(self, answer: OngoingAnswer, leg: Leg, news: Outcome) -> None:
+    def _send_on(self, answer: OngoingAnswer, leg: AnswerLeg, news: Outcome) -> None:
         member = self.members[leg.replica]
         if not answer.promise and member.ready is not None:
             answer.promise = member.ready.promise
@@ -334,21 +332,21 @@ class Fleet:
         elif len(answer.legs) > 1:
             self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
-    def _finished(self, answer: OngoingAnswer, leg: Leg, member: Member) -> None:
+    def _finished(self, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> None:
         self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
         self._end_leg(answer, leg)
         self._forget(answer)
         self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
-    def _settle(self, answer: OngoingAnswer, ahead: Leg, tokens_ahead: int) -> None:
+    def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
         """Stop the other replica of an answer once one is ahead by so many tokens."""
         for other in tuple(answer.legs):
             if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
                 self._drop(answer, other)
 
-    def _lost(self, answer: OngoingAnswer, leg: Leg, why: str, what: PacelineError | Outcome) -> None:
+    def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
 
         what: to tell the client in that case.
@@ -379,9 +377,10 @@ class Fleet:
             self.spawn(self._place(answer, why))
 
     def _give_up(self, answer: OngoingAnswer) -> None:
-        request_id, start = answer.request.request_id, answer.num_tokens
-        log.error("request %s: %s", request_id, POISON)
-        self._fail(answer, Outcome(request_id, (), "", finish_reason="error", error=POISON, start=start))
+        name = answer.request.request_id
+        log.error("request %s: %s", name, POISON)
+        what = Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens)
+        self._fail(answer, what)
 
     def _leave(self, answer: OngoingAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""
@@ -389,12 +388,12 @@ class Fleet:
         for leg in tuple(answer.legs):
             self._drop(answer, leg)
 
-    def _drop(self, answer: OngoingAnswer, leg: Leg) -> None:
+    def _drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
         at_replica = self._end_leg(answer, leg)
         if at_replica is not None:
             self.spawn(at_replica.close())
 
-    def _end_leg(self, answer: OngoingAnswer, leg: Leg) -> Answers | None:
+    def _end_leg(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
         """Forget a leg; return what its replica may still have to cancel."""
         answer.end_leg(leg)
         self.members[leg.replica].end(leg)
@@ -466,8 +465,10 @@ class Fleet:
 
     def _took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
         member.take(snapshot)
-        if self.on_snapshot is not None and (whole := self.snapshot) is not None:
-            self.on_snapshot(whole)
+        if (whole := self.snapshot) is not None:
+            tell_costs(self.members.values(), whole.stats)
+            if self.on_snapshot is not None:
+                self.on_snapshot(whole)
 
     def _told_draining(self, member: Member) -> None:
         """Move a replica's answers, unless all replicas are told the same.
