@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline import kernels
 from paceline.core.nouns import Figures, Outcome
 from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
@@ -32,6 +33,8 @@ class StopChecker(TokenwiseChecker):
 
     The result is as if each token had come alone. Tokens that cannot end it are turned into text on demand.
     """
+
+    __slots__ = ("_unread",)
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         super().__init__(request, eos_ids, detokenizer)
@@ -166,7 +169,7 @@ class OutputQueue:
     def flush(self) -> None:
         """Make outcomes of all gains. A response whose text cannot be made ends here."""
         gains, self.gains = self.gains, []
-        for gain in gains:
+        for gain in kernels.make_outcomes(gains, self.outcomes, Outcome):
             self._emit(*gain)
 
     def cancel(self, request_id: str) -> None:
@@ -217,12 +220,9 @@ class OutputQueue:
             self.end(response, StopCheck(0, "error"), "")
             return
         logprobs = None if verdict.logprobs is None else _logprobs(verdict, len(token_ids))
-        if response.prompt_logprobs is None:
-            self.outcomes.append(Outcome(response.request_id, tuple(token_ids), text, logprobs))
-        else:
-            scored = response.take_prompt_logprobs()
-            outcome = Outcome(response.request_id, tuple(token_ids), text, logprobs, prompt_logprobs=scored)
-            self.outcomes.append(outcome)
+        scored = response.take_prompt_logprobs()
+        outcome = Outcome(response.request_id, tuple(token_ids), text, logprobs, prompt_logprobs=scored)
+        self.outcomes.append(outcome)
 
 
 def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:

@@ -46,8 +46,21 @@ BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
 }
 
 
+class KnownBytes(dict[int, bytes]):
+    """Bytes of tokens by their ids, computed when an id is first looked up."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """bytes_of: computes the bytes of a token."""
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._bytes_of(token_id)
+        return found
+
+
 class TokenBytes:
-    """Bytes of every token of a vocabulary, computed when a token is first seen."""
+    """Bytes of every token of a vocabulary."""
 
     def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes]) -> None:
         """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
@@ -56,26 +69,15 @@ class TokenBytes:
         self._added: Mapping[int, tuple[str, bool]] = {
             i: (t.content, t.special) for i, t in raw.get_added_tokens_decoder().items()
         }
-        self._whole: dict[int, bytes] = {}  # token id -> its bytes
-        self._visible: dict[int, bytes] = {}  # token id -> the bytes it adds to a text
+        self.whole = KnownBytes(self._bytes_of)  # not always whole characters; b"" for an unknown id
+        self.visible = KnownBytes(self._visible_bytes_of)  # what a token adds to a text
 
     def is_special(self, token_id: int) -> bool:
         """Return True if a token steers the model and is not text."""
         return self._added.get(token_id, ("", False))[1]
 
-    def whole(self, token_id: int) -> bytes:
-        """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
-        found = self._whole.get(token_id)
-        if found is None:
-            found = self._whole[token_id] = self._bytes_of(token_id)
-        return found
-
-    def visible(self, token_id: int) -> bytes:
-        """Return the bytes a token adds to a text: none if it is special."""
-        found = self._visible.get(token_id)
-        if found is None:
-            found = self._visible[token_id] = b"" if self.is_special(token_id) else self.whole(token_id)
-        return found
+    def _visible_bytes_of(self, token_id: int) -> bytes:
+        return b"" if self.is_special(token_id) else self.whole[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._added:
@@ -88,33 +90,32 @@ class Detokenizer:
     """Text of a growing answer.
 
     All that `push` and `flush` return, joined, equals `decode` of all ids. A character whose bytes are split over
-    tokens is held back until it is complete.
+    tokens is held back until it is complete. `kernels.make_outcomes` does what `push` does, where nothing is held
+    back before the tokens or behind them.
     """
 
-    def __init__(self, bytes_of: Callable[[int], bytes], strips_space: bool) -> None:
-        """See `Tokenizer.detokenizer`."""
-        self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    __slots__ = ("_at_start", "_held_bytes", "_pieces")
+
+    def __init__(self, pieces: Mapping[int, bytes], strips_space: bool) -> None:
+        """pieces: bytes of tokens. strips_space: the space before a text is not shown."""
+        self._pieces = pieces
+        self._held_bytes = b""  # of an unfinished character
         self._at_start = strips_space
-        self._between_characters = True  # no byte of an unfinished character is held back
 
     def push(self, ids: Sequence[int]) -> str:
         """Take further tokens and return the text that became certain."""
-        bytes_of = self._bytes_of
-        data = bytes_of(ids[0]) if len(ids) == 1 else b"".join([bytes_of(i) for i in ids])
-        if not data:
-            return ""
-        if self._between_characters and not self._at_start and data.isascii():
-            return data.decode("ascii")  # the common case, faster than `_emit` and equal to it
-        return self._emit(data, final=False)
+        pieces = self._pieces
+        data = pieces[ids[0]] if len(ids) == 1 else b"".join([pieces[i] for i in ids])
+        return self._read(data, final=False) if data else ""
 
     def flush(self) -> str:
         """Return what is left of an unfinished character. Call once, at the end."""
-        return self._emit(b"", final=True)
+        return self._read(b"", final=True)
 
-    def _emit(self, data: bytes, final: bool) -> str:
-        text = self._utf8.decode(data, final)
-        self._between_characters = not self._utf8.getstate()[0]
+    def _read(self, data: bytes, *, final: bool) -> str:
+        whole = self._held_bytes + data
+        text, num_read = codecs.utf_8_decode(whole, "replace", final)
+        self._held_bytes = whole[num_read:]
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")
