@@ -203,6 +203,17 @@ def run(engine: Engine, requests: list[Request], stagger: int = 0) -> dict[str, 
     return answers
 
 
+_PLAIN_ANSWERS: dict[tuple[str, str], dict[str, Answer]] = {}  # by types and requests
+
+
+def plain_answers(requests: list[Request], types: str = "f64") -> dict[str, Answer]:
+    """The requests' answers without drafts. They are written once: suites share workloads."""
+    key = types, repr(requests)
+    if key not in _PLAIN_ANSWERS:
+        _PLAIN_ANSWERS[key] = run(make_engine("off", PLAIN, types=types), requests)
+    return dict(_PLAIN_ANSWERS[key])
+
+
 def assert_same(expected: dict[str, Answer], got: dict[str, Answer]) -> None:
     for name, answer in expected.items():
         assert got[name].token_ids == answer.token_ids, name

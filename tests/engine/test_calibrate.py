@@ -21,7 +21,16 @@ from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.calibration import Grid, calibrate, room
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from tests.engine.same_text import PLAIN, Settings, assert_same, draft_weights, make_engine, run, target
+from tests.engine.same_text import (
+    PLAIN,
+    Settings,
+    assert_same,
+    draft_weights,
+    make_engine,
+    plain_answers,
+    run,
+    target,
+)
 from tests.engine.test_faults import REQUESTS
 from tests.engine.test_same_text import AUTO
 
@@ -137,7 +146,7 @@ def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(monkeypatch: pyte
     finally:
         signal.signal(signal.SIGINT, before)
     assert not engine.has_work
-    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+    assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
 
 
 def test_an_engine_whose_step_failed_is_not_stepped_again(monkeypatch: pytest.MonkeyPatch) -> None:
