@@ -114,7 +114,14 @@ def assert_accepted_whole(tally: Tally) -> None:
 
 
 SWEEP = [(draft, "f64") for draft in (NGRAM, OWN_MODEL, "off", OWN_LAYERS, AUTO)]
-NATIVE = [(NGRAM, "int8"), (SUFFIX, "int8"), (OWN_MODEL, "int8"), (NGRAM, "int4"), (OWN_MODEL, "f32"), (NGRAM, "bf16")]
+NATIVE = [
+    (NGRAM, "int8"),
+    (SUFFIX, "int8"),
+    (OWN_MODEL, "int8"),
+    (NGRAM, "int4"),
+    (OWN_MODEL, "f32"),
+    (NGRAM, "bf16"),
+]
 
 
 @pytest.mark.nightly
