@@ -81,8 +81,9 @@ def test_a_short_queue_does_not_keep_rows_from_being_measured() -> None:
     assert max(found.cost.drafters[0].by_rows[0].counts) == 16
 
 
-@pytest.mark.parametrize("max_len", [3, 5, 8, 16, 20, 32, 60])
-@pytest.mark.parametrize("prefill_tokens", [1, 512])
+@pytest.mark.parametrize(
+    ("max_len", "prefill_tokens"), [(3, 1), (5, 512), (8, 1), (16, 512), (20, 1), (32, 512), (60, 1), (60, 512)]
+)
 def test_short_texts_end_in_the_middle_and_others_take_their_place(max_len: int, prefill_tokens: int) -> None:
     settings = Settings(prefill_tokens=prefill_tokens)
     engine = shorten(make_engine(AUTO, settings), max_len)
