@@ -310,13 +310,16 @@ def with_stops(requests: list[Request], plain: dict[str, Answer], picks: list[in
 
 
 @st.composite
-def settings_(draw: st.DrawFn) -> Settings:
-    """Batch sizes, prefill chunks from one token to whole, few pages to force preemption, prefix hits."""
+def settings_(draw: st.DrawFn, hard: bool = False) -> Settings:
+    """Batch sizes, prefill chunks from one token to whole, few pages to force preemption, prefix hits.
+
+    hard: many rows on few pages, with the prefix cache.
+    """
     return Settings(
-        num_rows=draw(st.sampled_from([1, 2, 3, 5, 16, 16, 16])),
-        num_pages=draw(st.sampled_from([10, 10, 12, 256])),
+        num_rows=draw(st.sampled_from([5, 16] if hard else [1, 2, 3, 5, 16, 16, 16])),
+        num_pages=draw(st.sampled_from([10, 12] if hard else [10, 10, 12, 256])),
         prefill_tokens=draw(st.sampled_from([1, 3, 16, 64, 512])),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=hard or draw(st.booleans()),
     )
 
 
