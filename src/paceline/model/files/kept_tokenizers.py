@@ -14,7 +14,7 @@ from paceline.model.files.kept_data import KeptData
 if TYPE_CHECKING:
     import tokenizers
 
-    from paceline.model.detokenizer import Spelling
+    from paceline.model.spelling import Spelling
 
 _ENDS: Final = "I"  # type of a place in memory
 _LIBRARY = version("tokenizers")
