@@ -65,8 +65,8 @@ class EngineOwner:
 
     def drop_json(self) -> None:
         """Drop the tokenizer's JSON, once who needs it has it."""
-        self._built = self._built and replace(self._built, tokenizer_json="")
-        self._loaded = self._loaded and replace(self._loaded, tokenizer_json="")
+        self._built = self._built and replace(self._built, tokenizer_json=b"")
+        self._loaded = self._loaded and replace(self._loaded, tokenizer_json=b"")
 
     def close(self) -> None:
         """Drop engine and weights."""
