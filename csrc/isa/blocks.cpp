@@ -19,9 +19,10 @@ constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
 #endif
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
+constexpr size_t kFurther = 10240;           // bytes that rows of one piece prefetch ahead; with `kSoon` four took a sixth longer
 constexpr int kQuads = kStretch / 4;
 constexpr size_t kStretches = kSuper / kStretch;
-static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches && offsetof(SuperFacts, unit) == sizeof(SuperFacts::stretches));
+static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches);
 
 // Look up bytes below 16 in a table.
 PACELINE_INLINE i32v coded(const uint8_t* codes, i32v bytes) {
@@ -149,37 +150,21 @@ PACELINE_INLINE f32v load_scales(const uint8_t* scales) {
     return F.scales == Scales::halves ? load_half((const uint16_t*)scales) : load_bfloat((const uint16_t*)scales);
 }
 
-// Prefetch the lines of half a stretch and its share of the header: four for each 256 bytes that are read, or of fewer the same ones
-// again, as a branch would cost more.
+// Prefetch `Count` lines, of fewer than four for each 256 bytes the same ones again.
+template <Level To, size_t Count>
+PACELINE_INLINE void fetch_some(Prefetch& ahead) {
+    const size_t step = ahead.lines * 16;
+    PACELINE_UNROLL for (size_t i = 0; i < Count; ++i) fetch<To>(ahead.from), ahead.from += step;
+}
+
+// Prefetch beside half a stretch its share of what a piece prefetches.
 template <BlockForm F>
 PACELINE_INLINE void fetch_half(Prefetch& ahead) {
     constexpr size_t lines = (F.stretch_bytes() + F.header_bytes() * kStretch / kSuper + 127) / 128;
-    const size_t step = ahead.lines * 16;
-    if (ahead.once) {
-        PACELINE_UNROLL for (size_t i = 0; i < lines; ++i) fetch<Level::past>(ahead.from), ahead.from += step;
-    } else {
-        PACELINE_UNROLL for (size_t i = 0; i < lines; ++i) fetch<Level::second>(ahead.from), ahead.from += step;
-    }
-}
-
-// Sums of the products of a group with R rows. w: of its stretch; part: which group of it; odd: of every two groups the second one.
-template <BlockForm F, int R>
-PACELINE_INLINE void multiply_group(const uint8_t* w, int part, bool odd, const Bases<R>& a, const Bases<R>& facts, Prefetch& ahead,
-                                    i32v (&dots)[R][kVectors]) {
-    constexpr int quads = F.group / 4;
-    PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-        const i32v start = start_of<F, R>(facts, r, part, odd);
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dots[r][v] = start;
-    }
-    PACELINE_UNROLL for (int i = part * quads; i < (part + 1) * quads; ++i) {
-        if (i % (kQuads / 2) == 0) fetch_half<F>(ahead);
-        i32v x[kVectors];
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_values<F>(w + v * kLanes * 4, i);
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const i32v y = Bases<R>::four(a, r, i * 4);
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(dots[r][v], x[v], y);
-        }
-    }
+    if (ahead.once) return fetch_some<Level::past, lines>(ahead);
+    if (ahead.lines > 1) return fetch_some<Level::second, lines>(ahead);
+    if (ahead.lines == 0) return;
+    PACELINE_UNROLL for (size_t i = 0; i < (lines + 3) / 4; ++i) fetch<Level::second>(ahead.from), ahead.from += 64;
 }
 
 // Minima of a superblock times sums of a row's activations.
@@ -196,6 +181,9 @@ PACELINE_INLINE void multiply_minima(const uint8_t* minima, const SuperFacts& fa
     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) found[v] = found[v] << splat(facts.sums_shift);
 }
 
+template <int R>
+using Rows = i32v[R][kVectors];
+
 // Where a stretch of a panel lies, and its rows.
 template <int R>
 struct Place {
@@ -209,25 +197,69 @@ struct Place {
     }
 };
 
+// Sums of the products of groups. A group's first quad of inputs is multiplied for each row right after `finish(row)`, which takes the sums
+// of the group before: so products go on beside the many small operations at the end of a group. part: which group of a stretch; odd: of
+// every two groups the second one.
+template <BlockForm F, int R, class Finish>
+PACELINE_INLINE void first_quad(const Place<R>& at, int part, bool odd, Rows<R>& dots, Finish finish) {
+    constexpr int quads = F.group / 4;
+    i32v x[kVectors];
+    PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_values<F>(at.weights + v * kLanes * 4, part * quads);
+    PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+        finish(r);
+        const i32v start = start_of<F, R>(at.facts, r, part, odd), y = Bases<R>::four(at.values, r, part * quads * 4);
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dots[r][v] = start, dot(dots[r][v], x[v], y);
+    }
+}
+
+template <BlockForm F, int R>
+PACELINE_INLINE void other_quads(const Place<R>& at, int part, Prefetch& ahead, Rows<R>& dots) {
+    constexpr int quads = F.group / 4;
+    PACELINE_UNROLL for (int i = part * quads + 1; i < (part + 1) * quads; ++i) {
+        if (i % (kQuads / 2) == 1) fetch_half<F>(ahead);
+        i32v x[kVectors];
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = load_values<F>(at.weights + v * kLanes * 4, i);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
+            const i32v y = Bases<R>::four(at.values, r, i * 4);
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(dots[r][v], x[v], y);
+        }
+    }
+}
+
+// Keep the compiler from computing a number later than here.
+PACELINE_INLINE void pin(i32v& x) {
+#if defined(__AVX2__)
+    __asm__("" : "+v"(x));
+#endif
+}
+
+constexpr auto kNothing = [](int) {};
+
 // The products of a superblock whose groups of 32 have integer scales. Sums of two groups become words of one vector, so that one
 // instruction scales both and adds them up.
 template <BlockForm F, int R>
 PACELINE_INLINE void multiply_super(Place<R>& at, size_t, Prefetch& ahead, i32v (&whole)[R][kVectors]) {
-    for (size_t pair = 0; pair < F.num_groups() / 2; ++pair, at.scales += kPanel * 2) {
-        i32v low[R][kVectors], high[R][kVectors], exponents[R];
-        multiply_group<F, R>(at.weights, 0, false, at.values, at.facts, ahead, low);
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            exponents[r] = Bases<R>::four(at.facts, r, offsetof(StretchFacts, exponent_pair));
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) low[r][v] = low[r][v] >> F.dropped();
-        }
+    Rows<R> low, high;
+    first_quad<F, R>(at, 0, false, low, kNothing);
+    for (size_t left = F.num_groups() / 2; left > 0; --left) {
+        other_quads<F, R>(at, 0, ahead, low);
         Place<R>::template next_stretch<F>(at);
-        multiply_group<F, R>(at.weights, 0, true, at.values, at.facts, ahead, high);
+        first_quad<F, R>(at, 0, true, high, [&](int r) __attribute__((always_inline)) {
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) low[r][v] = low[r][v] >> F.dropped(), pin(low[r][v]);
+        });
+        other_quads<F, R>(at, 0, ahead, high);
         Place<R>::template next_stretch<F>(at);
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-            const i32v scales = load_words(at.scales + v * kLanes * 2);
-            PACELINE_UNROLL for (int r = 0; r < R; ++r)
-                dot_words(whole[r][v], join_words(low[r][v], high[r][v] << (16 - F.dropped())), shift_words(scales, exponents[r]));
-        }
+        i32v scales[kVectors];
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) scales[v] = load_words(at.scales + v * kLanes * 2);
+        const auto finish = [&](int r) __attribute__((always_inline)) {
+            constexpr int of_low = (int)offsetof(StretchFacts, exponent_pair) - 2 * (int)sizeof(StretchFacts);
+            const i32v exponents = Bases<R>::four(at.facts, r, of_low);
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v)
+                dot_words(whole[r][v], join_words(low[r][v], high[r][v] << (16 - F.dropped())), shift_words(scales[v], exponents));
+        };
+        if (left > 1) first_quad<F, R>(at, 0, false, low, finish);
+        else PACELINE_UNROLL for (int r = 0; r < R; ++r) finish(r);
+        at.scales += kPanel * 2;
     }
 }
 
@@ -235,18 +267,26 @@ PACELINE_INLINE void multiply_super(Place<R>& at, size_t, Prefetch& ahead, i32v 
 template <BlockForm F, int R>
     requires(!F.floats() && F.group == 16)
 PACELINE_INLINE void multiply_super(Place<R>& at, size_t, Prefetch& ahead, i32v (&whole)[R][kVectors]) {
-    for (size_t stretch = 0; stretch < kStretches; ++stretch, at.scales += kPanel * 2) {
-        PACELINE_UNROLL for (int part = 0; part < 2; ++part) {
-            i32v dots[R][kVectors];
-            multiply_group<F, R>(at.weights, part, false, at.values, at.facts, ahead, dots);
-            i32v scales[kVectors];
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) scales[v] = load_signed(at.scales + part * kPanel + v * kLanes);
-            PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-                const i32v exponent = Bases<R>::four(at.facts, r, offsetof(StretchFacts, exponent));
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) whole[r][v] += dots[r][v] * (scales[v] << exponent);
-            }
-        }
+    Rows<R> dots;
+    first_quad<F, R>(at, 0, false, dots, kNothing);
+    for (size_t left = kStretches; left > 0; --left) {
+        i32v scales[kVectors];
+        const auto finish_at = [&](int r, int exponent_at) __attribute__((always_inline)) {
+            const i32v exponent = Bases<R>::four(at.facts, r, exponent_at);
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) whole[r][v] += dots[r][v] * (scales[v] << exponent);
+        };
+        other_quads<F, R>(at, 0, ahead, dots);
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) scales[v] = load_signed(at.scales + v * kLanes);
+        first_quad<F, R>(at, 1, false, dots, [&](int r) __attribute__((always_inline)) { finish_at(r, offsetof(StretchFacts, exponent)); });
+        other_quads<F, R>(at, 1, ahead, dots);
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) scales[v] = load_signed(at.scales + kPanel + v * kLanes);
         Place<R>::template next_stretch<F>(at);
+        const auto finish = [&](int r) __attribute__((always_inline)) {
+            finish_at(r, (int)offsetof(StretchFacts, exponent) - (int)sizeof(StretchFacts));
+        };
+        if (left > 1) first_quad<F, R>(at, 0, false, dots, finish);
+        else PACELINE_UNROLL for (int r = 0; r < R; ++r) finish(r);
+        at.scales += kPanel * 2;
     }
 }
 
@@ -254,18 +294,20 @@ PACELINE_INLINE void multiply_super(Place<R>& at, size_t, Prefetch& ahead, i32v 
 template <BlockForm F, int R>
     requires(F.floats())
 PACELINE_INLINE void multiply_super(Place<R>& at, size_t num_stretches, Prefetch& ahead, f32v (&whole)[R][kVectors]) {
-    for (size_t stretch = 0; stretch < num_stretches; ++stretch, at.scales += kPanel * 2) {
-        i32v dots[R][kVectors];
-        multiply_group<F, R>(at.weights, 0, false, at.values, at.facts, ahead, dots);
-        PACELINE_UNROLL for (int r = 0; r < R; ++r) {
-            const i32v exponent = Bases<R>::four(at.facts, r, offsetof(StretchFacts, exponent));
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dots[r][v] = dots[r][v] << exponent;
-        }
-        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
-            const f32v scale = load_scales<F>(at.scales + v * kLanes * 2);
-            PACELINE_UNROLL for (int r = 0; r < R; ++r) whole[r][v] = fma(to_float(dots[r][v]), scale, whole[r][v]);
-        }
+    Rows<R> dots;
+    first_quad<F, R>(at, 0, false, dots, kNothing);
+    for (size_t left = num_stretches; left > 0; --left) {
+        other_quads<F, R>(at, 0, ahead, dots);
         Place<R>::template next_stretch<F>(at);
+        f32v scales[kVectors];
+        PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) scales[v] = load_scales<F>(at.scales + v * kLanes * 2);
+        const auto finish = [&](int r) __attribute__((always_inline)) {
+            const i32v exponent = Bases<R>::four(at.facts, r, (int)offsetof(StretchFacts, exponent) - (int)sizeof(StretchFacts));
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) whole[r][v] = fma(to_float(dots[r][v] << exponent), scales[v], whole[r][v]);
+        };
+        if (left > 1) first_quad<F, R>(at, 0, false, dots, finish);
+        else PACELINE_UNROLL for (int r = 0; r < R; ++r) finish(r);
+        at.scales += kPanel * 2;
     }
 }
 
@@ -304,6 +346,8 @@ PACELINE_APART void block_rows(const uint8_t* panel, const BlockRows& rows, size
         f32v totals[R][kVectors] = {};
         Place<R> at;
         Bases<R>::start(at.values, rows.values + first * rows.num_supers * kSuper, rows.num_supers * kSuper);
+        PACELINE_UNROLL for (int r = 0; R > 2 && r < R; ++r)  // or their stores would wait for memory, and stores of sums behind them
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) __builtin_prefetch(out + r * stride + start + v * kLanes, 1);
         for (size_t left = rows.num_stretches; left > 0; ++facts) {
             const size_t count = left < kStretches ? left : kStretches;
             Whole whole[R][kVectors] = {};
@@ -325,6 +369,8 @@ void block_panel(const uint8_t* panel, const BlockRows& rows, size_t first, size
     const size_t bytes = F.panel_bytes(rows.num_stretches * kStretch);
     in_pieces(kMaxRows, first, end, panel, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
+        if (count == end - start) ahead.from = panel + kFurther;
+        if (ahead.from == panel) ahead.lines = 0;
         with_rows<kMaxRows>(count, [&]<int R>() { block_rows<F, R>(panel, rows, at, ahead, to, stride); });
     });
 }

@@ -54,7 +54,10 @@ struct BlockForm {
         return bits;
     }
     // True if a superblock's sum of scaled products fits 32 bits.
-    constexpr bool fits() const { return ((kSuper * 127 * most + num_groups() * 32) >> dropped()) * (most_scale << kMaxExponent) < size_t{1} << 31; }
+    constexpr bool fits() const {
+        const size_t sums = (kSuper * 127 * most >> dropped()) + num_groups();
+        return sums * (most_scale << kMaxExponent) < size_t{1} << 31;
+    }
     constexpr size_t panel_bytes(size_t width) const {
         return (width + kSuper - 1) / kSuper * header_bytes() + (width + kStretch - 1) / kStretch * stretch_bytes();
     }
