@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.simulator import PlannedStep
 
-LATE = 1e-9  # s; events this close count as one
+LATE = 1e-6  # of a step, a token or a second: rounding leaves less, even at the end of a day
 
 
 class Leg(NamedTuple):
