@@ -176,12 +176,12 @@ def test_slow_replicas_get_fewer_requests() -> None:
 
 
 def test_a_scaler_follows_the_load() -> None:
-    busy, quiet = poisson(400, 2.0, 200, 100), poisson(30, 0.1, 200, 100, 1)
+    busy, quiet = poisson(400, 2.0, 200, 100), poisson(120, 0.1, 200, 100, 1)
     times = np.concatenate([busy.arrival_s, quiet.arrival_s + busy.arrival_s[-1]])
     arrays = (
         np.concatenate(a) for a in ((busy.prompt_lens, quiet.prompt_lens), (busy.output_lens, quiet.output_lens))
     )
-    trace = FleetTrace(times, *arrays, [()] * 430)
+    trace = FleetTrace(times, *arrays, [()] * 520)
     setup = replace(small(False), num_replicas=6)
     objective = ScalingObjective(0.03, 1.0, least=1, most=6)
     done = setup.run(trace, policy_named("seconds"), FleetOptions(objective=objective, start_s=10.0))

@@ -1,8 +1,8 @@
 """Replicas of a simulated fleet, on one event clock: step-exact ones, and fluid ones.
 
 A step-exact replica is the simulator of one engine, run step by step. A fluid replica has constant rates between
-events (a prompt is computed, an answer ends), from a `RateTable`. It is much faster, and is
-checked against the other in tests.
+events (a prompt is computed, an answer ends), from a `RateTable`. It is much faster, and tests check it against
+the other.
 """
 
 from __future__ import annotations
