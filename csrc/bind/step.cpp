@@ -1,6 +1,7 @@
 // The rows of a step that simply go on, planned and taken in for all rows in one call each: what the scheduler and the engine do row
 // by row in Python, for rows that need nothing else. Others are left to Python, which is also the readable twin (tests/oracles/step.py).
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "bind/arrays.h"
@@ -69,7 +70,9 @@ struct StepNames {
         decoding{"decoding"}, computed_len{"computed_len"}, in_flight{"in_flight"}, in_flight_tokens{"in_flight_tokens"},
         waits{"waits"}, ended{"ended"}, answer_end{"answer_end"}, checker{"checker"}, num_tokens{"num_tokens"},
         most_tokens{"most_tokens"}, num_accepted{"num_accepted"}, decode_passes{"decode_passes"}, decoded_tokens{"decoded_tokens"},
-        unread{"_unread"}, ending_ids{"_ending_ids"};
+        unread{"_unread"}, ending_ids{"_ending_ids"}, logprobs{"logprobs"}, prompt_logprobs{"prompt_logprobs"}, text{"_text"},
+        detokenizer{"_detokenizer"}, pieces{"_pieces"}, held_bytes{"_held_bytes"}, at_start{"_at_start"},
+        started{"started"}, told_passes{"told_passes"}, drafted_tokens{"drafted_tokens"}, told_drafts{"told_drafts"};
 };
 
 const StepNames& names() {
@@ -238,6 +241,56 @@ nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tu
     return nb::make_tuple(left.rows, left.filled, left.spare, left.passes, left.tokens);
 }
 
+// The text of tokens, as `Detokenizer.push` makes it. Nothing if it holds bytes back before or behind them, or must first look one up.
+nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
+    const StepNames& name = names();
+    if (length(detokenizer, name.held_bytes) || !name.at_start.get(detokenizer).is(nb::handle(Py_False))) return {};
+    const auto pieces = nb::cast<nb::dict>(name.pieces.get(detokenizer));
+    std::string data;
+    for (nb::handle token : tokens) {
+        const nb::handle piece = PyDict_GetItemWithError(pieces.ptr(), token.ptr());
+        if (PyErr_Occurred()) throw nb::python_error();
+        if (!piece.is_valid()) return {};
+        const auto bytes = nb::cast<nb::bytes>(piece);
+        data.append(bytes.c_str(), bytes.size());
+    }
+    Py_ssize_t num_read = 0;
+    nb::object text = nb::steal(PyUnicode_DecodeUTF8Stateful(data.data(), static_cast<Py_ssize_t>(data.size()), "replace", &num_read));
+    if (!text.is_valid()) throw nb::python_error();
+    return static_cast<size_t>(num_read) == data.size() ? text : nb::object();
+}
+
+// True if counting the tokens of a response tells what it cost: see `Response.spent`, for any outcome but the first.
+bool told_by_tokens(nb::handle response, int64_t count) {
+    const StepNames& name = names();
+    return name.started.get(response).is(nb::handle(Py_True)) &&
+           number(response, name.decode_passes) == number(response, name.told_passes) + count &&
+           number(response, name.drafted_tokens) == number(response, name.told_drafts);
+}
+
+// Make the outcomes of gains that bring text and nothing else; see `OutputQueue.flush`. Returns the gains left to Python.
+nb::list make_outcomes(const nb::list& gains, nb::list outcomes, const nb::type_object& type) {
+    const StepNames& name = names();
+    nb::list left;
+    for (size_t i = 0; i < nb::len(gains); ++i) {
+        const nb::object gain = gains[i], response = gain[0], checker = name.checker.get(response), unread = name.unread.get(checker);
+        const nb::tuple tokens{nb::object(gain[1])};
+        const auto count = static_cast<int64_t>(nb::len(tokens));
+        const bool scored = !name.prompt_logprobs.get(response).is_none() || !name.logprobs.get(gain[2]).is_none();
+        const bool plain = !scored && nb::len(unread) && !length(checker, name.text) && told_by_tokens(response, count);
+        const nb::object text = plain ? text_of(name.detokenizer.get(checker), unread) : nb::object();
+        if (!text.is_valid()) {
+            left.append(gain);
+            continue;
+        }
+        const int64_t start = number(checker, name.num_tokens) - count;
+        outcomes.append(type(name.request_id.get(response), tokens, text, "start"_a = start));
+        put(checker, name.unread, nb::tuple());
+        add(response, name.told_passes, count);
+    }
+    return left;
+}
+
 // What a device is told of a step's rows, [4, n], and the longest that one may become: see `DeviceRows.step_block`.
 nb::tuple step_block(const nb::tuple& rows, const nb::list& num_drafts) {
     const StepNames& name = names();
@@ -282,6 +335,7 @@ void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& l
 void bind_step(nb::module_& m) {
     m.def("decode_rows", &decode_rows, "running"_a, "group"_a.none(), "ks"_a, "free"_a, "take"_a, "row_type"_a);
     m.def("take_in", &take_in, "rows"_a, "proposed"_a, "verdicts"_a, "no_draft"_a, "states"_a, "responses"_a, "gains"_a);
+    m.def("make_outcomes", &make_outcomes, "gains"_a, "outcomes"_a, "outcome_type"_a);
     m.def("step_block", &step_block, "rows"_a, "num_drafts"_a);
     m.def("append_gains", &append_gains, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(), "rows"_a, "verdicts"_a);
 }

@@ -137,7 +137,11 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
     norm_all(layer.all_k_norm, s.k, kv_stride);
     if (layer.k && !s.tilings[layer.tiling].stores_itself) store_all(pass, kv, index);
     attend(pass, kv, index, thread);
-    pool_->each(n, [&](size_t t) { s.attn_q.set(t, &s.mixed[t * round_up(q_size, kInt8Group)], layer.o->type(), q_size); });
+    pool_->each(n, [&](size_t t) {
+        float* const mixed = &s.mixed[t * round_up(q_size, kInt8Group)];
+        pad(mixed, q_size);  // layers with larger heads write there
+        s.attn_q.set(t, mixed, layer.o->type(), q_size);
+    });
     multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.o_bias}}, n);
     return true;
 }

@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,7 +62,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
-# Modules whose `begin` runs before a command is imported; the command finds the result in `args.begun`.
+# Modules whose `begin` runs before a command is imported. The command finds its result in `args.begun`, and the
+# clock of that moment in `args.began_s`.
 BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
 _SWITCHES = {
     "1": True,
@@ -122,14 +124,14 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {name!r}{suggest(name, COMMANDS)}")
     rest = argv[words:]
-    begun = _begun(name, rest)
+    began_s, begun = time.monotonic(), _begun(name, rest)
     module, parser = _imported(COMMANDS[name][0], name), parser_of(name)
     section = _section(name, rest, os.environ)
     args = parse(parser, rest, os.environ, section)
     if args.print_config:
         sys.stdout.write(_resolved(name, parser, args, rest, section))
         return 0
-    args.begun = begun
+    args.begun, args.began_s = begun, began_s
     status: int = module.run(args)
     return status
 

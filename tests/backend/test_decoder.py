@@ -58,7 +58,8 @@ def test_what_others_left_in_the_store_does_not_get_through() -> None:
     decoder = build()
     clean = logits_of(decoder, IDS[:21], pages=[2, 5])
     dirty = decoder.new_kv(8)
-    dirty.data.fill_(float("nan"))
+    for layer in dirty.data:
+        layer.fill_(float("nan"))
     assert torch.equal(logits_of(decoder, IDS[:21], pages=[2, 5], kv=dirty), clean)
     # Beside a longer row the short one is padded, also with page 0 of someone else.
     hidden, _ = decoder.forward(pack([(IDS[20:21], 20, [2, 5]), (IDS[:1], 0, [7])]), dirty)
@@ -84,8 +85,8 @@ def test_the_store_knows_its_size() -> None:
     decoder = build(num_layers=3)
     store = decoder.new_kv(4)
     assert store.num_slots == 64
-    assert store.bytes_per_token * 64 == store.data.numel() * 8
-    assert not store.data.any()
+    assert store.bytes_per_token * 64 == sum(layer.numel() for layer in store.data) * 8
+    assert not any(layer.any() for layer in store.data)
 
 
 @pytest.mark.parametrize(

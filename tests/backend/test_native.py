@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -30,6 +30,8 @@ from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from paceline.backend.seam import KV, Packed, PassResult, Pending
 
 
@@ -38,6 +40,7 @@ def sliding(window: int) -> Sliding:
     return Sliding(window, frozenset({0, 2}), Rope(theta=900.0, scaling="linear", factor=2.0))
 
 
+KV_TYPES = ["f32", "f16", "i16", "i8"]
 WEIGHTS = ["f32", "bf16", "int8", "int4", "int4_row"]
 FAMILY_CASES = {
     "llama": tiny_config("llama"),
@@ -129,9 +132,16 @@ def check_batches(config: ModelConfig, types: str, kv: str) -> None:
         np.testing.assert_array_equal(together[start : start + len(ids)], expected[: len(ids)])
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
-@pytest.mark.parametrize("types", WEIGHTS)
-@pytest.mark.parametrize("case", BATCH_CASES)
+def batch_cases() -> Iterator[Any]:
+    """All types of weights with all of KV for one model; one of KV for each other, in turn; the rest nightly."""
+    for turn, case in enumerate(BATCH_CASES):
+        for index, types in enumerate(WEIGHTS):
+            for number, kv in enumerate(KV_TYPES):
+                now = turn == 0 or (turn + index) % len(KV_TYPES) == number
+                yield pytest.param(case, types, kv, marks=() if now else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("case", "types", "kv"), batch_cases())
 def test_a_token_does_not_see_its_batch(case: str, types: str, kv: str) -> None:
     """Every chunk, page order, neighbour and number of threads gives the same bits."""
     check_batches(FAMILY_CASES[case], types, kv)
@@ -310,7 +320,7 @@ def test_one_thread_alone_begins_nothing() -> None:
     assert not native(FAMILY_CASES["llama"], "int8", 1).capabilities.asynchronous
 
 
-@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
+@pytest.mark.parametrize("kv", KV_TYPES)
 @pytest.mark.parametrize("first", [1, 16, 37, 255, 256, 270])
 def test_a_row_may_see_keys_from_a_later_one_on(first: int, kv: str) -> None:
     """What lies before the first key does not matter, not even NaN; the batch, chunk and threads do not either."""

@@ -27,7 +27,17 @@ from paceline.model.heads.cut_model import SHARED, load_cut_model, shares_tables
 from paceline.model.weights import canonical_names
 from tests.draft.test_head_drafter import requests
 from tests.draft.test_head_native import any_choose
-from tests.engine.same_text import PLAIN, SHARP, VOCAB, Settings, assert_same, make_engine, run, target
+from tests.engine.same_text import (
+    PLAIN,
+    SHARP,
+    VOCAB,
+    Settings,
+    assert_same,
+    make_engine,
+    plain_answers,
+    run,
+    target,
+)
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
@@ -78,7 +88,7 @@ def _stored(name: str, tensor: np.ndarray, *, int8: bool) -> dict[str, np.ndarra
 def acceptance(spec: str, types: str, settings: Settings = PLAIN) -> float:
     """Serve requests of all kinds, compare every answer with plain decoding, return the share of drafts kept."""
     engine = make_engine(spec, settings, types=types)
-    assert_same(run(make_engine("off", PLAIN, types=types), requests()), run(engine, requests()))
+    assert_same(plain_answers(requests(), types), run(engine, requests()))
     assert engine.stats().drafter_failures == 0
     counts = engine.stats().drafters["draft-model"]
     return counts.accepted / sum(counts.verified_at)

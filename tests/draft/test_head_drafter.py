@@ -33,7 +33,7 @@ from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
-from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, run, target
+from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, plain_answers, run, target
 from tests.model.helpers import pack
 from tests.oracles.lookup import propose
 
@@ -232,7 +232,7 @@ def test_drafts_from_pages_are_drafts_from_scratch(
     if changed is not PLAIN:
         engine.controller = RestlessK(drafter_of(kind), 4, seed=2)
     compared = watch(engine, every=3)
-    assert_same(run(make_engine("off", PLAIN), requests()), run(engine, requests(), stagger=2))
+    assert_same(plain_answers(requests()), run(engine, requests(), stagger=2))
     stats = engine.stats()
     assert len(compared) > 50
     assert stats.drafters[drafter_of(kind)].accepted > 10
@@ -276,7 +276,7 @@ def test_with_many_rows_only_the_end_of_a_prompt_is_read(kind: str, monkeypatch:
     compared = watch(engine, near=8)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     wanted = [Request(str(i), (*range(40, 70 + i), 50 + i), params, seed=0) for i in range(5)]
-    assert_same(run(make_engine("off", PLAIN), wanted), run(engine, wanted))
+    assert_same(plain_answers(wanted), run(engine, wanted))
     assert len(compared) > 20
     assert engine.stats().drafter_failures == 0
     assert not any(engine.scheduler.pool._valid[drafter_of(kind)])
@@ -304,7 +304,7 @@ def test_a_head_drafts_from_behind_a_hole(kind: str, types: str) -> None:
     engine.drafting, engine.controller = kept
     compared = watch(engine, first=33) if types == "f64" else []
     again = [Request(str(i), (*prompt[:36], 50 + i), params, seed=0) for i in range(2)]
-    plain = run(make_engine("off", PLAIN, types=types), again)
+    plain = plain_answers(again, types)
     assert_same(plain, run(engine, again))
     assert engine.stats().untapped_tokens == 64
     assert engine.stats().drafters[drafter_of(kind)].drafted > 20
@@ -329,7 +329,7 @@ def test_lost_taps_cost_drafts_and_nothing_else(kind: str) -> None:
     head._taps.write = sometimes
     wanted = requests(6)
     answers = run(engine, wanted)
-    assert_same(run(make_engine("off", PLAIN), wanted), answers)
+    assert_same(plain_answers(wanted), answers)
     assert engine.stats().drafter_failures == calls[0] // 9 > 3
     assert engine.stats().drafters[drafter_of(kind)].drafted > 50
     longer = [r.prompt_ids + tuple(answers[r.request_id].token_ids) for r in wanted]
@@ -351,7 +351,7 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
 
     head._taps.write = broken
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
-    assert_same(run(make_engine("off", PLAIN, types=types), wanted), run(engine, wanted))
+    assert_same(plain_answers(wanted, types), run(engine, wanted))
     assert engine.stats().drafter_failures > 10
     assert not engine.stats().drafters
 
@@ -360,7 +360,7 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_laws_get_the_distributions_they_need(kind: str, law: str) -> None:
     engine = make_engine(spec(kind), PLAIN, law)
-    got, expected = run(engine, requests()), run(make_engine("off", PLAIN), requests())
+    got, expected = run(engine, requests()), plain_answers(requests())
     assert all(got[r.request_id] == expected[r.request_id] for r in requests() if r.params.temperature == 0)
     assert engine.stats().drafter_failures == 0
     assert engine.stats().drafters[drafter_of(kind)].accepted > 20
@@ -380,7 +380,7 @@ def test_a_head_without_a_name_is_the_one_that_ships(
     (tmp_path / target().fingerprint).mkdir()
     (tmp_path / target().fingerprint / kind).symlink_to(trained_head(kind, decoder))
     engine = make_engine(f"{kind}:k=3", PLAIN)
-    assert_same(run(make_engine("off", PLAIN), requests(4)), run(engine, requests(4)))
+    assert_same(plain_answers(requests(4)), run(engine, requests(4)))
     assert engine.stats().drafters[drafter_of(kind)].accepted > 0
 
 
@@ -435,7 +435,7 @@ def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
         engine = make_engine(given, PLAIN)
         assert engine.drafting.drafters["eagle"].report()["tokens"] == size
     answers = run(engine, requests())
-    assert_same(run(make_engine("off", PLAIN), requests()), answers)
+    assert_same(plain_answers(requests()), answers)
     assert engine.stats().drafters["eagle"].drafted > 50
     assert engine.stats().drafter_failures == 0
     with pytest.raises(ConfigError, match="vocabulary must be between 1 and 320"):

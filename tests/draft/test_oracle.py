@@ -16,7 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.lookup.oracle import OracleConfig, read_answers
 from paceline.draft.registry import parse_drafters, parse_spec
 from tests.draft.heads import trained_head
-from tests.engine.same_text import PLAIN, VOCAB, Answer, assert_same, make_engine, run, target
+from tests.engine.same_text import PLAIN, VOCAB, Answer, assert_same, make_engine, plain_answers, run, target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Answer]:
-    return run(make_engine("off", PLAIN), REQUESTS)
+    return plain_answers(REQUESTS)
 
 
 @pytest.fixture(scope="module")

@@ -205,6 +205,17 @@ def run(engine: Engine, requests: list[Request], stagger: int = 0) -> dict[str, 
     return answers
 
 
+_PLAIN_ANSWERS: dict[tuple[str, str], dict[str, Answer]] = {}  # by types and requests
+
+
+def plain_answers(requests: list[Request], types: str = "f64") -> dict[str, Answer]:
+    """The requests' answers without drafts. They are written once: suites share workloads."""
+    key = types, repr(requests)
+    if key not in _PLAIN_ANSWERS:
+        _PLAIN_ANSWERS[key] = run(make_engine("off", PLAIN, types=types), requests)
+    return dict(_PLAIN_ANSWERS[key])
+
+
 def assert_same(expected: dict[str, Answer], got: dict[str, Answer]) -> None:
     for name, answer in expected.items():
         assert got[name].token_ids == answer.token_ids, name
@@ -301,13 +312,16 @@ def with_stops(requests: list[Request], plain: dict[str, Answer], picks: list[in
 
 
 @st.composite
-def settings_(draw: st.DrawFn) -> Settings:
-    """Batch sizes, prefill chunks from one token to whole, few pages to force preemption, prefix hits."""
+def settings_(draw: st.DrawFn, hard: bool = False) -> Settings:
+    """Batch sizes, prefill chunks from one token to whole, few pages to force preemption, prefix hits.
+
+    hard: many rows on few pages, with the prefix cache.
+    """
     return Settings(
-        num_rows=draw(st.sampled_from([1, 2, 3, 5, 16, 16, 16])),
-        num_pages=draw(st.sampled_from([10, 10, 12, 256])),
+        num_rows=draw(st.sampled_from([5, 16] if hard else [1, 2, 3, 5, 16, 16, 16])),
+        num_pages=draw(st.sampled_from([10, 12] if hard else [10, 10, 12, 256])),
         prefill_tokens=draw(st.sampled_from([1, 3, 16, 64, 512])),
-        prefix_cache=draw(st.booleans()),
+        prefix_cache=hard or draw(st.booleans()),
     )
 
 

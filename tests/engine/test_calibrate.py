@@ -21,7 +21,16 @@ from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.calibration import Grid, calibrate, room
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
-from tests.engine.same_text import PLAIN, Settings, assert_same, draft_weights, make_engine, run, target
+from tests.engine.same_text import (
+    PLAIN,
+    Settings,
+    assert_same,
+    draft_weights,
+    make_engine,
+    plain_answers,
+    run,
+    target,
+)
 from tests.engine.test_faults import REQUESTS
 from tests.engine.test_same_text import AUTO
 
@@ -72,8 +81,9 @@ def test_a_short_queue_does_not_keep_rows_from_being_measured() -> None:
     assert max(found.cost.drafters[0].by_rows[0].counts) == 16
 
 
-@pytest.mark.parametrize("max_len", [3, 5, 8, 16, 20, 32, 60])
-@pytest.mark.parametrize("prefill_tokens", [1, 512])
+@pytest.mark.parametrize(
+    ("max_len", "prefill_tokens"), [(3, 1), (5, 512), (8, 1), (16, 512), (20, 1), (32, 512), (60, 1), (60, 512)]
+)
 def test_short_texts_end_in_the_middle_and_others_take_their_place(max_len: int, prefill_tokens: int) -> None:
     settings = Settings(prefill_tokens=prefill_tokens)
     engine = shorten(make_engine(AUTO, settings), max_len)
@@ -137,7 +147,7 @@ def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(monkeypatch: pyte
     finally:
         signal.signal(signal.SIGINT, before)
     assert not engine.has_work
-    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+    assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
 
 
 def test_an_engine_whose_step_failed_is_not_stepped_again(monkeypatch: pytest.MonkeyPatch) -> None:

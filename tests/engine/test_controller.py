@@ -24,7 +24,7 @@ from paceline.engine.assembly.build import load
 from paceline.engine.assembly.calibration import Grid, calibrate
 from paceline.engine.assembly.config import EngineConfig
 from paceline.verify.law import LAWS
-from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, run
+from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, plain_answers, run
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_drafts_are_trimmed_where_the_law_admits_it(monkeypatch: pytest.MonkeyPa
         verified = sum(c.verified for c in engine.stats().drafters.values())
         assert (verified < drafted) == (law == "coupled")
         if law == "coupled":
-            plain = run(make_engine("off", PLAIN), requests)
+            plain = plain_answers(requests)
             assert all(answers[i].token_ids == plain[i].token_ids for i in plain)
 
 
@@ -136,7 +136,7 @@ def test_a_draft_model_says_how_sure_it_is(types: str, temperature: float) -> No
 def test_a_pace_holds_prompts_back_and_changes_no_text() -> None:
     params = SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True)
     requests = [Request(str(i), (*LOOPING * 4, i), params, seed=i) for i in range(6)]
-    expected = run(make_engine("off", PLAIN), requests)
+    expected = plain_answers(requests)
     hasty = [replace(r, speculation=Speculation(tpot_ms=0.01)) for r in requests[:2]] + requests[2:]
     engine = make_engine(f"{AUTO},k=4", PLAIN)
     chunks: list[int] = []

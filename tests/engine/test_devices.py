@@ -22,7 +22,16 @@ from paceline.engine.scheduler import Limits
 from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
 from tests.draft.heads import trained_head
-from tests.engine.same_text import MAX_LEN, PLAIN, SHARP, VOCAB, Request, assert_same, make_engine, run, target
+from tests.engine.same_text import (
+    MAX_LEN,
+    SHARP,
+    VOCAB,
+    Request,
+    assert_same,
+    plain_answers,
+    run,
+    target,
+)
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 GPU, HOST = Device(torch_name="cuda"), Device(torch_name="cpu")
@@ -131,7 +140,7 @@ REQUESTS = [
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_it_writes_what_the_reference_writes(overlap: str) -> None:
     head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
-    expected = run(make_engine("off", PLAIN), REQUESTS)
+    expected = plain_answers(REQUESTS)
     for draft in ("off", f"eagle3:model={head},k=3"):
         built, _, _ = engine_on_host(draft, overlap=overlap)
         assert_same(expected, run(built.engine, REQUESTS))

@@ -11,7 +11,7 @@ from paceline.draft.drafter import DrafterUnavailable
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.drafters import FIRST_PAUSE, LONGEST_PAUSE, MAX_FAILURES, FailureBackoff
-from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, run
+from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, plain_answers, run
 from tests.engine.test_faults import REQUESTS
 
 if TYPE_CHECKING:
@@ -81,6 +81,6 @@ def test_auto_does_not_plan_on_with_a_drafter_that_fails(
         raise trouble
 
     broken.propose = propose  # type: ignore[method-assign]
-    assert_same(run(make_engine("off", PLAIN), REQUESTS), run(engine, REQUESTS))
+    assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
     assert MAX_FAILURES <= len(asked) < engine.stats().steps / 2
     assert engine.stats().drafter_failures == (0 if isinstance(trouble, DrafterUnavailable) else len(asked))

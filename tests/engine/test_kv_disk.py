@@ -270,7 +270,9 @@ class DiskMachine(SchedulerMachine):
         """Once all is written, everything that no row holds leaves the memory."""
         wait_for(lambda: not self.disk._wanted and self.disk._copying is None)
         self.scheduler.publish()
-        self.scheduler.pool.forget()
+        pool = self.scheduler.pool
+        while pool._idle:  # `forget` is for an engine at rest: pages that rows share would be no page of the cache
+            pool._free.append(pool._evict())
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):

@@ -16,7 +16,7 @@ from paceline.core.params import SamplingParams, Speculation
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.step import SerialLoop
 from tests.draft.heads import RELAY, drafter_of, trained_head
-from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, run, target
+from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, plain_answers, run, target
 from tests.engine.test_same_text import assert_all_met, assert_some_met, suite
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def test_same_text_one_step_late_with_heads_over_many_workloads(kind: str) -> No
 def test_the_texts_are_those_of_the_reference(draft: str) -> None:
     """Of the same float64 weights, not only of the same backend."""
     asked = requests()
-    assert_same(run(make_engine("off", PLAIN), asked), run(make_engine(draft, PLAIN, types=CUDA), asked))
+    assert_same(plain_answers(asked), run(make_engine(draft, PLAIN, types=CUDA), asked))
 
 
 def test_a_device_that_captures_steps_and_drafting_tells_the_same() -> None:
@@ -107,7 +107,7 @@ def test_a_device_that_captures_steps_and_drafting_tells_the_same() -> None:
     rows: Any = engine.target.rows
     graphs: Any = engine.target.graphs  # type: ignore[attr-defined]
     rows.capture = graphs._capture = Uncaptured
-    assert_same(run(make_engine("off", PLAIN), asked), run(engine, asked))
+    assert_same(plain_answers(asked), run(engine, asked))
     assert graphs._made
     assert engine.stats().drafters["draft-model"].drafted > 50
 
@@ -117,7 +117,7 @@ def test_both_loops_run_on_a_late_target(loop: Any) -> None:
     asked = requests()
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
     engine.loop = loop()
-    assert_same(run(make_engine("off", PLAIN), asked), run(engine, asked))
+    assert_same(plain_answers(asked), run(engine, asked))
 
 
 # Rows that wait for the host, and those that do not --------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_device_and_the_host_agree_once_all_outcomes_are_known() -> None:
 def test_a_row_without_a_number_ends_alone() -> None:
     """Broken logits end their row; the others' texts are those without it."""
     asked = requests(4, 30, ignore_eos=True)
-    expected = run(make_engine("off", PLAIN, types=CUDA), asked)
+    expected = plain_answers(asked, CUDA)
     engine = make_engine("off", PLAIN, types=CUDA)
     decoder: Any = engine.target.decoder
     logits = decoder.logits
@@ -246,13 +246,13 @@ def test_a_drafter_without_a_number_drafts_nothing_and_disturbs_nothing() -> Non
     program: Any = engine.drafting.drafters["draft-model"].program  # type: ignore[attr-defined]
     logits = program._runner.logits
     program._runner.logits = lambda states: torch.full_like(logits(states), torch.nan)
-    assert_same(run(make_engine("off", PLAIN), asked), run(engine, asked))
+    assert_same(plain_answers(asked), run(engine, asked))
     assert not engine.stats().drafters
 
 
 def test_an_unloaded_drafter_takes_no_more_of_the_device_and_texts_go_on() -> None:
     asked = requests(3, 30)
-    expected = run(make_engine("off", PLAIN), asked)
+    expected = plain_answers(asked)
     head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
     engine = make_engine(f"eagle3:model={head},k=3", PLAIN, types=CUDA)
     rows: Any = engine.target.rows

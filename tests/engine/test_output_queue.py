@@ -18,7 +18,7 @@ from tests.engine.same_text import (
     Tally,
     assert_same,
     make_engine,
-    run,
+    plain_answers,
     settings_,
     workloads,
 )
@@ -57,7 +57,7 @@ def test_what_is_told_beside_a_pass_is_what_would_be_told_before_it(draft: str) 
         engine = make_engine(draft, changed, types=BESIDE)
         if restless and draft not in ("off", AUTO):
             engine.controller = RestlessK(draft.partition(":")[0], 8, number)
-        expected = run(make_engine("off", PLAIN, types=BESIDE), requests)
+        expected = plain_answers(requests, BESIDE)
         got, cancelled = serve(engine, requests, Random(number))
         for name in cancelled:
             begun, whole = got.pop(name), expected.pop(name)

@@ -25,6 +25,7 @@ from tests.engine.same_text import (
     Tally,
     assert_same,
     make_engine,
+    plain_answers,
     run,
     settings_,
     target,
@@ -118,7 +119,7 @@ def compare(draft: str, types: str, tally: Tally, examples: int = EXAMPLES) -> i
     @given(workloads(), settings_(), st.sampled_from([1, 4, 8]), st.booleans(), st.integers(0, 1000))
     def check(requests: list[Request], changed: Settings, k: int, restless: bool, number: int) -> None:
         nonlocal num_overlapped
-        expected = run(make_engine("off", PLAIN, types=types), requests)
+        expected = plain_answers(requests, types)
         engine, random = overlapped(draft if draft == "off" else f"{draft},k={k}", changed, types), Random(number)
         for drafter in engine.drafting.drafters.values():
             unreliable(drafter, random)

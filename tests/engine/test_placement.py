@@ -19,7 +19,7 @@ from paceline.engine.assembly.placement import PlacedDrafter, Placement
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.step import SerialLoop
 from tests.draft.heads import trained_head
-from tests.engine.same_text import PLAIN, assert_same, make_engine, run, target
+from tests.engine.same_text import PLAIN, assert_same, make_engine, plain_answers, run, target
 from tests.engine.test_overlapped_loop import REQUESTS, overlapped
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_drafters_on_cores_of_their_own_write_the_same_text(draft: str, loop: st
     if draft.startswith("eagle3"):
         decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
         draft = f"eagle3:model={trained_head('eagle3', decoder)},k=4"
-    expected = run(make_engine("off", PLAIN, types="int8"), REQUESTS)
+    expected = plain_answers(REQUESTS, "int8")
     engine = make_engine(draft, PLAIN, types="int8", draft_device=f"cpu:{CORES[-1]}", overlap=loop)
     assert isinstance(engine.loop, OverlappedLoop if loop == "on" else SerialLoop)
     assert all(isinstance(d, PlacedDrafter) for d in engine.drafting.drafters.values())
@@ -102,7 +102,7 @@ class HangsLater(PassThread):
 
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> None:
-    expected = run(make_engine("off", PLAIN), REQUESTS)
+    expected = plain_answers(REQUESTS)
     engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
     if turns:
         engine.loop = overlapped("off", PLAIN).loop
@@ -115,7 +115,7 @@ def test_a_drafter_that_hangs_is_given_up_and_requests_go_on(turns: bool) -> Non
 
 
 def test_a_drafter_that_was_given_up_is_asked_again_once_it_came_back() -> None:
-    expected = run(make_engine("off", PLAIN), REQUESTS)
+    expected = plain_answers(REQUESTS)
     engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
     (drafter,) = engine.drafting.drafters.values()
     worker = HangsLater("draft")
@@ -146,7 +146,7 @@ def test_a_worker_raises_what_its_calls_raise_and_goes_on() -> None:
 
 @two_cores
 def test_auto_prices_overlap_and_a_replay_sees_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = run(make_engine("off", PLAIN), REQUESTS)
+    expected = plain_answers(REQUESTS)
     trace, where = tmp_path / "trace.jsonl", f"cpu:{CORES[-1]}"
     engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN, draft_device=where, trace=str(trace))
     assert isinstance(engine.loop, OverlappedLoop)

@@ -15,7 +15,17 @@ from paceline.core.errors import RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import logprobs
-from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, prompts, run, settings_, target
+from tests.engine.same_text import (
+    PLAIN,
+    Settings,
+    assert_same,
+    make_engine,
+    plain_answers,
+    prompts,
+    run,
+    settings_,
+    target,
+)
 
 if TYPE_CHECKING:
     from paceline.backend.reference.decoder import ReferenceDecoder
@@ -66,13 +76,13 @@ def test_prompts_are_scored_as_the_model_scores_them(
             assert answer.prompt_logprobs is None
         else:
             assert_close(answer.prompt_logprobs, expected(prompt, num_top))
-    assert_same(answers, run(make_engine("off", PLAIN), requests))
+    assert_same(answers, plain_answers(requests))
 
 
 @pytest.mark.parametrize("types", ["f32", "int8", "int4"])
 def test_native_scores_have_the_same_bits_in_any_batch(types: str) -> None:
     requests = [scored(str(i), tuple(range(40 + i, 75 + 2 * i)), 2, i % 3) for i in range(6)]
-    alone = {r.request_id: run(make_engine("off", PLAIN, types=types), [r])[r.request_id] for r in requests}
+    alone = {r.request_id: plain_answers([r], types)[r.request_id] for r in requests}
     for changed in (PLAIN, Settings(num_rows=3, prefill_tokens=7, prefix_cache=True), Settings(num_pages=12)):
         together = run(make_engine("ngram:k=4", changed, types=types), requests)
         for name, answer in alone.items():

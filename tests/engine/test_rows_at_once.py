@@ -6,16 +6,23 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline import kernels
-from paceline.core.nouns import BatchRow, Request
+from paceline.core.nouns import BatchRow, Outcome, Request, RowVerdict
 from paceline.core.params import SamplingParams
+from paceline.engine.output import OutputQueue, Response
+from paceline.model.detokenizer import Detokenizer
 from tests.engine.same_text import Settings, make_engine
 from tests.oracles import step as oracle
+from tests.tiny import tiny_tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
+    from paceline.engine.scheduler import RequestState
 
+TOKENIZER = tiny_tokenizer()
 STATE = ("token_ids", "num_drafts", "scheduled_len", "computed_len", "in_flight", "in_flight_tokens", "decoding")
 RESPONSE = ("decode_passes", "decoded_tokens", "drafted_tokens", "verified_tokens", "accepted_tokens")
 
@@ -83,7 +90,7 @@ def test_many_rows_at_once_are_as_one_after_another(
     few_pages = Settings(num_rows=5, num_pages=14, prefill_tokens=16, prefix_cache=True)
     settings = few_pages if number else Settings(prefill_tokens=16)
     at_once = steps_of(draft, types, settings, number)
-    for name in ("decode_rows", "take_in", "step_block"):
+    for name in ("decode_rows", "take_in", "make_outcomes", "step_block"):
         monkeypatch.setattr(kernels, name, getattr(oracle, name))
     assert at_once == steps_of(draft, types, settings, number)
 
@@ -104,6 +111,51 @@ def test_most_rows_of_plain_decoding_are_taken_in_at_once(monkeypatch: pytest.Mo
         engine.step()
     assert sum(rows for rows, _ in left) == 8 * 2  # the first and the last pass of each
     assert sum(passes for _, passes in left) == 8 * 28
+
+
+def told(runs: list[list[int]], *, strips_space: bool) -> list[tuple[tuple[int, ...], str]]:
+    """The outcomes of an answer that gains runs of tokens, and what is held back at its end."""
+    detokenizer = Detokenizer(TOKENIZER.pieces.visible, strips_space)
+    outputs, response = _open_answer(detokenizer)
+    for run in runs:
+        response.take(run)
+        outputs.put(response, run, RowVerdict(run))
+        outputs.flush()
+    return [(o.token_ids, o.text) for o in outputs.take_outcomes()] + [((), detokenizer.flush())]
+
+
+def _open_answer(detokenizer: Detokenizer) -> tuple[OutputQueue, Response]:
+    outputs = OutputQueue(_never_ends)
+    outputs.open(Request("0", (1,), SamplingParams(max_tokens=99), seed=0), frozenset(), detokenizer)
+    return outputs, outputs.responses["0"]
+
+
+def _never_ends(_: str) -> RequestState:
+    raise AssertionError
+
+
+@given(st.lists(st.lists(st.integers(0, 330), min_size=1, max_size=4), max_size=12), st.booleans())
+def test_text_is_made_at_once_as_it_is_one_by_one(runs: list[list[int]], strips_space: bool) -> None:
+    """Of whole characters, of their parts over several runs, of bytes that are none, and of no bytes at all."""
+    at_once = told(runs, strips_space=strips_space)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernels, "make_outcomes", oracle.make_outcomes)
+        assert at_once == told(runs, strips_space=strips_space)
+
+
+def test_only_text_with_parts_of_characters_is_left_to_python() -> None:
+    """And that of tokens whose bytes nobody has asked for yet."""
+    outputs, response = _open_answer(tiny_tokenizer().detokenizer())
+    left = []
+    for text in ("Zo\u00eb", "\u20ac", "Zo\u00eb", "\u20ac"):
+        ids = TOKENIZER.encode(text)
+        for part in (ids[:2], ids[2:]):
+            response.take(part)
+            gains = [(response, part, RowVerdict(part))]
+            left.append(len(kernels.make_outcomes(gains, outputs.outcomes, Outcome)))
+            response.checker.text()
+    assert left == [1, 1, 1, 1, 0, 0, 1, 1]
+    assert [o.text for o in outputs.outcomes] == ["Zo", "\u00eb"]
 
 
 def test_what_a_device_is_told_is_as_the_twin_tells_it() -> None:

@@ -31,7 +31,7 @@ from tests.engine.same_text import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine.same_text import Answer
+    from tests.engine.same_text import Answer, plain_answers
 
 END = VOCAB - 1
 Fits = tuple[Grammar, "Callable[[str], object]"]
@@ -146,7 +146,7 @@ def test_structured_texts_are_the_same_with_every_drafter(draft: str, types: str
         overlaps: bool,
     ) -> None:
         requests, checks = drawn
-        expected = run(make_engine("off", PLAIN, types=types), requests)
+        expected = plain_answers(requests, types)
         assert_fit(expected, checks)
         extra = {"overlap": "on"} if overlaps and types != "cuda" else {}
         engine = make_engine(f"{draft}{',' if ':' in draft else ':'}k={k}", changed, types=types, **extra)
@@ -186,7 +186,7 @@ def test_one_matchers_end_is_its_requests_own() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, grammar=Grammar.regex("[ab]{9}"))
     other = replace(params, grammar=None, ignore_eos=True)
     requests = [Request("a", (40,), params, seed=1), Request("b", (41,), other, seed=1)]
-    expected = run(make_engine("off", PLAIN), requests[1:])
+    expected = plain_answers(requests[1:])
     for request in requests:
         engine.add(request)
     text, ending = {"a": "", "b": ""}, {}

@@ -45,6 +45,7 @@ from tests.engine.same_text import (
     Tally,
     assert_same,
     make_engine,
+    plain_answers,
     run,
     settings_,
     target,
@@ -90,7 +91,7 @@ def compare(draft: str, overlap: str, examples: int) -> Tally:
     @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck), deadline=None)
     @given(workloads(), settings_(), st.sampled_from([1, 4, 8]), st.booleans(), st.integers(0, 1000))
     def check(requests: list[Request], changed: Settings, k: int, restless: bool, number: int) -> None:
-        expected = run(make_engine("off", PLAIN, types=CUDA), requests)
+        expected = plain_answers(requests, CUDA)
         engine, random = apart(f"{draft},k={k}", changed, overlap), Random(number)
         assert isinstance(engine.loop, LOOPS[overlap])
         for drafter in engine.drafting.drafters.values():
@@ -139,7 +140,7 @@ def test_drafters_of_the_targets_device_draft_late_in_two_groups_too() -> None:
     requests = some_requests()
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA, overlap="on")
     assert isinstance(engine.drafting.drafters[NAME], LateDrafter)
-    assert_same(run(make_engine("off", PLAIN), requests), run(engine, requests))
+    assert_same(plain_answers(requests), run(engine, requests))
     assert engine.stats().overlapped_steps > 10
 
 

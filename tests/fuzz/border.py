@@ -13,8 +13,11 @@ from paceline import kernels
 from paceline.control.acceptance import RATES
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
 from paceline.control.online_cost import CostRates, OnlineCost
-from paceline.core.nouns import NO_DRAFT, BatchRow, RowVerdict
+from paceline.core.nouns import NO_DRAFT, BatchRow, Outcome, Request, RowVerdict
+from paceline.core.params import SamplingParams
+from paceline.engine.output import Response, StopChecker
 from paceline.kernels import _ext
+from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +56,15 @@ class Draw:
 
 def _row() -> BatchRow:
     return BatchRow(1, "1", 1, 2, samples=True, max_len=9, decodes=True)
+
+
+def _gain() -> tuple[Response, list[int], RowVerdict]:
+    """What an answer has gained and nobody was told."""
+    pieces = {3: b"c", 4: "\u00e9".encode()}
+    params = SamplingParams(max_tokens=8)
+    checker = StopChecker(Request("1", (1,), params, seed=0), frozenset(), Detokenizer(pieces, strips_space=False))
+    checker.take([3, 4])
+    return Response("1", checker), [3, 4], RowVerdict([3, 4])
 
 
 def _array(draw: Draw) -> Any:
@@ -330,6 +342,7 @@ def _known() -> dict[str, Callable[[], Any]]:
         ],
         "step_block": lambda: [(_row(),), [2]],
         "take_in": lambda: [(_row(),), (NO_DRAFT,), (RowVerdict([3, 4]),), NO_DRAFT, {}, {}, []],
+        "make_outcomes": lambda: [[_gain()], [], Outcome],
         "decode_rows": lambda: [[], None, {0: 2}, 4, lambda count: [*range(count)], BatchRow],
         "zero_halves": lambda: [16, 8],
         "write_halves": lambda: [[_floats(4, 8)], [1], [2], _ids(0, 1, 2, 3), np.zeros((16, 8), np.uint16)],

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4 with inputs": (
         "Gemma4",
         {**GEMMA4, "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12}
-        | {"initializer_range": 0.12},
+        | {"initializer_range": 0.06},
     ),
     "gemma4 unified": ("Gemma4Unified", {**GEMMA4, "global_head_dim": 16, "num_kv_shared_layers": 2}),
     "gpt-oss": (

@@ -123,41 +123,41 @@ def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept_data, "MAX_KEPT", 3)
-    text = tiny_raw_tokenizer().to_str()
+    text = tiny_raw_tokenizer().to_str().encode()
     for number in range(5):
         keep_tokenizer(f"digest {number}", text, TABLE)
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 3
     kept = read_kept("digest 4")
     assert kept is not None
-    assert kept.to_str() == text
+    assert kept.to_str().encode() == text
 
 
 def test_the_ones_used_longest_ago_go_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kept_data, "MAX_KEPT", 2)
     for age, digest in enumerate(("used", "unused")):
-        keep_tokenizer(digest, "text", TABLE)
+        keep_tokenizer(digest, b"text", TABLE)
         (newest,) = [p for p in (tmp_path / "cache" / "tokenizers").iterdir() if p.stat().st_mtime > 1e9]
         os.utime(newest, (1e8 + age, 1e8 + age))
-    assert kept_tokenizer("used") == "text"
-    keep_tokenizer("new", "text", TABLE)
-    assert [kept_tokenizer(digest) for digest in ("used", "unused", "new")] == ["text", None, "text"]
+    assert kept_tokenizer("used") == b"text"
+    keep_tokenizer("new", b"text", TABLE)
+    assert [kept_tokenizer(digest) for digest in ("used", "unused", "new")] == [b"text", None, b"text"]
 
 
 def test_no_room_costs_a_message_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
-    keep_tokenizer("digest", "text", TABLE)
+    keep_tokenizer("digest", b"text", TABLE)
     assert "not kept" in caplog.text
 
 
 @pytest.mark.parametrize("other", [False, True])
 def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> None:
     """Also if the engine that becomes ready has another one."""
-    text = tiny_raw_tokenizer().to_str()
+    text = tiny_raw_tokenizer().to_str().encode()
     ready = Ready("tiny", 256, 320, text, (319,), None, None, ())
 
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language(tiny_raw_tokenizer(400).to_str() if other else text, None, (319,), None))
+        cache.expect(Language(tiny_raw_tokenizer(400).to_str().encode() if other else text, None, (319,), None))
         prompts = await cache.of(ready)
         assert prompts.tokenizer.vocab_size == 320
         assert (prompts.max_len, prompts.vocab_size, prompts.tokenizer.eos_ids) == (256, 320, (319,))
@@ -171,9 +171,9 @@ def test_the_server_makes_its_tokenizer_while_the_engine_loads(other: bool) -> N
 def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
     async def scenario() -> None:
         cache = TokenizerCache()
-        cache.expect(Language("{}", None, (319,), None))
+        cache.expect(Language(b"{}", None, (319,), None))
         with pytest.raises(Exception, match=r"version|missing|model"):
-            await cache.of(Ready("tiny", 256, 320, "{}", (319,), None, None, ()))
+            await cache.of(Ready("tiny", 256, 320, b"{}", (319,), None, None, ()))
         cache.close()
 
     asyncio.run(scenario())

@@ -107,7 +107,8 @@ def test_logits_equal_transformers(case: str, dtype: torch.dtype, tmp_path: Path
     expected = reference_logits(model, IDS)
     decoder = decoder_of(load_model(tmp_path), dtype)
     shuffled = [(5 * i + 3) % 13 for i in range(13)]
-    for chunk, pages in ((1 << 20, None), (1 << 20, shuffled), (33, shuffled), (1, None)):
+    cuts = [(33, shuffled), (1 << 20, None), (1 << 20, shuffled), (1, None)]
+    for chunk, pages in cuts if dtype == torch.float64 else cuts[:1]:  # how a text is cut is not of a type
         assert (logits_of(decoder, IDS, chunk, pages) - expected).abs().max() < 1e-4
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import byte_alphabet
 from paceline.model.files.gguf_tokenizer import end_ids, tokenizer_from_gguf
+from paceline.model.spelling import byte_alphabet
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,11 @@ def decode_rows(*_: object) -> None:
 def take_in(rows: Sequence[BatchRow], *_: object) -> tuple[list[int], list[object], list[object], int, int]:
     """Leave it to `Verbs._commit_row`, `Response.take` and `Scheduler.reveal`."""
     return [*range(len(rows))], [], [], 0, 0
+
+
+def make_outcomes(gains: list[Any], *_: object) -> list[Any]:
+    """Leave it to `OutputQueue._emit`, `StopChecker.text` and `Detokenizer.push`."""
+    return gains
 
 
 def step_block(rows: Sequence[BatchRow], num_drafts: Sequence[int]) -> tuple[NDArray[int64], int]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.core.nouns import Request
+from paceline.core.nouns import Figures, Outcome, Request, TokenLogprobs
 from paceline.core.params import SamplingParams
+from paceline.core.pass_notes import PassNote
 from paceline.engine.assembly.build import Built
 from paceline.engine.stats import Stats
-from paceline.engine.wire import Submit
-from paceline.serve.worker.messages import OutcomeBatch, StopEngine
+from paceline.engine.wire import Submit, encode
+from paceline.serve.worker.messages import OutcomeBatch, StopEngine, decode_to_server
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlapped_loop import overlapped
@@ -49,6 +50,17 @@ def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]
     line = Line(messages)
     EngineWorker(engine, line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
+
+
+def test_outcomes_survive_their_message() -> None:
+    scored = (TokenLogprobs(5, -1.0, (5, 6), (-1.0, -2.0)),)
+    note = PassNote((5,), 0, False, None, (6,), (0.5,), 1, 2, 0.1, 0.2, 0.4)
+    figures = Figures(3, 1, 0, 0, 0, 0, 0, 0, seed=1, kept_by=(("suffix", 0),))
+    last = Outcome("b", (5,), "x", scored, "stop", 7, figures, "an error", scored, (note,))
+    sent = OutcomeBatch((Outcome("a", (1, 2), "\u20ac"), last))
+    got = decode_to_server(encode(sent))
+    assert isinstance(got, OutcomeBatch)
+    assert repr(got) == repr(sent)
 
 
 def test_a_server_looks_once_for_each_serial_step() -> None:

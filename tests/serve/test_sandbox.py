@@ -119,5 +119,5 @@ def test_grammars_are_checked_there(sandbox: Sandbox) -> None:
     assert sandbox.call(CheckGrammar("regex", "a+", False)) == JobDone()
     with pytest.raises(RequestError, match="cannot be used"):
         sandbox.call(CheckGrammar("regex", "a(", False))
-    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str(), (319,), None, 320))
+    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str().encode(), (319,), None, 320))
     assert sandbox.call(CheckGrammar("lark", 'start: "a" <[319]>', True)) == JobDone()

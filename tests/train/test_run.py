@@ -43,8 +43,17 @@ def command(kind: str, toy: Path, out: Path, *options: str) -> list[str]:
     return [str(word) for word in words] + ["--k", str(K), *options]
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
-@pytest.mark.parametrize("kind", REACHED)
+def in_turn(first: int) -> pytest.MarkDecorator:
+    """Each kind in one type of products, the other one in the nightly run."""
+    pairs = [
+        pytest.param(kind, compute, marks=() if (first + index + number) % 2 == 0 else pytest.mark.nightly)
+        for index, kind in enumerate(REACHED)
+        for number, compute in enumerate(COMPUTES)
+    ]
+    return pytest.mark.parametrize(("kind", "compute"), pairs)
+
+
+@in_turn(0)
 def test_a_toy_head_reaches_its_acceptance(
     kind: str, compute: str, toy: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -72,8 +81,7 @@ def test_a_toy_head_reaches_its_acceptance(
     assert f"matrix products in {compute}: as asked" in told.err
 
 
-@pytest.mark.parametrize("compute", COMPUTES)
-@pytest.mark.parametrize("kind", REACHED)
+@in_turn(1)
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(
     kind: str, compute: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,9 @@ learns how many experts neighbouring tokens touch, and passes over the next 1, 2
 `at start` is the price before the text was seen, `predicted` the one after. Nothing is learnt from timed passes.
 
 A shared machine drifts by more than the bar within a minute, so both sides of a comparison are of one round, and
-the figure is the median of the rounds' ratios. Passes are shuffled: two over the same tokens, one right behind the
-other, would find their experts in a cache, which passes of a text do not.
+the figure is the median of the rounds' ratios. With one thread both are the processor's time, which others do not
+lengthen by taking turns; more threads wait for each other, so their time is the clock's. Passes are shuffled: two
+over the same tokens, one right behind the other, would find their experts in a cache; those of a text do not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Work
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
-from paceline.core.system import uninterrupted
+from paceline.engine import step
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.calibration import QUICK, calibrate
 from paceline.engine.assembly.config import EngineConfig
@@ -35,9 +36,9 @@ from paceline.engine.scheduler import Limits
 from tools.entry import exit_status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from paceline.backend.seam import KV, Decoder, PassResult
+    from paceline.backend.seam import PassResult
     from paceline.engine.engine import Engine
     from paceline.model.tokenizer import Tokenizer
 
@@ -58,47 +59,54 @@ class _Compared(NamedTuple):
     touched: float  # likewise, mean
 
 
-def _pass(decoder: Decoder, kv: KV, ids: Sequence[int], start: int) -> tuple[PassResult, float]:
-    """Run a pass over tokens of one row; return its result and its seconds."""
-    n, positions = len(ids), np.arange(start, start + len(ids))
-    pages = np.arange(-(-(start + n) // PAGE_TOKENS))[None]
-    packed = Packed(np.array(ids, np.int64), positions, positions, np.array([0, n]), pages, np.arange(n))
-    spec = SamplingSpec("argmax", SamplingParams(temperature=0.0))
-    begin = perf_counter()
-    result = decoder.launch(PassRequest(packed, kv, [spec] * n)).wait()
-    return result, perf_counter() - begin
+class _Bench(NamedTuple):
+    """An idle engine, the text, and the clock of both sides."""
 
+    engine: Engine
+    ids: Sequence[int]
+    clock: Callable[[], float]
 
-def _time_passes(decoder: Decoder, kv: KV, ids: Sequence[int], repeats: int) -> dict[int, tuple[float, float]]:
-    """Return median seconds and mean experts of passes of all sizes, timed in a shuffled order."""
-    places = [PROMPT + max(TOKENS) * i for i in range(PLACES)]
-    ordered = [(place, n) for place in places for n in TOKENS] * repeats
-    passes = [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
-    warm = [(places[0], n) for n in TOKENS]
-    found: dict[int, list[tuple[float, float]]] = {n: [] for n in TOKENS}
-    with uninterrupted():
+    def round(self, repeats: int) -> dict[int, _Compared]:
+        """Measure costs, predict passes of the text by them, and time these passes."""
+        calibrated = calibrate(self.engine, QUICK)
+        cost = OnlineCost(calibrated.cost, calibrated.host_s)
+        at_start = {n: cost.pass_s(_work(n)) for n in TOKENS}
+        read, _ = self.run(0, PROMPT)
+        if cost.experts is not None:
+            cost.experts.observe(read.touched, prefills=True)
+        self.run(PROMPT, len(self.ids) - PROMPT)  # the keys that later passes see
+        timed = self.time_passes(repeats)
+        expected = {n: cost.experts.expected_of(n) if cost.experts else 0.0 for n in TOKENS}
+        return {
+            n: _Compared(at_start[n], cost.pass_s(_work(n)), measured_s, expected[n], touched)
+            for n, (measured_s, touched) in timed.items()
+        }
+
+    def run(self, start: int, n: int) -> tuple[PassResult, float]:
+        """Run a pass over tokens of the text; return its result and its seconds."""
+        target, positions = self.engine.target, np.arange(start, start + n)
+        ids, pages = (
+            np.array(self.ids[start : start + n], np.int64),
+            np.arange(-(-(start + n) // PAGE_TOKENS))[None],
+        )
+        packed = Packed(ids, positions, positions, np.array([0, n]), pages, np.arange(n))
+        spec = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+        begin = self.clock()
+        result = target.decoder.launch(PassRequest(packed, target.kv, [spec] * n)).wait()
+        return result, self.clock() - begin
+
+    def time_passes(self, repeats: int) -> dict[int, tuple[float, float]]:
+        """Return median seconds and mean experts of shuffled passes of all sizes."""
+        places = [PROMPT + max(TOKENS) * i for i in range(PLACES)]
+        ordered = [(place, n) for place in places for n in TOKENS] * repeats
+        passes = [ordered[i] for i in np.random.default_rng(0).permutation(len(ordered))]
+        warm = [(places[0], n) for n in TOKENS]
+        found: dict[int, list[tuple[float, float]]] = {n: [] for n in TOKENS}
         for index, (place, n) in enumerate(warm + passes):
-            result, took_s = _pass(decoder, kv, ids[place : place + n], place)
+            result, took_s = self.run(place, n)
             if index >= len(warm):
                 found[n].append((took_s, result.touched[0] if result.touched else 0.0))
-    return {n: (median(s for s, _ in them), float(np.mean([t for _, t in them]))) for n, them in found.items()}
-
-
-def _round(engine: Engine, ids: Sequence[int], repeats: int) -> dict[int, _Compared]:
-    """Measure costs, predict passes of a text by them, and time these passes."""
-    decoder, kv = engine.target.decoder, engine.target.kv
-    calibrated = calibrate(engine, QUICK)
-    cost = OnlineCost(calibrated.cost, calibrated.host_s)
-    at_start = {n: cost.pass_s(_work(n)) for n in TOKENS}
-    read, _ = _pass(decoder, kv, ids[:PROMPT], 0)
-    if cost.experts is not None:
-        cost.experts.observe(read.touched, prefills=True)
-    timed = _time_passes(decoder, kv, ids, repeats)
-    expected = {n: cost.experts.expected_of(n) if cost.experts else 0.0 for n in TOKENS}
-    return {
-        n: _Compared(at_start[n], cost.pass_s(_work(n)), measured_s, expected[n], touched)
-        for n, (measured_s, touched) in timed.items()
-    }
+        return {n: (median(s for s, _ in them), float(np.mean([t for _, t in them]))) for n, them in found.items()}
 
 
 def _text(tokenizer: Tokenizer, length: int) -> list[int]:
@@ -116,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--weights", default="int4")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=1, help="of all passes in a round")
     asked = parser.parse_args(arguments)
@@ -129,9 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         limits=limits,
         kv_tokens=4096,
     )
+    clock = process_time if asked.threads == 1 else perf_counter
+    vars(step)["perf_counter"] = clock  # by which the engine times what calibration reads
     engine = build(config).engine
-    ids = _text(engine.tokenizer, PROMPT + max(TOKENS) * (PLACES + 1))
-    rounds = [_round(engine, ids, asked.repeats) for _ in range(asked.rounds)]
+    bench = _Bench(engine, _text(engine.tokenizer, PROMPT + max(TOKENS) * (PLACES + 1)), clock)
+    rounds = [bench.round(asked.repeats) for _ in range(asked.rounds)]
     table = Table(
         "tokens", "experts expected", "touched", "at start", "predicted", "measured", "off", "rounds", box=None
     )

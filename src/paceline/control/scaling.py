@@ -87,7 +87,10 @@ def _strain(snapshot: Snapshot, size: int, objective: ScalingObjective) -> float
 
 
 class Scaler:
-    """Follows a fleet and says how many replicas there should be. Its caller has the clock."""
+    """Number of replicas that a fleet should have, over time.
+
+    Its caller has the clock.
+    """
 
     def __init__(self, objective: ScalingObjective) -> None:
         self._objective = objective

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
+from msgspec import Struct
+
 from paceline.core.figures import Figures, Spent  # at run time: messages are decoded by these types
 from paceline.core.pass_notes import PassNote
 
@@ -324,9 +326,11 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@noun
-class RowVerdict:
-    """Gain of one row: kept drafts, then the target's next token, or a final BROKEN."""
+class RowVerdict(Struct, frozen=True, eq=False, gc=False):
+    """Gain of one row: kept drafts, then the target's next token, or a final BROKEN.
+
+    A struct takes a third of a noun's time to make.
+    """
 
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
@@ -348,9 +352,11 @@ class Verdict:
             assert kept == list(drafted.token_ids[: verdict.num_accepted])
 
 
-@noun
-class Outcome:
-    """Gain of one request in a step, after stops: what is streamed to its client."""
+class Outcome(Struct, frozen=True, eq=False, gc=False, array_like=True):
+    """Gain of one request in a step, after stops: what is streamed to its client.
+
+    A struct takes a third of a noun's time to make. Its message is an array, without names.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]

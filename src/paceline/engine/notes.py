@@ -6,6 +6,8 @@ import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from paceline.control.expectation import expectation_of
 from paceline.core.nouns import noun
 from paceline.core.pass_notes import PassNote, StepNote
@@ -93,10 +95,10 @@ class NoteBook:
 
     def attach(self, outcomes: list[Outcome]) -> None:
         """Give each outcome the notes of the passes that made its tokens."""
-        for outcome in outcomes:
+        for index, outcome in enumerate(outcomes):
             notes = self._open.get(outcome.request_id)
             if notes is not None:
-                outcome.notes = tuple(_taken(notes, outcome))  # type: ignore[misc]
+                outcomes[index] = replace(outcome, notes=tuple(_taken(notes, outcome)))
                 if outcome.finish_reason is not None:
                     del self._open[outcome.request_id]
         self.wanted = self.steps is not None or bool(self._open)

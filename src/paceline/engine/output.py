@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from paceline import kernels
 from paceline.core.errors import RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.nouns import Outcome
@@ -35,6 +36,8 @@ class StopChecker(TokenwiseChecker):
 
     The result is as if each token had come alone. Tokens that cannot end it are turned into text on demand.
     """
+
+    __slots__ = ("_unread",)
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         super().__init__(request, eos_ids, detokenizer)
@@ -203,7 +206,7 @@ class OutputQueue:
     def flush(self) -> None:
         """Make outcomes of all gains. A response whose text cannot be made ends here."""
         gains, self.gains = self.gains, []
-        for gain in gains:
+        for gain in kernels.make_outcomes(gains, self.outcomes, Outcome):
             self._emit(*gain)
 
     def cancel(self, request_id: str) -> None:

@@ -24,6 +24,18 @@ class StopCheck(NamedTuple):
 class TokenwiseChecker:
     """Takes a request's tokens one by one and stops at the first that ends it."""
 
+    __slots__ = (
+        "_detokenizer",
+        "_ending_ids",
+        "_eos_ids",
+        "_held",
+        "_params",
+        "_stop_ids",
+        "_text",
+        "most_tokens",
+        "num_tokens",
+    )
+
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         params = request.params
         self.num_tokens = 0  # written so far

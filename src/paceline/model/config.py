@@ -209,7 +209,7 @@ class ModelConfig:
         return (*range(first), *(last[window] for window in windows[first:]))
 
     def kv_heads(self, num_layers: int | None = None) -> tuple[Heads, ...]:
-        """Return the heads of each layer of a store for the first layers. num_layers: None means all."""
+        """Return the heads of a store's layers. num_layers: the first ones; None: all."""
         stored = min(num_layers or self.num_layers, self.num_layers - self.num_sharing)
         return tuple(view.heads for view in self.views[:stored])
 

@@ -3,91 +3,25 @@
 from __future__ import annotations
 
 import codecs
-import re
-from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    import tokenizers
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+    from paceline.model.spelling import Spelling
 
 
-def byte_alphabet() -> dict[str, int]:
-    """Return character -> byte of byte-level BPE (GPT-2).
+class KnownBytes(dict[int, bytes]):
+    """Bytes of tokens by their ids, computed when an id is first looked up."""
 
-    A printable byte is its own character; the others are numbered from 256 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (b for b in range(256) if b not in printable)
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """bytes_of: computes the bytes of a token."""
+        super().__init__()
+        self._bytes_of = bytes_of
 
-
-BYTE_OF = byte_alphabet()
-
-
-def _byte_level(token: str) -> bytes:
-    if all(char in BYTE_OF for char in token):
-        return bytes(BYTE_OF[char] for char in token)
-    return token.encode()
-
-
-def _sentence_piece(token: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
-
-
-# Conversion of a vocabulary entry to bytes, by the decoder in tokenizer.json that implies it.
-BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
-    "ByteLevel": _byte_level,
-    "ByteFallback": _sentence_piece,
-    "Metaspace": _sentence_piece,
-}
-
-
-class Spelling(Protocol):
-    """Tokens of a vocabulary as bytes."""
-
-    @property
-    def strips_space(self) -> bool:
-        """True if a text gets a space before it, which is not shown."""
-
-    @property
-    def num_tokens(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def special(self) -> Collection[int]:
-        """Tokens that steer the model and are not text."""
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
-
-
-class RawSpelling:
-    """Tokens as the library's tokenizer writes them."""
-
-    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes], *, strips_space: bool) -> None:
-        """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
-        self.strips_space = strips_space
-        self._raw, self._decode = raw, decode
-        added = raw.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
-        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """One more than the largest id."""
-        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; b"" for an unknown id."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
-        return b"" if token is None else self._decode(token)
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._bytes_of(token_id)
+        return found
 
 
 class TokenBytes:
@@ -95,59 +29,47 @@ class TokenBytes:
 
     def __init__(self, spelling: Spelling) -> None:
         self.spelling = spelling
-        self._whole: dict[int, bytes] = {}  # token id -> its bytes
-        self._visible: dict[int, bytes] = {}  # token id -> the bytes it adds to a text
+        self.whole = KnownBytes(spelling.bytes_of)  # not always whole characters; b"" for an unknown id
+        self.visible = KnownBytes(self._visible_bytes_of)  # what a token adds to a text
 
     def is_special(self, token_id: int) -> bool:
         """Return True if a token steers the model and is not text."""
         return token_id in self.spelling.special
 
-    def whole(self, token_id: int) -> bytes:
-        """Return the bytes of a token, not always whole characters; b"" for an unknown id."""
-        found = self._whole.get(token_id)
-        if found is None:
-            found = self._whole[token_id] = self.spelling.bytes_of(token_id)
-        return found
-
-    def visible(self, token_id: int) -> bytes:
-        """Return the bytes a token adds to a text: none if it is special."""
-        found = self._visible.get(token_id)
-        if found is None:
-            found = self._visible[token_id] = b"" if self.is_special(token_id) else self.whole(token_id)
-        return found
+    def _visible_bytes_of(self, token_id: int) -> bytes:
+        return b"" if self.is_special(token_id) else self.whole[token_id]
 
 
 class Detokenizer:
     """Text of a growing answer.
 
     All that `push` and `flush` return, joined, equals `decode` of all ids. A character whose bytes are split over
-    tokens is held back until it is complete.
+    tokens is held back until it is complete. `kernels.make_outcomes` does what `push` does, where nothing is held
+    back before the tokens or behind them.
     """
 
-    def __init__(self, bytes_of: Callable[[int], bytes], strips_space: bool) -> None:
-        """See `Tokenizer.detokenizer`."""
-        self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    __slots__ = ("_at_start", "_held_bytes", "_pieces")
+
+    def __init__(self, pieces: Mapping[int, bytes], strips_space: bool) -> None:
+        """pieces: bytes of tokens. strips_space: the space before a text is not shown."""
+        self._pieces = pieces
+        self._held_bytes = b""  # of an unfinished character
         self._at_start = strips_space
-        self._between_characters = True  # no byte of an unfinished character is held back
 
     def push(self, ids: Sequence[int]) -> str:
         """Take further tokens and return the text that became certain."""
-        bytes_of = self._bytes_of
-        data = bytes_of(ids[0]) if len(ids) == 1 else b"".join([bytes_of(i) for i in ids])
-        if not data:
-            return ""
-        if self._between_characters and not self._at_start and data.isascii():
-            return data.decode("ascii")  # the common case, faster than `_emit` and equal to it
-        return self._emit(data, final=False)
+        pieces = self._pieces
+        data = pieces[ids[0]] if len(ids) == 1 else b"".join([pieces[i] for i in ids])
+        return self._read(data, final=False) if data else ""
 
     def flush(self) -> str:
         """Return what is left of an unfinished character. Call once, at the end."""
-        return self._emit(b"", final=True)
+        return self._read(b"", final=True)
 
-    def _emit(self, data: bytes, final: bool) -> str:
-        text = self._utf8.decode(data, final)
-        self._between_characters = not self._utf8.getstate()[0]
+    def _read(self, data: bytes, *, final: bool) -> str:
+        whole = self._held_bytes + data
+        text, num_read = codecs.utf_8_decode(whole, "replace", final)
+        self._held_bytes = whole[num_read:]
         if self._at_start and text:
             self._at_start = False
             return text.removeprefix(" ")

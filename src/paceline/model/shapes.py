@@ -17,9 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.core.errors import ModelNotFound, suggest
 from paceline.model.config import ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
-from paceline.model.detokenizer import byte_alphabet
 from paceline.model.experts import Experts
 from paceline.model.families import FAMILIES, PLAIN_PERIOD, MixedLayers
+from paceline.model.spelling import byte_alphabet
 from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:

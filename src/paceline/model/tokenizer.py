@@ -9,14 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import BYTE_DECODERS, BYTE_OF, Detokenizer, RawSpelling, TokenBytes
+from paceline.model.detokenizer import Detokenizer, TokenBytes
+from paceline.model.spelling import BYTE_DECODERS, BYTE_OF, RawSpelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import tokenizers
 
-    from paceline.model.detokenizer import Spelling
+    from paceline.model.spelling import Spelling
 
 log = logging.getLogger(__name__)
 
@@ -129,15 +130,15 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
-        bytes_of = self._bytes_of(skip_special)
-        text = b"".join(bytes_of(i) for i in ids).decode("utf-8", "replace")
+        pieces = self._pieces(skip_special)
+        text = b"".join([pieces[i] for i in ids]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
         """Return what makes the text of an answer that grows."""
-        return Detokenizer(self._bytes_of(skip_special), self.strips_space)
+        return Detokenizer(self._pieces(skip_special), self.strips_space)
 
-    def _bytes_of(self, skip_special: bool) -> Callable[[int], bytes]:
+    def _pieces(self, skip_special: bool) -> Mapping[int, bytes]:
         return self.pieces.visible if skip_special else self.pieces.whole
 
     def is_special(self, token_id: int) -> bool:
@@ -146,11 +147,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes a token stands for, which need not be whole characters."""
-        return self.pieces.whole(token_id)
+        return self.pieces.whole[token_id]
 
     def token_text(self, token_id: int) -> str:
         """Return one token as text, for log-probabilities; parts of characters become U+FFFD."""
-        return self.pieces.whole(token_id).decode("utf-8", "replace")
+        return self.pieces.whole[token_id].decode("utf-8", "replace")
 
 
 def raw_spelling(raw: tokenizers.Tokenizer) -> RawSpelling:

@@ -188,9 +188,9 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> str:
+def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> bytes:
     """Return the JSON of a model's tokenizer, kept or made now."""
-    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str()
+    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str().encode()
 
 
 def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
@@ -201,7 +201,7 @@ def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
     if table is not None and kept_tokenizer(digest) is not None:
         return Tokenizer(None, spelling=table, whole=partial(_whole_tokenizer, model.path, digest))
     tokenizer = Tokenizer(model.text.tokenizer())
-    keep_tokenizer(digest, tokenizer.raw.to_str(), TokenTable.of(tokenizer.pieces.spelling))
+    keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
     return tokenizer
 
 

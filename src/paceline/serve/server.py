@@ -373,8 +373,8 @@ def run(args: Namespace) -> int:
         )
     for name in ("paceline.access", "paceline.doings") if args.access_log else ():
         logging.getLogger(name).setLevel(logging.INFO)
-    begun = getattr(args, "begun", None)
-    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args), begun))
+    begun, began_s = getattr(args, "begun", None), getattr(args, "began_s", time.monotonic())
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args), begun, began_s))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -405,9 +405,8 @@ def log_level(environ: Mapping[str, str]) -> str:
 
 
 async def _serve(
-    config: HttpConfig, engine: EngineConfig, chat: ChatOptions, begun: EngineChild | None = None
+    config: HttpConfig, engine: EngineConfig, chat: ChatOptions, begun: EngineChild | None, began_s: float
 ) -> int:
-    start_s = time.monotonic()
     with LoadingBar() as bar:
 
         def on_progress(progress: Progress) -> None:
@@ -417,7 +416,7 @@ async def _serve(
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
             show_choices(ready.choices, sys.stdout)
-            ready_s = time.monotonic() - start_s
+            ready_s = time.monotonic() - began_s
             facts = ServerFacts(url, ready.template is not None, config.has_keys, ready_s, config.page)
             show_url(facts, sys.stdout)
 

@@ -98,7 +98,7 @@ class TokenizerCache:
 
     def _made(self, language: Language) -> Prompts:
         """Return prompts for an engine whose limits are not known yet."""
-        raw = tokenizers.Tokenizer.from_str(language.tokenizer_json)
+        raw = tokenizers.Tokenizer.from_buffer(language.tokenizer_json)
         tokenizer = Tokenizer(raw, eos_ids=language.eos_ids, bos_id=language.bos_id)
         prompts = self._options.prompts(tokenizer, self._template(language.template), NO_LIMIT, None, sampling={})
         _warm_up(prompts)

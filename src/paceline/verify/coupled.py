@@ -30,12 +30,7 @@ class Coupled:
         if scores.logits is not None:
             return judge_rows(coupled_row, draft, scores)
         kept = kernels.accept_coupled(draft.rows, list(scores.cu_len), scores.chosen)
-        return Verdict(tuple(map(_verdict, kept)))
-
-
-def _verdict(kept: list[int]) -> RowVerdict:
-    """Return a row's verdict as `judge_rows` does, for rows without logits."""
-    return RowVerdict(kept, len(kept) - 1) if kept else NO_GAIN
+        return Verdict(tuple([RowVerdict(ids, len(ids) - 1) if ids else NO_GAIN for ids in kept]))
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:

@@ -1,8 +1,11 @@
 """Compile kernels for GPUs that need not be there, and read what their machine code is made of.
 
-    python -m tests.backend.cuda.compile_kernels [--capability 90] [TEXT IN NAMES]
+    python -m tests.backend.cuda.compile_kernels [--capability 90] [--anew] [TEXT IN NAMES]
+    python -m tests.backend.cuda.compile_kernels --record
 
-Exits with 1 if anything is wrong. Results are kept by the hash of what they depend on, as a variant takes seconds.
+Exits with 1 if anything is wrong. Results are kept by the hash of what they depend on, as a variant takes seconds:
+those of the everyday variants in `RECORDED`, beside the sources, so that CI compiles only what has changed.
+`--record` writes that file; `--anew` compiles again and compares.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -36,6 +40,9 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program, by compute capa
 SPILLED_BYTES = {80: 16, 90: 0}
 OPCODES = re.compile(r"\b(?:[HQ]GMMA\.\d+x\d+x\d+|HMMA|LDGSTS|FFMA|STL)\b")
 DEVICE_CODE = Path(paceline.backend.cuda.__file__).parent / "device_code"
+RECORDED = Path(__file__).parents[2] / "data" / "compiled-kernels.json"
+FORM = 1  # of results; a higher one if `compile_anew` reads them in another way
+OLDER_STEP = 5  # each fifth variant is compiled for sm_80 every day
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,22 @@ class Compiled:
     opcodes: dict[str, int]  # how many of each of `OPCODES`
 
 
+def everyday() -> list[tuple[int, str]]:
+    """Return the variants that CI looks at: (capability, name)."""
+    table = variant_table()
+    older = [name for name, variant in table.items() if variant.capability <= 80]
+    return [(90, name) for name in table] + [(80, name) for name in older[::OLDER_STEP]]
+
+
 def compiled(variant: Variant, capability: int) -> Compiled:
     """Compile a variant, or read the result of an earlier time."""
-    kept = cache_folder() / "compiled-kernels" / f"{_hash(variant, capability)}.json"
+    key = _hash(variant, capability)
+    if key in _recorded():
+        return Compiled(**_recorded()[key])
+    kept = cache_folder() / "compiled-kernels" / f"{key}.json"
     if kept.exists():
         return Compiled(**json.loads(kept.read_text(encoding="utf-8")))
-    found = _compile(variant, capability)
+    found = compile_anew(variant, capability)
     kept.parent.mkdir(parents=True, exist_ok=True)
     partial_file = kept.with_suffix(f".{os.getpid()}")  # another process may read meanwhile
     partial_file.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -61,19 +78,44 @@ def compiled(variant: Variant, capability: int) -> Compiled:
     return found
 
 
+@lru_cache
+def _recorded() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return found
+
+
+def differs(variant: Variant, capability: int) -> bool:
+    """Compile a variant again; return whether that gives another result than the record."""
+    recorded = _recorded().get(_hash(variant, capability))
+    return recorded is not None and recorded != asdict(compile_anew(variant, capability))
+
+
+def record() -> None:
+    """Write the results of all everyday variants, a line each."""
+    table, lines = variant_table(), dict[str, str]()
+    for capability, name in everyday():
+        lines[_hash(table[name], capability)] = json.dumps(asdict(compiled(table[name], capability)))
+    text = ",\n".join(f'"{key}": {line}' for key, line in sorted(lines.items()))
+    RECORDED.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
+
+
 def _hash(variant: Variant, capability: int) -> str:
-    parts = [_sources(), triton.__version__, capability, variant.kernel, dict(variant.arguments)]
-    parts += [dict(variant.constants), sorted(variant.aligned), sorted(variant.unaligned), variant.options()]
+    parts = [_sources(variant.kernel.partition(":")[0]), FORM, OPCODES.pattern, triton.__version__, capability]
+    parts += [variant.kernel, dict(variant.arguments), dict(variant.constants)]
+    parts += [sorted(variant.aligned), sorted(variant.unaligned), variant.options()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @lru_cache
-def _sources() -> str:
-    files = [*sorted(DEVICE_CODE.glob("*.py")), Path(__file__)]
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+def _sources(module: str) -> str:
+    """Return the hash of a module of device code and of those that it imports."""
+    text = (DEVICE_CODE / f"{module}.py").read_text(encoding="utf-8")
+    others = [_sources(name) for name in re.findall(r"device_code\.(\w+) import", text)]
+    return hashlib.sha256("".join([text, *others]).encode()).hexdigest()
 
 
-def _compile(variant: Variant, capability: int) -> Compiled:
+def compile_anew(variant: Variant, capability: int) -> Compiled:
+    """Compile a variant, whatever is known of it."""
     code = triton.compile(_source(variant), target=GPUTarget("cuda", capability, 32), options=variant.options())
     tool = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
@@ -130,11 +172,15 @@ def faults(variant: Variant, capability: int) -> list[str]:
     return found
 
 
-def _line(capability: int, name: str) -> tuple[str, bool]:
+def _line(capability: int, anew: bool, name: str) -> tuple[str, bool]:
     """Return a variant's line of the table, and True if nothing is wrong with it."""
-    code = compiled(variant_table()[name], capability)
+    variant = variant_table()[name]
+    code = compiled(variant, capability)
     counts = ", ".join(f"{n} {opcode}" for opcode, n in sorted(code.opcodes.items()))
-    wrong = "; ".join(faults(variant_table()[name], capability))
+    found = faults(variant, capability)
+    if anew and differs(variant, capability):
+        found.append("not what is recorded")
+    wrong = "; ".join(found)
     line = (
         f"{name:<58}{code.registers:>5}{code.shared_bytes >> 10:>5} KB{code.spilled_bytes:>5} B  {counts}  {wrong}"
     )
@@ -146,12 +192,17 @@ def main() -> None:
     parser.add_argument("text", nargs="?", default="", help="only names that contain this")
     parser.add_argument("--capability", type=int, default=90, choices=sorted(SHARED_BYTES))
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--anew", action="store_true", help="compile again what is recorded, and compare")
+    parser.add_argument("--record", action="store_true", help="write the record of the everyday variants")
     args = parser.parse_args()
+    if args.record:
+        record()
+        return
     names = [n for n, v in variant_table().items() if args.text in n and v.capability <= args.capability]
     head = f"triton {triton.__version__}, sm_{args.capability}: registers, shared memory, spills, instructions"
     good = True
     with ProcessPoolExecutor(args.jobs) as pool:
-        for line, right in chain([(head, True)], pool.map(partial(_line, args.capability), names)):
+        for line, right in chain([(head, True)], pool.map(partial(_line, args.capability, args.anew), names)):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
             good &= right

@@ -20,7 +20,7 @@ from paceline.backend.seam import LateDraft
 from paceline.core.nouns import BROKEN, MOST_MARGIN, UNCHOSEN, Plan, Request, RowPlan, Stop
 from paceline.core.params import SamplingParams
 from tests.backend.cuda.texts import drafts_of, rows_with
-from tests.engine.same_text import PLAIN, RestlessK, assert_same, make_engine, run
+from tests.engine.same_text import PLAIN, RestlessK, assert_same, make_engine, plain_answers, run
 from tests.oracles import allotment as oracle
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Budgeted(RestlessK):
 @pytest.mark.parametrize("draft", ["draft-model:model=noisy", "ngram:min=1"])
 def test_passes_are_as_long_as_their_budget_and_texts_stay(draft: str, captured: bool) -> None:
     """Also where steps and drafting are padded and run as captured."""
-    plain = run(make_engine("off", PLAIN, types="cuda"), REQUESTS)
+    plain = plain_answers(REQUESTS, "cuda")
     engine = make_engine(f"{draft},k=8", PLAIN, types="cuda")
     engine.controller = Budgeted(draft.partition(":")[0], 8, 0)
     target: LateTarget = engine.target  # type: ignore[assignment]
@@ -177,7 +177,7 @@ def test_only_laws_that_admit_any_trim_have_budgets(law: str, budget: int | None
 
 def test_the_controller_sets_budgets_for_drafters_of_the_device() -> None:
     """Steps with drafts have one; texts stay, and no step verifies more."""
-    plain = run(make_engine("off", PLAIN, types="cuda"), REQUESTS)
+    plain = plain_answers(REQUESTS, "cuda")
     engine = make_engine("auto:suffix+draft-model:model=same", PLAIN, types="cuda")
     plan, budgets = engine.controller.plan, []
 

@@ -11,18 +11,21 @@ from paceline.backend.cuda.kernel_launch import ALIGNMENT, variant_table
 
 triton = pytest.importorskip("triton", reason="kernels need Triton's compiler")
 
-from tests.backend.cuda.compile_kernels import faults  # noqa: E402 - it imports Triton
+from tests.backend.cuda.compile_kernels import differs, everyday, faults  # noqa: E402 - it imports Triton
 
 TABLE = variant_table()
 
 
-EVERYDAY = [(90, name) for name in TABLE]
-EVERYDAY += [(80, name) for name in [n for n, v in TABLE.items() if v.capability <= 80][::5]]
-
-
-@pytest.mark.parametrize(("capability", "name"), EVERYDAY)
+@pytest.mark.parametrize(("capability", "name"), everyday())
 def test_machine_code(capability, name):
+    """As recorded of these sources; compiled where they have changed since."""
     assert faults(TABLE[name], capability) == []
+
+
+@pytest.mark.parametrize("name", ["finish bf16 4 bias", "keep_while_chosen"])
+def test_the_record_is_what_the_compiler_makes(name):
+    """The nightly run compiles all of them again."""
+    assert not differs(TABLE[name], 90)
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -173,8 +173,7 @@ def _scores(asked: LatePass, record: Record) -> Scores:
             chosen[at] = UNCHOSEN if specs[at].wants_logits else choose_token(row, specs[at])
             if specs[at].wants_logits:
                 logits.append(row)
-    starts = [rows.computed_len(r.row) for r in batch.rows]
-    taps = Taps(record.taps, record["cu_len"][: len(starts) + 1], record["slots"], starts) if record.taps else None
+    taps = _taps(asked, record) if record.taps else None
     if not logits:
         return Scores(cu_len, specs, chosen, taps=taps, draft=draft, made=made)
     return Scores(cu_len, specs, chosen, np.stack(logits), logit_rows(specs), taps, draft, made)
@@ -184,6 +183,12 @@ def _drafts(asked: Draft, record: Record, counts: Sequence[int]) -> Draft:
     """Return the first `counts[i]` drafts of each row, wherever they were made."""
     bounds = enumerate(zip(asked.rows, counts, strict=True))
     return Draft(tuple(_known(d, record, i, count) if d.is_bound else d.first(count) for i, (d, count) in bounds))
+
+
+def _taps(asked: LatePass, record: Record) -> Taps:
+    """Return the hidden states of a record's tokens, which stay on the device."""
+    starts = [asked.target.rows.computed_len(r.row) for r in asked.batch.rows]
+    return Taps(record.taps, record["cu_len"][: len(starts) + 1], record["slots"], starts)
 
 
 def _places(batch: Batch, counts: Sequence[int]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,7 @@ from paceline.backend.registry import FILE, MAX_INT_KV_HEAD
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import on_cores, usable_cores
-from paceline.model.config import ModelConfig, layer_shapes, tensor_shapes
+from paceline.model.config import ModelConfig, Rope, layer_shapes, tensor_shapes
 from paceline.model.files.packed_file import Wanted
 from paceline.model.heads.config import head_shapes
 from paceline.model.weights import LazyWeights
@@ -312,6 +311,24 @@ class Output:
     relay: PackedLayer | None = None  # messages between guesses that are made in one pass
 
 
+def _rotations(config: ModelConfig) -> list[tuple[Rope, int]]:
+    """Return the RoPEs of a model's layers with the sizes of their heads."""
+    return list(dict.fromkeys((view.rope, view.heads.dim) for view in config.views))
+
+
+def _turns(
+    rotations: list[tuple[Rope, int]], factors: NDArray[floating] | None
+) -> tuple[NDArray[float32], NDArray[float32]]:
+    """Return angles and magnitudes, each [num_rotations, pairs of the largest head]."""
+    most = max(dim for _, dim in rotations) // 2
+    tables = np.zeros((2, len(rotations), most), np.float32)
+    for index, (rope, dim) in enumerate(rotations):
+        own_factors = factors if rope.scaling == "factors" else None
+        tables[0, index, : dim // 2] = inverse_frequencies(rope, dim, own_factors)
+        tables[1, index, : dim // 2] = magnitudes(rope, dim)
+    return tables[0], tables[1]
+
+
 def compile_decoder(
     config: ModelConfig,
     team: kernels.ThreadPool,
@@ -323,11 +340,8 @@ def compile_decoder(
     norms_residual: bool = False,
 ) -> kernels.Decoder:
     """Assemble packed weights. `factors`: the tensor `rope_factors`, for the one RoPE that reads it."""
-    views = config.views
-    rotations = list(dict.fromkeys((view.rope, view.heads.dim) for view in views))
-    widest = max(view.heads.dim for view in views) // 2
-    own_factors = [None if rope.scaling != "factors" else factors for rope, _ in rotations]
-    angles = [inverse_frequencies(*r, f) for r, f in zip(rotations, own_factors, strict=True)]
+    views, rotations = config.views, _rotations(config)
+    angles, sizes = _turns(rotations, factors)
     fusing_matrices, fusing_vectors = entry.fusing or ({}, {})
     relay_matrices, relay_vectors = output.relay or ({}, {})
     input_matrices, input_vectors = entry.of_layers or ({}, {})
@@ -338,7 +352,7 @@ def compile_decoder(
         or config.intermediate_size * config.sharing_factor,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=2 * widest,
+        head_dim=2 * angles.shape[1],
         heads=[view.heads for view in views],
         kv_layers=list(config.kv_layers),
         norm_eps=config.norm_eps,
@@ -346,8 +360,8 @@ def compile_decoder(
         embed=entry.embed,
         head=output.head,
         final_norm=np.empty(0, np.float32) if output.norm is None else output.norm,
-        inverse_frequencies=np.stack([np.pad(a, (0, widest - len(a))) for a in angles]),
-        magnitudes=np.stack([np.pad(m, (0, widest - len(m))) for m in starmap(magnitudes, rotations)]),
+        inverse_frequencies=angles,
+        magnitudes=sizes,
         layers=layers,
         windows=list(config.windows),
         ropes=[rotations.index((view.rope, view.heads.dim)) for view in views],

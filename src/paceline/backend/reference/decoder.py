@@ -227,9 +227,10 @@ class ReferenceDecoder:
         return functional.embedding(token_ids, self.embed) * scale
 
     def _layer_inputs(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
-        """Return each token's own input to each layer [num_tokens, num_layers, size]; None if there are none.
+        """Return each token's own input to each layer, None if there are none.
 
-        It is the mean of a table's row and a projection of the token's embedding, times the root of 2.
+        [num_tokens, num_layers, size]: the sum of a table's row and a projection of the token's embedding, divided
+        by the root of 2.
         """
         size, hidden = self.config.layer_input_size, self.config.hidden_size
         if not size:
@@ -242,7 +243,7 @@ class ReferenceDecoder:
     def _with_input(
         self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, given: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return a layer's output after its own input and its factor, where the model has them."""
+        """Return a layer's output after its own input and its factor, if any."""
         if given is not None:
             gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "input_gate", hidden))
             hidden = hidden + self._norm(layer, "input_post_norm", linear(layer, "input_out", gate * given))

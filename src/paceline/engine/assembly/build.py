@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from paceline.verify.law import Law
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
-    OnLanguage = Callable[[str, Tokenizer, TemplateSource | None], None]
+    OnLanguage = Callable[[bytes, Tokenizer, TemplateSource | None], None]
 
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
@@ -97,7 +97,7 @@ class Loaded:
     template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
     reads_images: bool = False  # the model does, and Paceline does not
-    tokenizer_json: str = ""  # empty: nobody has asked for it
+    tokenizer_json: bytes = b""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
     weight_type: str | None = None  # that was chosen; None: the backend's default
     why_weights: str = ""
@@ -124,7 +124,7 @@ class Built:
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
-    tokenizer_json: str = ""  # empty: nobody has asked for it
+    tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
 
 
@@ -152,7 +152,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     for one in parse_drafters(config.draft, model.fingerprint).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
-    tokenizer, template, json = load_tokenizer(model), model.text.template(), ""
+    tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)

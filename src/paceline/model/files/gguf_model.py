@@ -254,7 +254,7 @@ def _heads(read: _GgufReader, sliding: Sliding | None, num_layers: int, usual: H
 
 
 def _lacks_values(file: GgufFile, sliding: Sliding | None, num_layers: int) -> bool:
-    """Return True if the first layer that sees all tokens has no matrix of values of its own."""
+    """Return True if layers that see all tokens lack a matrix of values."""
     full = next((i for i in range(num_layers) if sliding is None or i not in sliding.layers), 0)
     return LAYER_PREFIX.format(layer=full) + LAYER_NAMES["attn_v"] not in file.tensors
 

@@ -14,7 +14,7 @@ from paceline.model.files.kept_data import KeptData
 if TYPE_CHECKING:
     import tokenizers
 
-    from paceline.model.detokenizer import Spelling
+    from paceline.model.spelling import Spelling
 
 _ENDS: Final = "I"  # type of a place in memory
 _LIBRARY = version("tokenizers")
@@ -52,18 +52,17 @@ class TokenTable(msgspec.Struct, frozen=True):
 _as_table = msgspec.msgpack.Decoder(TokenTable).decode
 
 
-def kept_tokenizer(digest: str) -> str | None:
+def kept_tokenizer(digest: str) -> bytes | None:
     """Return a tokenizer's JSON, None if it is not kept or broken.
 
     digest: of what it is built from.
     """
-    data = _WHOLE.read(digest)
-    return None if data is None else data.decode()
+    return _WHOLE.read(digest)
 
 
-def keep_tokenizer(digest: str, text: str, table: TokenTable) -> None:
+def keep_tokenizer(digest: str, json: bytes, table: TokenTable) -> None:
     """Keep a tokenizer's JSON and the table of its tokens."""
-    _WHOLE.write(digest, text.encode())
+    _WHOLE.write(digest, json)
     _TABLES.write(digest, msgspec.msgpack.encode(table))
 
 
@@ -77,5 +76,5 @@ def read_kept(digest: str) -> tokenizers.Tokenizer | None:
     """Build the kept tokenizer; None if it was removed meanwhile."""
     import tokenizers
 
-    text = kept_tokenizer(digest)
-    return None if text is None else tokenizers.Tokenizer.from_str(text)
+    json = kept_tokenizer(digest)
+    return None if json is None else tokenizers.Tokenizer.from_buffer(json)

@@ -9,8 +9,9 @@ the client has is not sent. Either way the response goes on as if nothing had ha
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Outcome

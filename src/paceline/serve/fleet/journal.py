@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace as with_fields
+
 from paceline.core.errors import PacelineError
 from paceline.core.figures import Spent
 
@@ -108,7 +110,7 @@ class OngoingAnswer:
         leg.spent = leg.spent.after(outcome, first=not leg.spoke)
         leg.spoke = True
         if outcome.prompt_logprobs is not None and self.scored:
-            outcome = replace(outcome, prompt_logprobs=None)
+            outcome = with_fields(outcome, prompt_logprobs=None)
         ids, text = outcome.token_ids[skipped:], outcome.text[max(self.num_chars - before, 0) :]
         if not (ids or text or outcome.finish_reason or outcome.prompt_logprobs):
             return None
@@ -119,8 +121,8 @@ class OngoingAnswer:
         self.num_chars += len(text)
         if skipped:
             kept = None if outcome.logprobs is None else outcome.logprobs[skipped:]
-            outcome = replace(outcome, token_ids=ids, text=text, logprobs=kept, start=outcome.start + skipped)
-        return outcome if outcome.figures is None else replace(outcome, figures=self._total(outcome.figures))
+            outcome = with_fields(outcome, token_ids=ids, text=text, logprobs=kept, start=outcome.start + skipped)
+        return outcome if outcome.figures is None else with_fields(outcome, figures=self._total(outcome.figures))
 
     def figures(self) -> dict[str, Any]:
         """Return its line in the table of open requests."""

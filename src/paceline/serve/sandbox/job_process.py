@@ -66,7 +66,7 @@ def _tokenizer(job: SetTokenizer) -> Tokenizer:
 
     from paceline.model.tokenizer import Tokenizer
 
-    raw = tokenizers.Tokenizer.from_str(job.tokenizer_json)
+    raw = tokenizers.Tokenizer.from_buffer(job.tokenizer_json)
     tokenizer = Tokenizer(raw, eos_ids=job.eos_ids, bos_id=job.bos_id)
     _check("lark", 'start: "a"', tokenizer)  # reads the vocabulary, which takes seconds
     return tokenizer

@@ -26,7 +26,7 @@ class SetTemplate(Message, frozen=True):
 class SetTokenizer(Message, frozen=True):
     """The tokenizer that grammars are checked against."""
 
-    tokenizer_json: str
+    tokenizer_json: bytes
     eos_ids: tuple[int, ...]
     bos_id: int | None
     vocab_size: int

@@ -61,7 +61,7 @@ class Template(Message, frozen=True):
 class Language(Message, frozen=True):
     """Tokenizer and template, told long before `Ready`, so that the server makes its own meanwhile."""
 
-    tokenizer_json: str
+    tokenizer_json: bytes
     template: Template | None
     eos_ids: tuple[int, ...]
     bos_id: int | None
@@ -93,7 +93,7 @@ class Ready(Message, frozen=True):
     model_name: str
     max_len: int  # tokens of prompt and answer of one request
     vocab_size: int
-    tokenizer_json: str
+    tokenizer_json: bytes
     eos_ids: tuple[int, ...]
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused

@@ -207,7 +207,7 @@ def _ready(built: Built) -> Ready:
         model_name=built.model_name,
         max_len=built.max_len,
         vocab_size=built.engine.target.config.vocab_size,
-        tokenizer_json=built.tokenizer_json or tokenizer.raw.to_str(),
+        tokenizer_json=built.tokenizer_json or tokenizer.raw.to_str().encode(),
         eos_ids=tuple(tokenizer.eos_ids),
         bos_id=tokenizer.bos_id,
         template=_template(built.template),

@@ -1,0 +1,89 @@
+"""Tokens of a vocabulary as bytes, as the library's tokenizer writes them."""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of byte-level BPE (GPT-2).
+
+    A printable byte is its own character; the others are numbered from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (b for b in range(256) if b not in printable)
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    if all(char in BYTE_OF for char in token):
+        return bytes(BYTE_OF[char] for char in token)
+    return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+
+
+# Conversion of a vocabulary entry to bytes, by the decoder in tokenizer.json that implies it.
+BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
+    "ByteLevel": _byte_level,
+    "ByteFallback": _sentence_piece,
+    "Metaspace": _sentence_piece,
+}
+
+
+class Spelling(Protocol):
+    """Tokens of a vocabulary as bytes."""
+
+    @property
+    def strips_space(self) -> bool:
+        """True if a text gets a space before it, which is not shown."""
+
+    @property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def special(self) -> Collection[int]:
+        """Tokens that steer the model and are not text."""
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+
+
+class RawSpelling:
+    """Tokens as the library's tokenizer writes them."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, decode: Callable[[str], bytes], *, strips_space: bool) -> None:
+        """Read the added tokens. decode: vocabulary entry -> bytes, one of `BYTE_DECODERS`."""
+        self.strips_space = strips_space
+        self._raw, self._decode = raw, decode
+        added = raw.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self._raw.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token; b"" for an unknown id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
+        return b"" if token is None else self._decode(token)
