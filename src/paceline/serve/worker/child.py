@@ -44,8 +44,22 @@ class EngineChild:
             self._process.stdin.flush()
 
     async def wait(self) -> int:
-        """Wait until it has ended; return its exit status."""
-        return await asyncio.to_thread(self._process.wait)
+        """Wait until it has ended; return its exit status.
+
+        A thread for each process would leave none of the loop's few threads to a server with many replicas.
+        """
+        try:
+            handle = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # another system, or it has ended
+            return await asyncio.to_thread(self._process.wait)
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(handle, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+        return self._process.wait()
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
