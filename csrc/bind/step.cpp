@@ -274,7 +274,8 @@ nb::list make_outcomes(const nb::list& gains, nb::list outcomes, const nb::type_
     nb::list left;
     for (size_t i = 0; i < nb::len(gains); ++i) {
         const nb::object gain = gains[i], response = gain[0], checker = name.checker.get(response), unread = name.unread.get(checker);
-        const auto count = static_cast<int64_t>(nb::len(gain[1]));
+        const nb::tuple tokens{nb::object(gain[1])};
+        const auto count = static_cast<int64_t>(nb::len(tokens));
         const bool scored = !name.prompt_logprobs.get(response).is_none() || !name.logprobs.get(gain[2]).is_none();
         const bool plain = !scored && nb::len(unread) && !length(checker, name.text) && told_by_tokens(response, count);
         const nb::object text = plain ? text_of(name.detokenizer.get(checker), unread) : nb::object();
@@ -283,7 +284,7 @@ nb::list make_outcomes(const nb::list& gains, nb::list outcomes, const nb::type_
             continue;
         }
         const int64_t start = number(checker, name.num_tokens) - count;
-        outcomes.append(type(name.request_id.get(response), nb::tuple(nb::object(gain[1])), text, "start"_a = start));
+        outcomes.append(type(name.request_id.get(response), tokens, text, "start"_a = start));
         put(checker, name.unread, nb::tuple());
         add(response, name.told_passes, count);
     }

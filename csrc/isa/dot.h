@@ -82,6 +82,20 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #endif
 
+// Add the products of two signed words of 16 bits in each lane.
+PACELINE_INLINE void dot_words(i32v& sums, i32v a, i32v b) {
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+#elif defined(__AVXVNNI__)
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
+#elif defined(__AVX2__)
+    sums += (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    for (int lane = 0; lane < kLanes; ++lane)
+        sums[lane] += (int16_t)a[lane] * (int16_t)b[lane] + (a[lane] >> 16) * (b[lane] >> 16);
+#endif
+}
+
 // The scaled result of an integer sum over `SpreadRows`: every kernel ends with these operations.
 PACELINE_INLINE f32v scaled_sum(i32v sums, f32v row_scale, f32v output_scale) { return to_float(sums) * row_scale * output_scale; }
 

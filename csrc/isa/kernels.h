@@ -82,13 +82,27 @@ struct GemmKernels {
     void (*leave)();  // releases tile registers of this thread; the thread pool calls it at the end of each run
 };
 
-// Int8 with a scale for each superblock of inputs, for weights in a file's blocks (blocks.h). Beside each superblock 28 numbers: -32
-// times the sums of each 16 values, and of each 32; then, as bytes, the sums of each 32 again: first their 64ths, then the rests.
+// What lies beside 32 inputs of activations, a stretch. They are its bytes times 2**exponent times the unit of their superblock.
+struct StretchFacts {
+    int32_t exponent;
+    int32_t exponent_pair;  // the same as a word of 16 bits, and above it the next stretch's
+    int32_t start;          // -32 times the sum of the bytes
+    int32_t starts[2];      // and of the first and last 16
+};
+
+// And beside 256 inputs, a superblock.
+struct SuperFacts {
+    StretchFacts stretches[8];
+    float unit;
+    int32_t sums_shift;
+    int8_t sums[16];  // of stretches, shifted left by the exponent, right by `sums_shift`: their 128ths [8], then the rests [8]
+};
+
+// Int8 activations, for weights in a file's blocks (blocks.h).
 struct BlockRows {
     const int8_t* values;  // [num_rows, num_supers * 256]
     size_t num_supers, num_stretches;
-    const float* scales;   // [num_rows, num_supers]
-    const int32_t* sums;   // [num_rows, num_supers, 28]
+    const SuperFacts* facts;  // [num_rows, num_supers]
 };
 constexpr size_t kNumBlockForms = 9;
 
@@ -96,7 +110,7 @@ struct BlockKernels {
     // By form, as `GemmKernels` for one panel.
     void (*multiply[kNumBlockForms])(const uint8_t* panel, const BlockRows& rows, size_t first, size_t end, float* out, size_t stride);
     // One row of `BlockRows`; width: a multiple of 64. Values behind it stay.
-    void (*quantise)(const float* x, size_t width, int8_t* values, float* scales, int32_t* sums);
+    void (*quantise)(const float* x, size_t width, int8_t* values, SuperFacts* facts);
 };
 
 struct LayerKernels {

@@ -115,6 +115,10 @@ constexpr FileForm kFileForms[kNumBlockForms] = {
 
 // Write the values of one stretch of a row.
 void put_stretch(const BlockForm& form, const uint8_t* values, uint8_t* to, size_t lane) {
+    if (form.bytes()) {
+        for (size_t i = 0; i < kStretch; i += 4) std::memcpy(to + (i * kPanel / 4 + lane) * 4, values + i, 4);
+        return;
+    }
     for (size_t pair = 0; pair < kStretch / 8; ++pair)
         for (size_t i = 0; i < 4; ++i)
             to[(pair * kPanel + lane) * 4 + i] = static_cast<uint8_t>((values[8 * pair + i] & 15) | (values[8 * pair + 4 + i] & 15) << 4);
@@ -129,6 +133,7 @@ void put_stretch(const BlockForm& form, const uint8_t* values, uint8_t* to, size
 
 uint8_t value_at(const BlockForm& form, const uint8_t* stretch, size_t lane, size_t i) {
     const size_t quad = i / 4;
+    if (form.bytes()) return stretch[(quad * kPanel + lane) * 4 + i % 4];
     const uint8_t both = stretch[(quad / 2 * kPanel + lane) * 4 + i % 4];
     const auto low = static_cast<uint8_t>(quad % 2 ? both >> 4 : both & 15);
     if (form.codes != Codes::none) return kCodes[static_cast<int>(form.codes)][low];
@@ -144,7 +149,7 @@ void put_header(const BlockForm& form, const FileBlock& b, uint8_t* header, size
     if (!form.floats()) put_half(header + lane * 2, b.scale);
     if (form.minima) put_half(header + form.minimum_at() + lane * 2, b.minimum_scale);
     for (size_t g = 0; g < form.num_groups(); ++g) {
-        uint8_t* const to = header + form.scales_at() + (g * kPanel + lane) * (form.floats() ? 2 : 1);
+        uint8_t* const to = header + form.scale_at(g, lane);
         if (form.floats())
             put_half(to, b.float_scales[g]);
         else
@@ -159,7 +164,7 @@ struct Affine {
 };
 
 Affine affine_at(const BlockForm& form, const uint8_t* header, size_t lane, size_t group) {
-    const uint8_t* const at = header + form.scales_at() + (group * kPanel + lane) * (form.floats() ? 2 : 1);
+    const uint8_t* const at = header + form.scale_at(group, lane);
     if (form.scales == Scales::halves) return {from_half(half_at(at)), 0.0f};
     if (form.scales == Scales::bfloats) return {std::bit_cast<float>(uint32_t{half_at(at)} << 16), 0.0f};
     const float scale = from_half(half_at(header + lane * 2)) * static_cast<float>(static_cast<int8_t>(*at));

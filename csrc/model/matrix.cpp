@@ -97,7 +97,8 @@ void Activations::reserve(size_t num_rows, size_t width) {
     values_.resize(std::max(values_.size(), num_rows * width));
     floats_.resize(std::max(floats_.size(), num_rows * width));
     scales_.resize(std::max(scales_.size(), num_rows * width / kInt4Group));
-    sums_.resize(std::max({sums_.size(), scales_.size(), num_rows * kTileLanes, num_rows * width / kSuper * kRowSums}));
+    sums_.resize(std::max({sums_.size(), scales_.size(), num_rows * kTileLanes}));
+    facts_.resize(std::max(facts_.size(), num_rows * width / kSuper));
 }
 
 void Activations::set(size_t row, const float* x, WeightType type, size_t width) {
@@ -113,7 +114,7 @@ void Activations::set(size_t row, const float* x, WeightType type, size_t width)
     }
     if (is_blocks(type)) {
         const size_t supers = round_up(width, kSuper) / kSuper, at = row * supers;
-        kernels().blocks.quantise(x, round_up(width, kInt8Group), values_.data() + at * kSuper, &scales_[at], &sums_[at * kRowSums]);
+        kernels().blocks.quantise(x, round_up(width, kInt8Group), values_.data() + at * kSuper, &facts_[at]);
         return;
     }
     const size_t padded = round_up(width, kInt4Group), num_groups = padded / kInt4Group;

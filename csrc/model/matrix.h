@@ -58,7 +58,7 @@ class Activations {
     SpreadRows spread(size_t width) const { return {values_.data(), round_up(width, kInt8Group), scales_.data(), sums_.data()}; }
     BlockRows blocks(size_t width) const {
         const size_t supers = round_up(width, kSuper) / kSuper;
-        return {values_.data(), supers, round_up(width, kStretch) / kStretch, scales_.data(), sums_.data()};
+        return {values_.data(), supers, round_up(width, kStretch) / kStretch, facts_.data()};
     }
     FloatRows floats(size_t width) const { return {floats_.data(), width}; }
 
@@ -66,6 +66,7 @@ class Activations {
     AlignedVector<int8_t> values_;
     AlignedVector<float> floats_, scales_;
     AlignedVector<int32_t> sums_;
+    AlignedVector<SuperFacts> facts_;
 };
 
 class Matrix {

@@ -82,6 +82,20 @@ def test_a_rows_bits_do_not_depend_on_others(kind: str) -> None:
         np.testing.assert_array_equal(multiplied(matrix, x[40 : 40 + count]), whole[40 : 40 + count])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_outlier_costs_its_own_32_inputs(kind: str) -> None:
+    """Others keep steps that are up to 16 times as fine."""
+    rng = np.random.default_rng(5)
+    width = widths(kind)[-1]
+    rows = random_blocks(rng, kind, OUT, width)
+    weights = dequantised(kind, rows).astype(np.float64)
+    x = rng.standard_normal((4, width), np.float32)
+    x[:, ::256] = 64.0
+    one_scale = np.rint(x / 64.0 * 127) / 127 * 64.0
+    found, coarse = multiplied(packed(kind, rows, width), x) - x @ weights.T, (one_scale - x) @ weights.T
+    assert found.std() < 0.5 * coarse.std()  # the square root of an eighth, and a little
+
+
 def test_extreme_values_stay_exact() -> None:
     """The largest values, scales and activations of one sign: sums reach their bounds."""
     for kind in KINDS:

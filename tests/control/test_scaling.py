@@ -77,6 +77,12 @@ def test_prompts_that_wait_count_without_rows() -> None:
     assert wanted([fleet(4, 40_000, 4)], OBJECTIVE) == 9  # 8 s of prompts, 0.9 s allowed on each
 
 
+def test_one_long_prompt_is_no_queue() -> None:
+    views = fleet(4, 0, 4)
+    views[0] = views[0]._replace(backlog_tokens=100_000)
+    assert wanted([views], OBJECTIVE) <= 4
+
+
 def test_drafts_that_bring_more_tokens_need_fewer_replicas() -> None:
     plain = fleet(160, 0, 4)
     drafted = [v._replace(step_s_by_rows=tuple(s / 2 for s in STEPS)) for v in plain]

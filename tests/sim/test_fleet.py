@@ -168,6 +168,22 @@ def test_routes_on_a_slice_of_the_mooncake_trace() -> None:
     assert found["seconds"]["busiest"] < 1.2
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("size", "pages", "hits", "ttft", "busiest"), [(16, 2000, 0.30, 0.5, 1.2), (64, 1000, 0.34, 0.7, 1.6)]
+)
+def test_routing_by_seconds_keeps_its_bars_on_the_whole_mooncake_trace(size, pages, hits, ttft, busiest) -> None:
+    trace = mooncake(100_000)
+    setup = FleetSetup.of(size, kind(read_profile(H100), 64, "ours", 5000.0), trace)
+    seconds, turns = (
+        figures(setup.run(trace, policy_named(route), FleetOptions(cache_pages=pages)))
+        for route in ("seconds", "round-robin")
+    )
+    assert seconds["hits"] >= hits
+    assert seconds["ttft_mean_s"] <= ttft * turns["ttft_mean_s"]
+    assert seconds["busiest"] <= busiest
+
+
 def test_slow_replicas_get_fewer_requests() -> None:
     trace = poisson(200, 1.5, 200, 60)
     setup = replace(small(False), speeds=(1.0, 1.0, 0.25))
@@ -176,12 +192,12 @@ def test_slow_replicas_get_fewer_requests() -> None:
 
 
 def test_a_scaler_follows_the_load() -> None:
-    busy, quiet = poisson(400, 2.0, 200, 100), poisson(30, 0.1, 200, 100, 1)
+    busy, quiet = poisson(400, 2.0, 200, 100), poisson(120, 0.1, 200, 100, 1)
     times = np.concatenate([busy.arrival_s, quiet.arrival_s + busy.arrival_s[-1]])
     arrays = (
         np.concatenate(a) for a in ((busy.prompt_lens, quiet.prompt_lens), (busy.output_lens, quiet.output_lens))
     )
-    trace = FleetTrace(times, *arrays, [()] * 430)
+    trace = FleetTrace(times, *arrays, [()] * 520)
     setup = replace(small(False), num_replicas=6)
     objective = ScalingObjective(0.03, 1.0, least=1, most=6)
     done = setup.run(trace, policy_named("seconds"), FleetOptions(objective=objective, start_s=10.0))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 WINDOW_S = 30.0  # of snapshots that are looked at
 QUANTILE = 0.9  # of their strains
+LONG_PROMPT = 2.0  # times the backlog that is allowed, which a replica counts for at most: one prompt is no queue
 SHRINK_AFTER_S = 180.0  # for which fewer replicas must have been wanted: three times what one takes to start
 MAX_REPLICAS = 4096
 
@@ -79,10 +80,11 @@ def strain(snapshots: Sequence[Snapshot], size: int, objective: ScalingObjective
 
 def _strain(snapshot: Snapshot, size: int, objective: ScalingObjective) -> float:
     """Return the strain of a load that is spread evenly over replicas like these."""
-    kinds = {(v.prefill_s_per_token, v.step_s_by_rows) for v in snapshot}
+    tables = {id(v.step_s_by_rows): v.step_s_by_rows for v in snapshot}.values()  # hashing them takes longer
     rows = ceil(sum(v.open_rows for v in snapshot) / size)
-    backlog_s = sum(v.backlog_tokens * v.prefill_s_per_token for v in snapshot) / size
-    tpot_s = max(decoding_s(rows - 1, table)[0] for _, table in kinds) if rows else 0.0
+    most_s = LONG_PROMPT * objective.backlog_s
+    backlog_s = sum(min(v.backlog_tokens * v.prefill_s_per_token, most_s) for v in snapshot) / size
+    tpot_s = max(decoding_s(rows - 1, table)[0] for table in tables) if rows else 0.0
     return max(tpot_s / objective.tpot_s, backlog_s / objective.backlog_s)
 
 

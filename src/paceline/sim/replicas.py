@@ -1,8 +1,8 @@
 """Replicas of a simulated fleet, on one event clock: step-exact ones, and fluid ones.
 
 A step-exact replica is the simulator of one engine, run step by step. A fluid replica has constant rates between
-events (a prompt is computed, an answer ends), from a `RateTable`. It is about a hundred times as fast, and is
-checked against the other in tests.
+events (a prompt is computed, an answer ends), from a `RateTable`. It is much faster, and tests check it against
+the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.simulator import PlannedStep
 
-LATE = 1e-9  # s; events this close count as one
+LATE = 1e-6  # of a step, a token or a second: rounding leaves less, even at the end of a day
 
 
 class Leg(NamedTuple):

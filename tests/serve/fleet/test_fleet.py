@@ -458,6 +458,18 @@ def test_a_hedged_answer_outlives_one_of_its_replicas() -> None:
     run(scenario)
 
 
+def test_no_replica_of_another_promise_key_is_a_second_writer() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, "ab", hedge="p95", resume="any") as bench:
+            ready_to_hedge(bench)
+            await bench.ask(request := request_of("r"))
+            await asyncio.sleep(4 * TICK_S)
+            assert [len(fake.submitted) for fake in bench.fakes] in ([1, 0], [0, 1])
+            await bench.finish(request)
+
+    run(scenario)
+
+
 def test_hedging_keeps_to_its_budget() -> None:
     hedging = Hedging()
     for _ in range(MIN_SAMPLES):

@@ -46,6 +46,14 @@ class Dispatch:
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 
+    def second(self, answer: OngoingAnswer, first: str) -> tuple[Member, RouteChoice] | None:
+        """Return a second replica, with the first one's promise key; None if there is none."""
+        ready = self._members[first].ready
+        if ready is None:
+            return None
+        answer.promise = ready.promise  # from now on, as either may speak first
+        return self._chosen(answer, {first}, silent=False, promise=ready.promise)
+
     def _chosen(
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, RouteChoice] | None:

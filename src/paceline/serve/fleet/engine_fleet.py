@@ -458,7 +458,7 @@ class EngineFleet:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
         for answer, leg in () if hedging is None else hedging.late(self._journal.open.values()):
-            found = self._dispatch.choose(answer, {leg.replica})
+            found = self._dispatch.second(answer, leg.replica)
             if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
                 hedging.num_hedged += 1
 

@@ -48,7 +48,7 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
 
 
 def replica_config(engine: EngineConfig, number: int, replicas: int) -> EngineConfig:
-    """Return the config of a replica: its part of memory and disk, and its own files."""
+    """Return a replica's config: its part of memory and disk, and its own files."""
     disk, trace = engine.kv_disk, engine.trace
     return replace(
         engine,
