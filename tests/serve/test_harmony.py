@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.model.template import ChatTemplate, TemplateSource
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.registry import family_of
