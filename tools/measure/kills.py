@@ -1,4 +1,4 @@
-"""Kill replicas of a fleet under load, many times, and look whether an answer is lost or different.
+"""Kill replicas of a fleet under load, and compare every answer.
 
     python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 3] [--in-flight 8] [--out FILE]
 
