@@ -64,6 +64,8 @@ def over_budget(draft: str, budget: tuple[int, int]) -> str | None:
 @cache
 def _files_that_run(draft: str) -> frozenset[str]:
     engine = _engine(draft)
+    for token_id in range(engine.tokenizer.vocab_size):
+        engine.tokenizer.pieces.visible[token_id]  # bytes are looked up when a token is first seen
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=MAX_TOKENS)
     engine.add(Request("traced", PROMPT, params, seed=1))
     while not engine.scheduler.decoding():

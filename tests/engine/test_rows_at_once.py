@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from paceline import kernels
 from paceline.core.nouns import BatchRow, Outcome, Request, RowVerdict
 from paceline.core.params import SamplingParams
-from paceline.engine.output import OutputQueue, Response
+from paceline.engine.output import OutputQueue, Response, StopChecker
+from paceline.engine.scheduler import RequestState
 from paceline.model.detokenizer import Detokenizer
 from tests.engine.same_text import Settings, make_engine
 from tests.oracles import step as oracle
@@ -20,7 +21,6 @@ from tests.tiny import tiny_tokenizer
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
-    from paceline.engine.scheduler import RequestState
 
 TOKENIZER = tiny_tokenizer()
 STATE = ("token_ids", "num_drafts", "scheduled_len", "computed_len", "in_flight", "in_flight_tokens", "decoding")
@@ -113,20 +113,24 @@ def test_most_rows_of_plain_decoding_are_taken_in_at_once(monkeypatch: pytest.Mo
     assert sum(passes for _, passes in left) == 8 * 28
 
 
-def told(runs: list[list[int]], *, strips_space: bool) -> list[tuple[tuple[int, ...], str]]:
+def told(runs: list[list[int]], *, strips_space: bool) -> list[tuple[object, ...]]:
     """The outcomes of an answer that gains runs of tokens, and what is held back at its end."""
     detokenizer = Detokenizer(TOKENIZER.pieces.visible, strips_space)
     outputs, response = _open_answer(detokenizer)
     for run in runs:
         response.take(run)
+        response.decode_passes = response.checker.num_tokens - 1  # as plain decoding leaves it
         outputs.put(response, run, RowVerdict(run))
         outputs.flush()
-    return [(o.token_ids, o.text) for o in outputs.take_outcomes()] + [((), detokenizer.flush())]
+    found: list[tuple[object, ...]] = [(o.token_ids, o.text, o.start, o.spent) for o in outputs.take_outcomes()]
+    return [*found, (detokenizer.flush(),)]
 
 
 def _open_answer(detokenizer: Detokenizer) -> tuple[OutputQueue, Response]:
     outputs = OutputQueue(_never_ends)
-    outputs.open(Request("0", (1,), SamplingParams(max_tokens=99), seed=0), frozenset(), detokenizer)
+    request = Request("0", (1,), SamplingParams(max_tokens=99), seed=0)
+    state = RequestState(request, order=0, hashes=[], token_ids=[1], answer_end=100)
+    outputs.open(state, StopChecker(request, frozenset(), detokenizer))
     return outputs, outputs.responses["0"]
 
 
@@ -147,10 +151,12 @@ def test_only_text_with_parts_of_characters_is_left_to_python() -> None:
     """And that of tokens whose bytes nobody has asked for yet."""
     outputs, response = _open_answer(tiny_tokenizer().detokenizer())
     left = []
+    response.started = True
     for text in ("Zo\u00eb", "\u20ac", "Zo\u00eb", "\u20ac"):
         ids = TOKENIZER.encode(text)
         for part in (ids[:2], ids[2:]):
             response.take(part)
+            response.decode_passes = response.told_passes + len(part)
             gains = [(response, part, RowVerdict(part))]
             left.append(len(kernels.make_outcomes(gains, outputs.outcomes, Outcome)))
             response.checker.text()

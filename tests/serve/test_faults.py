@@ -63,7 +63,8 @@ def start_streams(server: Server, count: int) -> tuple[ThreadPoolExecutor, list[
     barrier = threading.Barrier(count + 1)
 
     def read() -> tuple[list[str], float]:
-        waiting, data = True, []
+        waiting = True
+        data: list[str] = []
         body = LONG | {"stream": True}
         with (
             httpx.Client(timeout=60.0) as client,
@@ -212,7 +213,7 @@ def test_the_first_request_after_a_start_is_counted_as_the_first(model: Path) ->
 
 def _alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

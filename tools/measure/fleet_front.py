@@ -47,7 +47,7 @@ async def routing_s(replicas: int, requests: int) -> list[float]:
 
 
 async def journal_s() -> float:
-    """Return the seconds that an outcome of one token takes in the front."""
+    """Return an outcome's seconds in the front, beyond what the fake takes."""
     fleet, engines = EngineFleet(ReplicaOptions()), FakeEngines()
     fleet.add("0", engines)
     await asyncio.sleep(0)

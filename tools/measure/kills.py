@@ -1,4 +1,4 @@
-"""Harm replicas of a fleet under load, and count lost and different answers.
+"""Kill replicas of a fleet under load, and compare every answer.
 
     python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 3] [--in-flight 8] [--out FILE]
 
@@ -102,7 +102,7 @@ class Rounds:
     def answers(self, bodies: list[dict[str, Any]], harm: str | None) -> tuple[list[TimedStream], float, set[str]]:
         """Answer all at once, and do harm meanwhile.
 
-        Returns the time of it, and the requests on that replica.
+        Returns its time and the requests on that replica.
         """
         found = [TimedStream() for _ in bodies]
         with ThreadPoolExecutor(len(bodies)) as pool:

@@ -12,6 +12,7 @@ from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.stats import Gauges, Stats
 from paceline.serve.engines import Answers
+from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.worker.messages import Ready, Snapshot
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class FakeEngines:
         self.submitted: list[Request] = []
         self.full = False
         self._answers: dict[str, Answers] = {}
+        self.commands = FleetCommands({})
         self.load()
 
     def load(self) -> None:

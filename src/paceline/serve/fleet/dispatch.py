@@ -58,7 +58,7 @@ class Dispatch:
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, RouteChoice] | None:
         members = self._members
-        banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
+        banned = {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
@@ -92,3 +92,8 @@ class Dispatch:
         if answer.page_hashes is None:
             answer.page_hashes = page_hashes(answer.request)
         return answer.page_hashes
+
+
+def _same(member: Member | None, restarts: int) -> bool:
+    """Return True for a replica that is there, in the same process as then."""
+    return member is not None and restarts == member.engines.restarts
