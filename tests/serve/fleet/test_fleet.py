@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace as with_fields
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
@@ -548,5 +549,44 @@ def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
             for index in range(4):
                 await bench.ask(request_of(f"r{index}"))
             assert [fake.num_open for fake in bench.fakes] == [2, 2]
+
+    run(scenario)
+
+
+# Legs that are left over ---------------------------------------------------------------------------------
+
+
+async def hedged(bench: Bench, request: Request) -> tuple[FakeEngines, FakeEngines]:
+    """Let both replicas write an answer; return the first one first."""
+    ready_to_hedge(bench)
+    await bench.ask(request)
+    first = bench.writer(request.request_id)
+    await until(lambda: all(request.request_id in fake.rows for fake in bench.fakes))
+    return first, bench.fakes[1 - bench.fakes.index(first)]
+
+
+def test_a_refusal_by_one_writer_leaves_the_answer_to_the_other() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            first, second = await hedged(bench, request := request_of("r"))
+            first.say("r", 2)
+            second.refuse("r", RequestError("not here"))
+            await bench.finish(request)
+            assert bench.heard["r"].error is None
+            assert all(member.num_legs == 0 for member in bench.fleet.members.values())
+
+    run(scenario)
+
+
+def test_an_answer_that_ends_leaves_no_writer_behind() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            first, second = await hedged(bench, request_of("r"))
+            first.say("r", 5)
+            second.tell(with_fields(second.rows["r"].more(3), finish_reason="stop"))
+            assert bench.heard["r"].last is not None
+            await settle()
+            assert all(member.num_legs == 0 for member in bench.fleet.members.values())
+            assert not any(fake.rows for fake in bench.fakes)
 
     run(scenario)

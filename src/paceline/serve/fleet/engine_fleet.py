@@ -20,7 +20,8 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import Dispatch
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
-from paceline.serve.fleet.journal import Journal, WordsMissing
+from paceline.serve.fleet.journal import WordsMissing
+from paceline.serve.fleet.legs import Legs
 from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
-POISON = "this request ended every engine that took it, so it is given up"
 MIXED = "replica %s has another promise key than others: none of them can go on with the other's answers"
 FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
@@ -58,10 +58,9 @@ class EngineFleet:
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
         self._dispatch = Dispatch(options, self.members, metrics)
-        self._journal = Journal()
+        self._legs = Legs(self.members, self.spawn)
         self._hedging = Hedging() if options.hedge != "off" else None
         self._audits = Audits(options.audit, metrics.audited, metrics.audit_mismatches)
-        self._waiting: dict[str, float] = {}  # request id -> when its answer is given up
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
         self.spawn(self._watch_replicas())
@@ -93,7 +92,7 @@ class EngineFleet:
     @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
-        return len(self._journal.open)
+        return len(self._legs.journal.open)
 
     @property
     def restarts(self) -> int:
@@ -110,7 +109,7 @@ class EngineFleet:
         if self.ready is None:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
-        begun = [self._journal.begin(request, answers) for request in requests]
+        begun = [self._legs.journal.begin(request, answers) for request in requests]
         if self._hedging is not None:
             self._hedging.num_requests += len(begun)
         try:
@@ -127,9 +126,8 @@ class EngineFleet:
         answers.index.clear()
         legs = []
         for request_id in still_open:
-            self._waiting.pop(request_id, None)
-            if (answer := self._journal.end(request_id)) is not None:
-                legs += [self._end_leg(answer, leg) for leg in tuple(answer.legs)]
+            if (answer := self._legs.journal.end(request_id)) is not None:
+                legs += [self._legs.end(answer, leg) for leg in tuple(answer.legs)]
         for at_replica in legs:
             if at_replica is not None:
                 await at_replica.close()
@@ -163,10 +161,10 @@ class EngineFleet:
             member.engines.abandon()
 
     def _fail_open(self) -> None:
-        for answer in tuple(self._journal.open.values()):
+        for answer in tuple(self._legs.journal.open.values()):
             for leg in tuple(answer.legs):
-                self._end_leg(answer, leg)
-            self._fail(answer, EngineDied(STOPPING))
+                self._legs.end(answer, leg)
+            self._legs.fail(answer, EngineDied(STOPPING))
 
     # For operators -----------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ class EngineFleet:
 
     async def move(self, request_id: str, name: str) -> None:
         """Give an answer to another replica. Raises `RequestError`."""
-        member, answer = self._member(name), self._journal.open.get(request_id)
+        member, answer = self._member(name), self._legs.journal.open.get(request_id)
         if answer is None:
             raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
         promise = member.ready.promise if member.ready is not None else None
@@ -186,7 +184,7 @@ class EngineFleet:
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
-        self._leave(answer)
+        self._legs.leave(answer)
         if not await self._begin_leg(answer, member, "move"):
             await self._place(answer, "move")
 
@@ -196,7 +194,7 @@ class EngineFleet:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the table of open requests."""
-        return self._journal.figures()
+        return self._legs.journal.figures()
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -211,7 +209,7 @@ class EngineFleet:
         why: it goes on for this reason; None: it is new.
         """
         tried = set(answer.full)
-        while self._is_open(answer) and not answer.legs:
+        while self._legs.is_open(answer) and not answer.legs:
             found = self._dispatch.choose(answer, tried, silent=True)
             if found is None:
                 self._wait(answer, why)
@@ -236,7 +234,7 @@ class EngineFleet:
             at_replica = await member.engines.submit([answer.continued()], partial(self._on_event, answer, leg))
         except EngineDied:
             if leg in answer.legs:
-                self._end_leg(answer, leg)
+                self._legs.end(answer, leg)
                 return False
             return True
         if leg not in answer.legs:  # it has ended meanwhile
@@ -258,31 +256,27 @@ class EngineFleet:
     def _wait(self, answer: OngoingAnswer, why: str | None) -> None:
         """Keep an answer until there is a replica for it, or end it."""
         if answer.refused is not None and not answer.told:
-            self._fail(answer, answer.refused)
+            self._legs.fail(answer, answer.refused)
             return
         if answer.strikes >= MOST_STRIKES - 1 and self.ready is not None:  # all that are left are banned
-            self._give_up(answer)
+            self._legs.give_up(answer)
             return
         answer.why = why
         answer.full.clear()
-        deadline_s = time.monotonic() + self.options.resume_wait_s
-        self._waiting.setdefault(answer.request.request_id, deadline_s)
+        answer.waits = True
+        if answer.deadline_s is None:
+            answer.deadline_s = time.monotonic() + self.options.resume_wait_s
 
     def _retry_waiting(self) -> None:
         now_s = time.monotonic()
-        for request_id, deadline_s in tuple(self._waiting.items()):
-            answer = self._journal.open.get(request_id)
-            if answer is None or answer.legs:
-                del self._waiting[request_id]
+        for answer in tuple(self._legs.journal.open.values()):
+            if not answer.waits or answer.deadline_s is None:
+                continue
+            if now_s >= answer.deadline_s:
+                self._legs.fail(answer, EngineDied(RESTARTING))
             elif self._dispatch.choose(answer, silent=True) is not None:
-                del self._waiting[request_id]
+                answer.waits = False
                 self.spawn(self._place(answer, answer.why))
-            elif now_s >= deadline_s:
-                del self._waiting[request_id]
-                self._fail(answer, EngineDied(RESTARTING))
-
-    def _is_open(self, answer: OngoingAnswer) -> bool:
-        return self._journal.open.get(answer.request.request_id) is answer
 
     # Events of legs ----------------------------------------------------------------------------------
 
@@ -326,7 +320,7 @@ class EngineFleet:
         if answer.lost_s is not None:
             self.metrics.resume_s.observe(time.monotonic() - answer.lost_s)
             answer.lost_s = None
-        self._put(answer, news)
+        self._legs.put(answer, news)
         if news.finish_reason is not None:
             self._finished(answer, leg, member)
         elif len(answer.legs) > 1:
@@ -335,8 +329,8 @@ class EngineFleet:
     def _finished(self, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> None:
         self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
-        self._end_leg(answer, leg)
-        self._forget(answer)
+        self._legs.end(answer, leg)
+        self._legs.forget(answer)
         self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
@@ -344,7 +338,7 @@ class EngineFleet:
         for other in tuple(answer.legs):
             if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
-                self._drop(answer, other)
+                self._legs.drop(answer, other)
 
     def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
@@ -353,10 +347,11 @@ class EngineFleet:
         """
         member, gave = self.members[leg.replica], leg.gave
         if isinstance(what, RequestError) and not isinstance(what, QueueFull):
-            self._end_leg(answer, leg)
-            self._fail(answer, what)
+            self._legs.end(answer, leg)
+            if not answer.legs:
+                self._legs.fail(answer, what)
             return
-        self._drop(answer, leg)
+        self._legs.drop(answer, leg)
         if isinstance(what, QueueFull):
             answer.refused = what
             answer.full.add(leg.replica)
@@ -370,54 +365,11 @@ class EngineFleet:
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
         if self.options.resume == "off" or (why == "broken" and self._dispatch.choose(answer) is None):
-            self._fail(answer, what)
+            self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
-            self._give_up(answer)
+            self._legs.give_up(answer)
         else:
             self.spawn(self._place(answer, why))
-
-    def _give_up(self, answer: OngoingAnswer) -> None:
-        name = answer.request.request_id
-        log.error("request %s: %s", name, POISON)
-        what = Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens)
-        self._fail(answer, what)
-
-    def _leave(self, answer: OngoingAnswer) -> None:
-        """Give up all replicas of an answer, none of which is to blame."""
-        answer.lost_s = time.monotonic()
-        for leg in tuple(answer.legs):
-            self._drop(answer, leg)
-
-    def _drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
-        at_replica = self._end_leg(answer, leg)
-        if at_replica is not None:
-            self.spawn(at_replica.close())
-
-    def _end_leg(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
-        """Forget a leg; return what its replica may still have to cancel."""
-        answer.end_leg(leg)
-        self.members[leg.replica].end(leg)
-        return leg.answers
-
-    def _fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
-        """End an answer with an error."""
-        if not self._is_open(answer):
-            return
-        if isinstance(what, Outcome):
-            self._put(answer, what)
-        else:
-            answer.answers.put(what)
-        self._forget(answer)
-
-    def _put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
-        answers = answer.answers
-        answers.put((answers.index[answer.request.request_id], outcome))
-
-    def _forget(self, answer: OngoingAnswer) -> None:
-        request_id = answer.request.request_id
-        self._journal.end(request_id)
-        self._waiting.pop(request_id, None)
-        answer.answers.index.pop(request_id, None)
 
     # Watching replicas -------------------------------------------------------------------------------
 
@@ -447,7 +399,7 @@ class EngineFleet:
     def _move_all(self, member: Member, why: str) -> int:
         """Move the answers that another replica can go on with; return their number."""
         count = 0
-        for answer, leg in self._journal.on(member.name):
+        for answer, leg in self._legs.journal.on(member.name):
             if leg in answer.legs and self._dispatch.choose(answer, {member.name}) is not None:
                 self._lost(answer, leg, why, EngineDied(RESTARTING))
                 count += 1
@@ -456,7 +408,7 @@ class EngineFleet:
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
-        for answer, leg in () if hedging is None else hedging.late(self._journal.open.values()):
+        for answer, leg in () if hedging is None else hedging.late(self._legs.journal.open.values()):
             found = self._dispatch.second(answer, leg.replica)
             if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
                 hedging.num_hedged += 1

@@ -68,6 +68,8 @@ class OngoingAnswer:
     broken: bool = False  # a replica found no finite logit
     refused: PacelineError | None = None  # by a replica that is full
     full: set[str] = field(default_factory=set)  # such replicas
+    waits: bool = False  # for a replica
+    deadline_s: float | None = None  # time.monotonic() when it is given up unless a replica has told an outcome
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far

@@ -200,6 +200,9 @@ class EngineClient:
                 failed = await self._run_engine(begun)
             except OSError as error:
                 failed = EngineDied(f"the engine process cannot be started: {error}")
+            except Exception as error:  # a bug of ours ends one process, not all that would come after it
+                log.exception("the engine's messages could not be handled")
+                failed = EngineDied(f"internal error: {type(error).__name__}")
             begun = None
             self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:

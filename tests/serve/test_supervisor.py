@@ -1,0 +1,40 @@
+"""The supervisor of an engine process, with processes that are functions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from paceline.core.system import RestartBackoff
+from paceline.engine.assembly.config import EngineConfig
+from paceline.serve.worker.client import EngineClient
+
+if TYPE_CHECKING:
+    from paceline.core.errors import PacelineError
+    from paceline.serve.worker.child import EngineChild
+
+
+class Scripted(EngineClient):
+    """A client whose processes do what a test says: load and end, or fail with a bug of ours."""
+
+    async def _run_engine(self, _: EngineChild | None) -> PacelineError | None:
+        if not self.first_ready.done():
+            self.first_ready.set_result(None)  # type: ignore[arg-type]  # nobody reads it
+            raise KeyError("a bug")
+        await asyncio.sleep(60.0)
+        return None
+
+
+def test_a_bug_while_a_process_is_heard_ends_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
+
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        while not client.restarts:
+            await asyncio.sleep(0.005)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
