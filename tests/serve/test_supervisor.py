@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.core.system import RestartBackoff
-from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.worker.client import EngineClient
+from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.serve.worker.client import EngineClient, EngineProcess
+from paceline.serve.worker.messages import Ready
+from tests.serve.fleet.fake_engines import READY
 
 if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
@@ -34,6 +36,19 @@ def test_a_bug_while_a_process_is_heard_ends_no_supervisor(monkeypatch: pytest.M
         client = Scripted(EngineConfig(model="reference"))
         while not client.restarts:
             await asyncio.sleep(0.005)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_later_processes_are_asked_for_the_kv_of_the_first() -> None:
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference", backend="native"))
+        engine = EngineProcess(socket=None, process=None, watchdog=None)  # type: ignore[arg-type]
+        client._ready(engine, Ready(**READY, settled=Settled("int8", "i8", 4096)))
+        config = client._setup.config
+        assert (config.weights, config.kv, config.kv_tokens) == ("int8", "i8", 4096)
         client.kill()
         await client.stop()
 

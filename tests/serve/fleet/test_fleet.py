@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.nouns import Outcome
+from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
+from paceline.serve.fleet.local import start_fleet
 from paceline.serve.fleet.member import SILENT_S, TICK_S
-from tests.serve.fleet.fake_engines import FakeEngines, Heard, request_of, whole_answer
+from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -588,5 +590,27 @@ def test_an_answer_that_ends_leaves_no_writer_behind() -> None:
             await settle()
             assert all(member.num_legs == 0 for member in bench.fleet.members.values())
             assert not any(fake.rows for fake in bench.fakes)
+
+    run(scenario)
+
+
+# Replicas that are unequal -------------------------------------------------------------------------------
+
+
+def test_replicas_get_the_kv_that_the_first_one_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READY, "settled", Settled("int8", "i8", 4096))
+
+    async def scenario() -> None:
+        configs: list[EngineConfig] = []
+
+        def new_engine(config: EngineConfig, _: frozenset[int]) -> FakeEngines:
+            configs.append(config)
+            return FakeEngines()
+
+        fleet = start_fleet(ReplicaOptions(replicas=3), EngineConfig(backend="native"), new_engine)
+        await until(lambda: len(configs) == 3)
+        assert [config.kv_tokens for config in configs] == [None, 4096, 4096]
+        assert [config.kv for config in configs] == [None, "i8", "i8"]
+        await fleet.stop()
 
     run(scenario)

@@ -19,7 +19,7 @@ from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
-from paceline.engine.assembly.config import OFF, ON
+from paceline.engine.assembly.config import OFF, ON, Settled
 from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
 from paceline.engine.assembly.promise_key import language_digest, promise_of
@@ -126,6 +126,7 @@ class Built:
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
+    settled: Settled | None = None
 
 
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
@@ -232,7 +233,8 @@ def assemble(
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
-    return Built(engine, *about, promise_of(config, loaded.decoder, loaded.content, loaded.language))
+    settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
+    return Built(engine, *about, promise_of(config, loaded.decoder, loaded.content, loaded.language), settled)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:

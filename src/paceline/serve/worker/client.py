@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -314,6 +314,8 @@ class EngineClient:
 
     def _ready(self, engine: EngineProcess, message: Ready) -> None:
         engine.ready = message
+        if message.settled is not None:  # later processes get the same KV, whatever is free then
+            self._setup = replace(self._setup, config=message.settled.pin(self._setup.config))
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 

@@ -216,6 +216,7 @@ def _ready(built: Built) -> Ready:
         sampling=dict(built.sampling),
         profile=profile_of(built.engine),
         promise=built.promise.key(self_test(built.engine)),
+        settled=built.settled,
     )
 
 
