@@ -175,7 +175,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         kv_type=kv_type,
         why_kv=why_kv,
         content=_content(model),
-        language=language_digest(model.text),
+        language=language_digest(model.text, tokenizer),
         sampling=sampling,
         why_sampling=why_sampling,
     )
