@@ -19,6 +19,7 @@ from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.fleet.member import SILENT_S, TICK_S
+from paceline.serve.worker.messages import Ready
 from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
 if TYPE_CHECKING:
@@ -612,5 +613,47 @@ def test_replicas_get_the_kv_that_the_first_one_chose(monkeypatch: pytest.Monkey
         assert [config.kv_tokens for config in configs] == [None, 4096, 4096]
         assert [config.kv for config in configs] == [None, "i8", "i8"]
         await fleet.stop()
+
+    run(scenario)
+
+
+def test_new_requests_go_to_the_promise_key_that_most_replicas_have() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3, "abb") as bench:
+            assert bench.fleet.ready is not None and bench.fleet.ready.promise == "b"
+            for index in range(6):
+                await bench.ask(request_of(f"r{index}"))
+            assert [len(fake.submitted) for fake in bench.fakes] == [0, 3, 3]
+
+    run(scenario)
+
+
+def test_no_prompt_goes_to_who_came_back_with_another_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            dies = bench.writer("r")
+            other = bench.fakes[1 - bench.fakes.index(dies)]
+            other.die()
+            other.promise = "two"
+            other.revive()
+            await until(lambda: "another promise key" in caplog.text)
+            dies.die()
+            await asyncio.sleep(3 * TICK_S)
+            assert "r" not in other.rows
+            dies.revive()
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_clients_are_told_the_length_that_all_replicas_take() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            for fake, max_len in zip(bench.fakes, (900, 700, 800), strict=True):
+                fake.ready = Ready(**READY | {"max_len": max_len}, promise="one")
+            assert bench.fleet.ready is not None and bench.fleet.ready.max_len == 700
 
     run(scenario)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from paceline.control.routing import RouteChoice
     from paceline.serve.fleet.fleet_metrics import FleetMetrics
     from paceline.serve.fleet.fleet_options import ReplicaOptions
-    from paceline.serve.fleet.journal import OngoingAnswer
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.fleet.member import Member
+    from paceline.serve.worker.messages import Ready
 
 ANY = "any"  # value of --resume
 
@@ -46,13 +47,17 @@ class Dispatch:
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 
-    def second(self, answer: OngoingAnswer, first: str) -> tuple[Member, RouteChoice] | None:
+    def second(self, answer: OngoingAnswer, first: AnswerLeg) -> tuple[Member, RouteChoice] | None:
         """Return a second replica, with the first one's promise key; None if there is none."""
-        ready = self._members[first].ready
-        if ready is None:
-            return None
-        answer.promise = ready.promise  # from now on, as either may speak first
-        return self._chosen(answer, {first}, silent=False, promise=ready.promise)
+        answer.promise = first.promise  # from now on, as either may speak first
+        return self._chosen(answer, {first.replica}, silent=False, promise=first.promise)
+
+    def key_for_new(self, ready: Ready) -> str:
+        """Return the promise key that a new answer's replicas must have; empty: any.
+
+        ready: what clients are told of the fleet. The prompt was made with its tokenizer.
+        """
+        return "" if self._any_promise else ready.promise
 
     def _chosen(
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str

@@ -17,12 +17,12 @@ from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestEr
 from paceline.core.nouns import Outcome
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
-from paceline.serve.fleet.dispatch import Dispatch
+from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import WordsMissing
 from paceline.serve.fleet.legs import Legs
-from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
+from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
-MIXED = "replica %s has another promise key than others: none of them can go on with the other's answers"
+MIXED = "replica %s has another promise key than others: %s"
+ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
 FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
 MOVES = frozenset({"drain", "move"})
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
@@ -86,8 +87,8 @@ class EngineFleet:
 
     @property
     def ready(self) -> Ready | None:
-        """Message of a ready replica; None while there is none."""
-        return next((ready for m in self.members.values() if m.serves and (ready := m.ready)), None)
+        """Message that is true of the replicas that get new requests; None while there are none."""
+        return common_ready(self.members.values())
 
     @property
     def num_open(self) -> int:
@@ -106,10 +107,11 @@ class EngineFleet:
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
-        if self.ready is None:
+        if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
-        begun = [self._legs.journal.begin(request, answers) for request in requests]
+        promise = self._dispatch.key_for_new(ready)
+        begun = [self._legs.journal.begin(request, answers, promise) for request in requests]
         if self._hedging is not None:
             self._hedging.num_requests += len(begun)
         try:
@@ -226,10 +228,9 @@ class EngineFleet:
         if ready is None:
             return False
         fresh = self._dispatch.fresh_tokens(answer, member)
-        leg = answer.begin_leg(member.name)
+        leg = answer.begin_leg(member.name, ready.promise)
         leg.began_s, leg.wait_s, leg.backlog = time.monotonic(), member.wait_s(fresh), fresh
         member.begin(leg)
-        answer.inexact |= bool(answer.promise) and ready.promise != answer.promise
         try:
             at_replica = await member.engines.submit([answer.continued()], partial(self._on_event, answer, leg))
         except EngineDied:
@@ -315,8 +316,6 @@ class EngineFleet:
 
     def _send_on(self, answer: OngoingAnswer, leg: AnswerLeg, news: Outcome) -> None:
         member = self.members[leg.replica]
-        if not answer.promise and member.ready is not None:
-            answer.promise = member.ready.promise
         if answer.lost_s is not None:
             self.metrics.resume_s.observe(time.monotonic() - answer.lost_s)
             answer.lost_s = None
@@ -390,6 +389,10 @@ class EngineFleet:
     def _look_at(self, member: Member) -> None:
         if member.replaced():
             self._dispatch.forget(member.name)
+        if member.loaded():
+            keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
+            if len(keys) > 1:
+                log.warning(MIXED, member.name, ALONE if self.options.resume != ANY else "texts differ")
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
@@ -409,7 +412,7 @@ class EngineFleet:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
         for answer, leg in () if hedging is None else hedging.late(self._legs.journal.open.values()):
-            found = self._dispatch.second(answer, leg.replica)
+            found = self._dispatch.second(answer, leg)
             if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
                 hedging.num_hedged += 1
 
@@ -439,9 +442,6 @@ class EngineFleet:
         if done.cancelled():
             return
         failed = done.exception()
-        keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
-        if failed is None and keys - {done.result().promise}:
-            log.warning(MIXED, member.name)
         if self.first_ready.done():
             if failed is not None:
                 log.error("replica %s could not be started: %s", member.name, failed)

@@ -36,6 +36,7 @@ class AnswerLeg:
     """The part of an answer that one replica writes."""
 
     replica: str
+    promise: str  # its promise key
     num_tokens: int  # of the answer, up to its last outcome
     num_chars: int
     began_s: float = 0.0  # time.monotonic()
@@ -59,7 +60,7 @@ class OngoingAnswer:
     spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
     legs: list[AnswerLeg] = field(default_factory=list)  # that write: one, or two of a hedged request
     num_legs: int = 0  # that gave something
-    promise: str = ""  # promise key that it began under; empty: nothing has been told
+    promise: str = ""  # promise key that its replicas must have; empty: any, as nothing has been told
     inexact: bool = False  # it went on under another one
     banned: set[tuple[str, int]] = field(
         default_factory=set
@@ -79,9 +80,9 @@ class OngoingAnswer:
         """Tokens of the answer so far, those told with the request included."""
         return len(self.request.told) + len(self.told)
 
-    def begin_leg(self, replica: str) -> AnswerLeg:
+    def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
-        leg = AnswerLeg(replica, len(self.told), self.num_chars)
+        leg = AnswerLeg(replica, promise, len(self.told), self.num_chars)
         self.legs.append(leg)
         return leg
 
@@ -118,6 +119,8 @@ class OngoingAnswer:
             return None
         self.num_legs += not leg.gave
         leg.gave = True
+        self.promise = self.promise or leg.promise
+        self.inexact = self.inexact or leg.promise != self.promise
         self.scored = self.scored or outcome.prompt_logprobs is not None
         self.told.extend(ids)
         self.num_chars += len(text)
@@ -149,9 +152,9 @@ class Journal:
     def __init__(self) -> None:
         self.open: dict[str, OngoingAnswer] = {}
 
-    def begin(self, request: Request, answers: Answers) -> OngoingAnswer:
-        """Open a request."""
-        self.open[request.request_id] = answer = OngoingAnswer(request, answers)
+    def begin(self, request: Request, answers: Answers, promise: str = "") -> OngoingAnswer:
+        """Open a request. promise: key of the replicas that may have it; empty: any."""
+        self.open[request.request_id] = answer = OngoingAnswer(request, answers, promise=promise)
         return answer
 
     def end(self, request_id: str) -> OngoingAnswer | None:

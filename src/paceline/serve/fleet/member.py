@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
@@ -46,6 +47,7 @@ class Member:
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
+    known: Ready | None = None  # message of its engine that the fleet has seen
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
@@ -145,6 +147,13 @@ class Member:
         self.draining, self.by_signal = self.draining and not self.by_signal, False
         return True
 
+    def loaded(self) -> bool:
+        """Return True once after an engine has become ready."""
+        if self.ready is None or self.ready is self.known:
+            return False
+        self.known = self.ready
+        return True
+
     def _beat(self) -> None:
         self.silent_s, self.silent = 0.0, False
 
@@ -180,6 +189,18 @@ class Member:
             "resumes": self.num_resumed,
             "promise": "" if ready is None else ready.promise,
         }
+
+
+def common_ready(members: Iterable[Member]) -> Ready | None:
+    """Return the message with the promise key that most replicas in service have; None without any.
+
+    Of these the one with the shortest texts, which all of them take.
+    """
+    found = [ready for m in members if m.serves and (ready := m.ready) is not None]
+    if not found:
+        return None
+    (promise, _), *_ = Counter(ready.promise for ready in found).most_common(1)
+    return min((ready for ready in found if ready.promise == promise), key=lambda ready: ready.max_len)
 
 
 def tell_costs(members: Collection[Member], stats: Stats) -> None:
