@@ -17,8 +17,9 @@ from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
+from paceline.serve.fleet.journal import AnswerLeg
 from paceline.serve.fleet.local import start_fleet
-from paceline.serve.fleet.member import SILENT_S, TICK_S
+from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
 from paceline.serve.worker.messages import Ready
 from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
@@ -657,3 +658,83 @@ def test_clients_are_told_the_length_that_all_replicas_take() -> None:
             assert bench.fleet.ready is not None and bench.fleet.ready.max_len == 700
 
     run(scenario)
+
+
+# Slow, and hanging ---------------------------------------------------------------------------------------
+
+
+async def silenced(bench: Bench, request_id: str) -> FakeEngines:
+    """Let an answer's replica be silent until the answer has left it; return that replica."""
+    silent = bench.writer(request_id)
+    bench.fleet.members[str(bench.fakes.index(silent))].silent_s = SILENT_S + TICK_S
+    await until(lambda: request_id not in silent.rows)
+    return silent
+
+
+def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            member = bench.fleet.members["0"]
+            member.measured = Costs(1 / 40, (0.12,))
+            leg = AnswerLeg("0", "one", 0, 0, backlog=5000)
+            member.begin(leg)
+            member.silent_s = 12.8  # a pass over 512 tokens
+            member.tick(0.0)
+            assert member.state == "up"
+            member.silent_s = 45.0
+            member.tick(0.0)
+            assert member.state == "silent"
+            member.heard(leg)
+            member.silent_s = SILENT_STEPS * 0.12 + TICK_S
+            member.tick(0.0)
+            assert member.state == "silent", "nothing is left to prefill"
+            member.end(leg)
+
+    run(scenario)
+
+
+def test_replicas_that_are_only_slow_are_no_strikes() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            await bench.ask(request := request_of("r"))
+            for _ in range(3):
+                (await silenced(bench, "r")).beat()
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            assert bench.heard["r"].last is None
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_a_request_that_hangs_every_replica_is_a_poison_pill() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            heard = await bench.ask(request_of("r"))
+            for _ in range(3):
+                hangs = await silenced(bench, "r")
+                hangs.die()  # its watchdog has killed it
+                hangs.revive()
+                await until(lambda: heard.last is not None or any("r" in fake.rows for fake in bench.fakes))
+            await until(lambda: heard.last is not None)
+            assert heard.last is not None and heard.last.finish_reason == "error"
+
+    run(scenario)
+
+
+def test_a_bug_in_one_look_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[Member] = []
+
+    def look(_: EngineFleet, member: Member) -> None:
+        looks.append(member)
+        raise KeyError(len(looks))
+
+    async def scenario() -> None:
+        async with fleet_of(1):
+            await until(lambda: len(looks) >= 3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineFleet, "_look_at", look)
+        run(scenario)
+    assert caplog.text.count("a look at the replicas failed") == 1

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
 MIXED = "replica %s has another promise key than others: %s"
 ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
-FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
+FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
+HANG = "hang"
 MOVES = frozenset({"drain", "move"})
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
@@ -358,7 +359,10 @@ class EngineFleet:
                 self.spawn(self._place(answer, answer.why))
             return
         answer.banned.add((leg.replica, member.engines.restarts))
-        if why in FAULTS:
+        if why == HANG:  # who was only slow is no strike
+            answer.strikes *= not gave
+            answer.hung = (set() if gave else answer.hung) | {(leg.replica, member.engines.restarts)}
+        elif why in FAULTS:
             answer.strikes = 1 if gave else answer.strikes + 1
         if answer.legs:  # the other one of a hedged answer goes on
             return
@@ -373,22 +377,32 @@ class EngineFleet:
     # Watching replicas -------------------------------------------------------------------------------
 
     async def _watch_replicas(self) -> None:
-        last_s = time.monotonic()
+        last_s, told = time.monotonic(), set[str]()
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            for member in tuple(self.members.values()):
-                member.tick(now_s - last_s)
-                self._look_at(member)
+            try:
+                await self._tick(now_s - last_s)
+            except Exception as error:  # a bug of ours must not end hang detection, waits and drains
+                if (kind := type(error).__name__) not in told:
+                    told.add(kind)
+                    log.exception("a look at the replicas failed; told once")
             last_s = now_s
-            self._retry_waiting()
-            await self._hedge()
-            if self.options.audit:
-                await self._audits.work(self.members.values())
+
+    async def _tick(self, elapsed_s: float) -> None:
+        for member in tuple(self.members.values()):
+            member.tick(elapsed_s)
+            self._look_at(member)
+        self._retry_waiting()
+        await self._hedge()
+        if self.options.audit:
+            await self._audits.work(self.members.values())
 
     def _look_at(self, member: Member) -> None:
+        gone = (member.name, member.incarnation)
         if member.replaced():
             self._dispatch.forget(member.name)
+            self._blame(gone)
         if member.loaded():
             keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
             if len(keys) > 1:
@@ -396,8 +410,17 @@ class EngineFleet:
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
-        if hangs and member.num_legs and (count := self._move_all(member, "hang")):
+        if hangs and member.num_legs and (count := self._move_all(member, HANG)):
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
+
+    def _blame(self, gone: tuple[str, int]) -> None:
+        """Count a strike for answers that a process hung with, now that it has been replaced."""
+        for answer in tuple(self._legs.journal.open.values()):
+            if gone in answer.hung:
+                answer.hung.remove(gone)
+                answer.strikes += 1
+                if answer.strikes >= MOST_STRIKES:
+                    self._legs.give_up(answer)
 
     def _move_all(self, member: Member, why: str) -> int:
         """Move the answers that another replica can go on with; return their number."""

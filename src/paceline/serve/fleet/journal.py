@@ -66,6 +66,7 @@ class OngoingAnswer:
         default_factory=set
     )  # (replica, its restarts) that must not have it again
     strikes: int = 0  # replicas in a row that ended with it and gave nothing
+    hung: set[tuple[str, int]] = field(default_factory=set)  # that were silent with it; no strikes while they live
     broken: bool = False  # a replica found no finite logit
     refused: PacelineError | None = None  # by a replica that is full
     full: set[str] = field(default_factory=set)  # such replicas

@@ -103,6 +103,7 @@ class Ready(Message, frozen=True):
     profile: StepProfile | None = None  # None: nobody has measured it
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
     settled: Settled | None = None
+    prefill_tokens: int = 512  # of prompts in one pass, at most
 
 
 class Draining(Message, frozen=True):

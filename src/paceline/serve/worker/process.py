@@ -217,6 +217,7 @@ def _ready(built: Built) -> Ready:
         profile=profile_of(built.engine),
         promise=built.promise.key(self_test(built.engine)),
         settled=built.settled,
+        prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
     )
 
 
