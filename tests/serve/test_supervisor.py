@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.serve.engines import Answers
 from paceline.serve.worker.client import EngineClient, EngineProcess
 from paceline.serve.worker.messages import Ready
 from tests.serve.fleet.fake_engines import READY
@@ -49,6 +50,21 @@ def test_later_processes_are_asked_for_the_kv_of_the_first() -> None:
         client._ready(engine, Ready(**READY, settled=Settled("int8", "i8", 4096)))
         config = client._setup.config
         assert (config.weights, config.kv, config.kv_tokens) == ("int8", "i8", 4096)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_cancelling_old_answers_leaves_a_new_request_of_the_same_id() -> None:
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        old, new = Answers(client, {"r": 0}), Answers(client, {"r": 0})
+        client._open["r"] = new
+        await old.close()
+        assert client._open == {"r": new}
+        await new.close()
+        assert not client.num_open
         client.kill()
         await client.stop()
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
@@ -676,7 +677,7 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
         async with fleet_of(2) as bench:
             member = bench.fleet.members["0"]
             member.measured = Costs(1 / 40, (0.12,))
-            leg = AnswerLeg("0", "one", 0, 0, backlog=5000)
+            leg = AnswerLeg("r", "0", "one", 0, 0, backlog=5000)
             member.begin(leg)
             member.silent_s = 12.8  # a pass over 512 tokens
             member.tick(0.0)
@@ -738,3 +739,43 @@ def test_a_bug_in_one_look_does_not_end_the_watch(
         patch.setattr(EngineFleet, "_look_at", look)
         run(scenario)
     assert caplog.text.count("a look at the replicas failed") == 1
+
+
+# The same request at the same replica twice --------------------------------------------------------------
+
+
+def test_an_answer_comes_back_while_its_last_leg_there_still_ends() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            for fake in bench.fakes:
+                fake.slow = True
+            writer = bench.writer("r")
+            writer.say("r", 2)
+            here = bench.fakes.index(writer)
+            await bench.fleet.move("r", str(1 - here))
+            await settle()
+            await bench.fleet.move("r", str(here))
+            await settle()
+            assert bench.writer("r") is writer
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_a_move_to_who_takes_nothing_leaves_the_answer_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no(*_: object) -> Answers:
+        raise EngineDied("it has just died")
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            writer = bench.writer("r")
+            there = 1 - bench.fakes.index(writer)
+            monkeypatch.setattr(bench.fakes[there], "submit", no)
+            await bench.fleet.move("r", str(there))
+            await settle()
+            assert bench.writer("r") is writer
+            await bench.finish(request)
+
+    run(scenario)

@@ -233,7 +233,7 @@ class EngineFleet:
         leg.began_s, leg.wait_s, leg.backlog = time.monotonic(), member.wait_s(fresh), fresh
         member.begin(leg)
         try:
-            at_replica = await member.engines.submit([answer.continued()], partial(self._on_event, answer, leg))
+            at_replica = await member.engines.submit([answer.continued(leg)], partial(self._on_event, answer, leg))
         except EngineDied:
             if leg in answer.legs:
                 self._legs.end(answer, leg)

@@ -16,6 +16,7 @@ from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import PacelineError
 from paceline.core.figures import Spent
+from paceline.engine.wire import MAX_ID_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
+MOST_ID_CHARS = MAX_ID_CHARS - 12  # of a request's id in that of a leg
 MOST_LISTED = 200  # open requests in a table
 
 
@@ -35,6 +37,7 @@ class WordsMissing(PacelineError):  # noqa: N818
 class AnswerLeg:
     """The part of an answer that one replica writes."""
 
+    request_id: str  # at the replica: no two legs of an answer share one
     replica: str
     promise: str  # its promise key
     num_tokens: int  # of the answer, up to its last outcome
@@ -60,6 +63,7 @@ class OngoingAnswer:
     spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
     legs: list[AnswerLeg] = field(default_factory=list)  # that write: one, or two of a hedged request
     num_legs: int = 0  # that gave something
+    num_begun: int = 0  # legs so far
     promise: str = ""  # promise key that its replicas must have; empty: any, as nothing has been told
     inexact: bool = False  # it went on under another one
     banned: set[tuple[str, int]] = field(
@@ -83,7 +87,11 @@ class OngoingAnswer:
 
     def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
-        leg = AnswerLeg(replica, promise, len(self.told), self.num_chars)
+        name = self.request.request_id
+        if self.num_begun:
+            name = f"{name[-MOST_ID_CHARS:]}~{self.num_begun}"
+        self.num_begun += 1
+        leg = AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
         self.legs.append(leg)
         return leg
 
@@ -94,9 +102,9 @@ class OngoingAnswer:
             earlier = self.spent
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
 
-    def continued(self) -> Request:
-        """Return the request that goes on where the client is."""
-        return replace(self.request, told=self.request.told + tuple(self.told)) if self.told else self.request
+    def continued(self, leg: AnswerLeg) -> Request:
+        """Return the request of a leg, which goes on where the client is."""
+        return replace(self.request, request_id=leg.request_id, told=self.request.told + tuple(self.told))
 
     def news(self, leg: AnswerLeg, outcome: Outcome) -> Outcome | None:
         """Return what an outcome adds, and count it as sent; None if nothing.

@@ -6,6 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace as with_fields
+
 from paceline.core.nouns import Outcome
 from paceline.serve.fleet.journal import Journal
 
@@ -56,8 +58,10 @@ class Legs:
 
     def put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
         """Tell the client an outcome."""
-        answers = answer.answers
-        answers.put((answers.index[answer.request.request_id], outcome))
+        answers, request_id = answer.answers, answer.request.request_id
+        if outcome.request_id != request_id:
+            outcome = with_fields(outcome, request_id=request_id)
+        answers.put((answers.index[request_id], outcome))
 
     def fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
         """End an answer with an error."""

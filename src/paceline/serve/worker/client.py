@@ -145,7 +145,8 @@ class EngineClient:
         still_open = list(answers.index)
         answers.index.clear()
         for request_id in still_open:
-            self._open.pop(request_id, None)
+            if self._open.get(request_id) is answers:
+                del self._open[request_id]
         for request_id in still_open:
             if self._engine is not None:
                 with suppress(EngineDied):
