@@ -779,3 +779,40 @@ def test_a_move_to_who_takes_nothing_leaves_the_answer_where_it_was(monkeypatch:
             await bench.finish(request)
 
     run(scenario)
+
+
+# Refusals, and what was promised -------------------------------------------------------------------------
+
+
+def test_an_answer_that_one_replica_took_outlives_the_refusal_of_another() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            await bench.ask(request := request_of("r"))
+            dies = bench.writer("r")
+            dies.say("r", 2)
+            dies.die()
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            bench.writer("r").refuse("r", RequestError("drafter unloaded"))
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_an_answer_that_no_replica_takes_any_more_is_told_why() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            heard = await bench.ask(request_of("r"))
+            bench.writer("r").say("r", 2)
+            bench.writer("r").die()
+            for fake in bench.fakes:
+                if fake.ready is None:
+                    fake.revive()
+            error = RequestError("not here")
+            for _ in range(3):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                bench.writer("r").refuse("r", error)
+            assert heard.error is error
+            assert bench.fleet.num_open == 0
+
+    run(scenario)

@@ -52,6 +52,14 @@ class Dispatch:
         answer.promise = first.promise  # from now on, as either may speak first
         return self._chosen(answer, {first.replica}, silent=False, promise=first.promise)
 
+    def any_left(self, answer: OngoingAnswer) -> bool:
+        """Return whether a replica may have an answer, now or once it is back in service."""
+        banned = self._banned(answer)
+        return any(not member.serves or name not in banned for name, member in self._members.items())
+
+    def _banned(self, answer: OngoingAnswer) -> set[str]:
+        return {name for name, restarts in answer.banned if restarts == self._members[name].engines.restarts}
+
     def key_for_new(self, ready: Ready) -> str:
         """Return the promise key that a new answer's replicas must have; empty: any.
 
@@ -62,8 +70,7 @@ class Dispatch:
     def _chosen(
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, RouteChoice] | None:
-        members = self._members
-        banned = {name for name, restarts in answer.banned if restarts == members[name].engines.restarts}
+        members, banned = self._members, self._banned(answer)
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)

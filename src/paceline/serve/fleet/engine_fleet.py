@@ -348,8 +348,11 @@ class EngineFleet:
         member, gave = self.members[leg.replica], leg.gave
         if isinstance(what, RequestError) and not isinstance(what, QueueFull):
             self._legs.end(answer, leg)
-            if not answer.legs:
+            answer.banned.add((leg.replica, member.engines.restarts))
+            if not answer.legs and (not answer.num_legs or not self._dispatch.any_left(answer)):
                 self._legs.fail(answer, what)
+            elif not answer.legs:  # a replica took it before, so this one refuses for reasons of its own
+                self.spawn(self._place(answer, answer.why))
             return
         self._legs.drop(answer, leg)
         if isinstance(what, QueueFull):
