@@ -816,3 +816,72 @@ def test_an_answer_that_no_replica_takes_any_more_is_told_why() -> None:
             assert bench.fleet.num_open == 0
 
     run(scenario)
+
+
+@pytest.mark.parametrize("why", ["drain", "hang", "signal"])
+def test_with_resume_off_who_is_only_left_finishes_what_it_began(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "DRAIN_WAIT_S", 0.0)
+
+    async def scenario() -> None:
+        async with fleet_of(2, resume="off", route="round-robin") as bench:
+            told, untold = request_of("told"), request_of("untold")
+            await bench.ask(told)
+            writer = bench.writer("told")
+            writer.say("told", 2)
+            for name in ("between", "untold"):  # the second of these has the same replica
+                await bench.ask(request_of(name))
+            assert "untold" in writer.rows
+            member = bench.fleet.members[str(bench.fakes.index(writer))]
+            if why == "drain":
+                assert bench.fleet.drain(member.name) == 1
+            elif why == "signal":
+                assert writer.on_draining is not None
+                writer.on_draining()
+            else:
+                member.silent_s = SILENT_S + TICK_S
+            await until(lambda: "untold" not in writer.rows)
+            await settle()
+            assert "told" in writer.rows
+            await bench.finish(told)
+            await bench.finish(untold)
+
+    run(scenario)
+
+
+def test_a_replica_that_was_full_once_is_asked_again_when_another_dies() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request := request_of("r"))
+            full = bench.writer("r")
+            full.refuse("r", QueueFull("full"))
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            bench.writer("r").die()
+            await until(lambda: "r" in full.rows)
+            assert heard.error is None
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_full_replicas_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "FULL_WAIT_S", 0.2)
+
+    async def scenario() -> None:
+        async with fleet_of(2, resume_wait_s=0.6) as bench:
+            heard = await bench.ask(request_of("r"))
+            dies = bench.writer("r")
+            dies.say("r", 2)
+            dies.die()
+            asked = 0
+            while heard.error is None:
+                await asyncio.sleep(0)
+                for fake in bench.fakes:
+                    if "r" in fake.rows:
+                        asked += 1
+                        fake.refuse("r", QueueFull("full"))
+            assert isinstance(heard.error, QueueFull)
+            assert 1 <= asked <= 4
+
+    run(scenario)

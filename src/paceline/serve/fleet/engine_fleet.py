@@ -20,8 +20,8 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
-from paceline.serve.fleet.journal import WordsMissing
-from paceline.serve.fleet.legs import Legs
+from paceline.serve.fleet.journal import HANG, WordsMissing
+from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
 
 if TYPE_CHECKING:
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
 MIXED = "replica %s has another promise key than others: %s"
 ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
-FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
-HANG = "hang"
 MOVES = frozenset({"drain", "move"})
+LEAVES = MOVES | {HANG}  # reasons to leave a replica that may live
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 
 
@@ -266,6 +265,7 @@ class EngineFleet:
         answer.why = why
         answer.full.clear()
         answer.waits = True
+        answer.retry_s = 0.0 if answer.refused is None else time.monotonic() + FULL_WAIT_S
         if answer.deadline_s is None:
             answer.deadline_s = time.monotonic() + self.options.resume_wait_s
 
@@ -274,9 +274,10 @@ class EngineFleet:
         for answer in tuple(self._legs.journal.open.values()):
             if not answer.waits or answer.deadline_s is None:
                 continue
-            if now_s >= answer.deadline_s:
-                self._legs.fail(answer, EngineDied(RESTARTING))
-            elif self._dispatch.choose(answer, silent=True) is not None:
+            found = now_s >= answer.retry_s and self._dispatch.choose(answer, silent=True) is not None
+            if now_s >= answer.deadline_s and (answer.refused is not None or not found):
+                self._legs.fail(answer, answer.refused or EngineDied(RESTARTING))
+            elif found:
                 answer.waits = False
                 self.spawn(self._place(answer, answer.why))
 
@@ -310,6 +311,9 @@ class EngineFleet:
             log.warning("%s", error)
             self._lost(answer, leg, "death", error)
             return
+        if not spoke:
+            answer.forget_refusals()
+            answer.deadline_s = None
         if not spoke and self._hedging is not None:
             self._hedging.first_token(leg.wait_s, time.monotonic() - leg.began_s)
         if news is not None:
@@ -345,37 +349,39 @@ class EngineFleet:
 
         what: to tell the client in that case.
         """
-        member, gave = self.members[leg.replica], leg.gave
-        if isinstance(what, RequestError) and not isinstance(what, QueueFull):
-            self._legs.end(answer, leg)
-            answer.banned.add((leg.replica, member.engines.restarts))
-            if not answer.legs and (not answer.num_legs or not self._dispatch.any_left(answer)):
-                self._legs.fail(answer, what)
-            elif not answer.legs:  # a replica took it before, so this one refuses for reasons of its own
-                self.spawn(self._place(answer, answer.why))
-            return
         self._legs.drop(answer, leg)
-        if isinstance(what, QueueFull):
-            answer.refused = what
-            answer.full.add(leg.replica)
-            if not answer.legs:
-                self.spawn(self._place(answer, answer.why))
+        process = (leg.replica, self.members[leg.replica].engines.restarts)
+        if not isinstance(what, QueueFull):
+            answer.banned.add(process)
+        if isinstance(what, RequestError):
+            self._refused(answer, leg, what)
             return
-        answer.banned.add((leg.replica, member.engines.restarts))
-        if why == HANG:  # who was only slow is no strike
-            answer.strikes *= not gave
-            answer.hung = (set() if gave else answer.hung) | {(leg.replica, member.engines.restarts)}
-        elif why in FAULTS:
-            answer.strikes = 1 if gave else answer.strikes + 1
+        answer.forget_refusals()
+        answer.strike(leg, why, process)
         if answer.legs:  # the other one of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
-        if self.options.resume == "off" or (why == "broken" and self._dispatch.choose(answer) is None):
+        if self._ends(answer, why) or (why == "broken" and self._dispatch.choose(answer) is None):
             self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
             self._legs.give_up(answer)
         else:
             self.spawn(self._place(answer, why))
+
+    def _refused(self, answer: OngoingAnswer, leg: AnswerLeg, error: RequestError) -> None:
+        """Ask another replica: this one may be full, or has a drafter no more. Else tell the client."""
+        if isinstance(error, QueueFull):
+            answer.refused = error
+            answer.full.add(leg.replica)
+        elif not answer.legs and (not answer.num_legs or not self._dispatch.any_left(answer)):
+            self._legs.fail(answer, error)
+            return
+        if not answer.legs:
+            self.spawn(self._place(answer, answer.why))
+
+    def _ends(self, answer: OngoingAnswer, why: str) -> bool:
+        """Return whether an answer ends with its replica. Nothing of one that is only moved has been told."""
+        return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
 
     # Watching replicas -------------------------------------------------------------------------------
 
@@ -405,7 +411,7 @@ class EngineFleet:
         gone = (member.name, member.incarnation)
         if member.replaced():
             self._dispatch.forget(member.name)
-            self._blame(gone)
+            self._legs.blame(gone)
         if member.loaded():
             keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
             if len(keys) > 1:
@@ -416,20 +422,16 @@ class EngineFleet:
         if hangs and member.num_legs and (count := self._move_all(member, HANG)):
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
 
-    def _blame(self, gone: tuple[str, int]) -> None:
-        """Count a strike for answers that a process hung with, now that it has been replaced."""
-        for answer in tuple(self._legs.journal.open.values()):
-            if gone in answer.hung:
-                answer.hung.remove(gone)
-                answer.strikes += 1
-                if answer.strikes >= MOST_STRIKES:
-                    self._legs.give_up(answer)
-
     def _move_all(self, member: Member, why: str) -> int:
-        """Move the answers that another replica can go on with; return their number."""
+        """Move the answers that another replica can go on with; return their number.
+
+        With --resume off those of which something was told stay: the replica may well finish them.
+        """
         count = 0
         for answer, leg in self._legs.journal.on(member.name):
-            if leg in answer.legs and self._dispatch.choose(answer, {member.name}) is not None:
+            if self._ends(answer, why) or leg not in answer.legs:
+                continue
+            if self._dispatch.choose(answer, {member.name}) is not None:
                 self._lost(answer, leg, why, EngineDied(RESTARTING))
                 count += 1
         return count

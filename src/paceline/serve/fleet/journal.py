@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
+FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
+HANG = "hang"  # is one only if the process was then replaced
 MOST_ID_CHARS = MAX_ID_CHARS - 12  # of a request's id in that of a leg
 MOST_LISTED = 200  # open requests in a table
 
@@ -76,6 +78,7 @@ class OngoingAnswer:
     full: set[str] = field(default_factory=set)  # such replicas
     waits: bool = False  # for a replica
     deadline_s: float | None = None  # time.monotonic() when it is given up unless a replica has told an outcome
+    retry_s: float = 0.0  # time.monotonic() before which no replica is asked
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
@@ -101,6 +104,22 @@ class OngoingAnswer:
         if leg.gave and not self.legs:  # another leg would have computed the same tokens
             earlier = self.spent
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
+
+    def strike(self, leg: AnswerLeg, why: str, process: tuple[str, int]) -> None:
+        """Count a strike if its replica has ended with it. Who was only slow is none.
+
+        process: replica and its restarts.
+        """
+        if why == HANG:
+            self.strikes *= not leg.gave
+            self.hung = (set() if leg.gave else self.hung) | {process}
+        elif why in FAULTS:
+            self.strikes = 1 if leg.gave else self.strikes + 1
+
+    def forget_refusals(self) -> None:
+        """Note that replicas that were full need not be so any more."""
+        self.refused = None
+        self.full.clear()
 
     def continued(self, leg: AnswerLeg) -> Request:
         """Return the request of a leg, which goes on where the client is."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
 POISON = "this request ended every engine that took it, so it is given up"
 
 
@@ -78,6 +79,15 @@ class Legs:
         name = answer.request.request_id
         log.error("request %s: %s", name, POISON)
         self.fail(answer, Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens))
+
+    def blame(self, process: tuple[str, int]) -> None:
+        """Count a strike for answers that a process hung with, now that it has been replaced."""
+        for answer in tuple(self.journal.open.values()):
+            if process in answer.hung:
+                answer.hung.remove(process)
+                answer.strikes += 1
+                if answer.strikes >= MOST_STRIKES:
+                    self.give_up(answer)
 
     def forget(self, answer: OngoingAnswer) -> None:
         """Close an answer that has ended, with all its legs."""
