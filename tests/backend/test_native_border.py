@@ -17,6 +17,7 @@ from paceline.backend.seam import Packed
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
+from tests.fuzz import border
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
@@ -94,6 +95,23 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         run_pass(decoder, Packed(**(fields | far)), kv, [GREEDY])
     with pytest.raises(ValueError, match="another model"):
         run_pass(decoder, Packed(**fields), native("qwen3", "f32", head_dim=24).new_kv(2), [GREEDY])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": [(3, 8), (2, 8)]}, "fit each other"),
+        ({"heads": [(2, 10), (2, 8)]}, "larger than the largest"),
+        ({"heads": [(2, 8)]}, "every layer"),
+        ({"kv_layers": [1, 0]}, "come first"),
+        ({"kv_layers": [0]}, "every layer"),
+        ({"input_vectors": {}}, "norm"),
+        ({"input_vectors": {"input_norm": np.ones(5, np.float32)}}, "shape"),
+    ],
+)
+def test_layers_that_do_not_fit_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels.Decoder(**(border._decoder_arguments() | changes))
 
 
 GAINS = """

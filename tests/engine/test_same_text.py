@@ -70,7 +70,7 @@ def compare(draft: str, examples: int, types: str, number: int, tally: Tally, gr
         requests=workloads(grammars),
         picks=st.lists(st.integers(0, 10_000), min_size=16, max_size=16),
         changed=settings_(hard=number > 0),  # what is seldom met is met sooner
-        k=st.sampled_from([1, 2, 4, 8]),
+        k=st.sampled_from([3, 8, 8] if number > 0 else [1, 2, 4, 8]),
         restless=st.none() | st.integers(0, 1000),
         stagger=st.sampled_from([0, 0, 1, 3]),
     )

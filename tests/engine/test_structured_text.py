@@ -23,6 +23,7 @@ from tests.engine.same_text import (
     Settings,
     assert_same,
     make_engine,
+    plain_answers,
     prompts,
     run,
     settings_,
@@ -31,7 +32,7 @@ from tests.engine.same_text import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.engine.same_text import Answer, plain_answers
+    from tests.engine.same_text import Answer
 
 END = VOCAB - 1
 Fits = tuple[Grammar, "Callable[[str], object]"]

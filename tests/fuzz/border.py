@@ -169,8 +169,9 @@ def _decoder_arguments() -> dict[str, Any]:
     q, kv = HEADS * DIM, KV_HEADS * DIM
     sides = {"attn_q": (q, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_o": (HIDDEN, q)}
     sides |= {"mlp_gate": (INNER, HIDDEN), "mlp_up": (INNER, HIDDEN), "mlp_down": (HIDDEN, INNER)}
+    sides |= {"input_gate": (4, HIDDEN), "input_out": (HIDDEN, 4)}
     matrices = {name: _matrix(*side) for name, side in sides.items()}
-    norms = {"attn_norm": np.ones(HIDDEN, np.float32), "mlp_norm": np.ones(HIDDEN, np.float32)}
+    norms = {name: np.ones(HIDDEN, np.float32) for name in ("attn_norm", "mlp_norm", "input_post_norm")}
     fixed: dict[str, Any] = {"vocab": VOCAB, "hidden": HIDDEN, "intermediate": INNER, "num_heads": HEADS}
     return fixed | {
         "num_kv_heads": KV_HEADS,
@@ -201,6 +202,11 @@ def _decoder_arguments() -> dict[str, Any]:
         "relay_matrices": {},
         "relay_vectors": {},
         "token_ids": None,
+        "heads": [(KV_HEADS, DIM)] * 2,
+        "kv_layers": [0, 1],
+        "norms_values": True,
+        "input_matrices": {"input_embed": _matrix(VOCAB, 8), "input_proj": _matrix(8, HIDDEN)},
+        "input_vectors": {"input_norm": np.ones(4, np.float32)},
     }
 
 

@@ -12,9 +12,11 @@ import torch
 from paceline import kernels
 from paceline.backend.native.load import pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model.config import Rope
+from paceline.model.files import hf
 from paceline.model.weights import LazyWeights, load_model
 from tests.model.families import CASES, family_model
 from tests.model.helpers import logits_of, pack, run_pass, write_gguf
@@ -50,6 +52,46 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     for chunk in (1 << 20, 33):
         assert (logits_of(decoder, IDS, chunk, SHUFFLED) - expected).abs().max() < 1e-4
         assert np.abs(native_logits(loaded, chunk) - expected.numpy()).max() < 1e-4
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 320,
+    "hidden_size": 72,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "layer_types": 2 * ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+}
+
+
+def test_heads_of_full_layers_are_read_in_both_spellings() -> None:
+    keyed = {"attention_k_eq_v": True, "num_global_key_value_heads": 3}
+    listed = {str(i): {"head_dim": 24, "num_key_value_heads": 3} for i in (1, 3)}
+    for more in (keyed, {"global_head_dim": 512, "per_layer_config": listed}):
+        config = hf.config_from_json(GEMMA4 | more)
+        assert [view.heads for view in config.views] == 2 * [(2, 16), (3, 24)]
+    assert hf.config_from_json(GEMMA4).full_heads == (2, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"per_layer_config": {"0": {"head_dim": 24}}}, "per_layer_config"),
+        ({"per_layer_config": {"1": {"head_dim": 24}, "3": {"head_dim": 32}}}, "per_layer_config"),
+        ({"num_kv_shared_layers": 4}, "last 4 layers"),
+        ({"num_kv_shared_layers": 3}, "last 3 layers"),
+        ({"use_bidirectional_attention": "all"}, "bidirectional"),
+    ],
+)
+def test_what_gemma_4_cannot_be_is_refused(changes: dict[str, object], told: str) -> None:
+    with pytest.raises((BadModelFile, UnsupportedModel), match=told):
+        hf.config_from_json(GEMMA4 | changes)
 
 
 # GGUF --------------------------------------------------------------------------------------------

@@ -305,9 +305,9 @@ def test_words_of_gpt_4o_end_where_case_changes() -> None:
 
 
 def test_of_gpt_oss_the_end_of_a_call_ends_an_answer() -> None:
-    tokens = ["a", "<|return|>", "<|channel|>", "<|call|>"]
-    assert end_ids({"tokenizer.ggml.tokens": tokens}) == (1, 3)
-    assert end_ids({"tokenizer.ggml.tokens": tokens[:2]}) == ()
+    tokens = ["a", "<|return|>", "<|channel|>", "<|call|>", "<|end|>"]
+    assert end_ids({"tokenizer.ggml.tokens": tokens}, (1, 4)) == (1, 3)  # 4 ends a message, whatever a file says
+    assert end_ids({"tokenizer.ggml.tokens": [*tokens[:2], "<|end|>"]}, (2,)) == (2,)
 
 
 def test_sentence_piece_equals_a_trained_original() -> None:

@@ -33,10 +33,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, seed: int = 0) -> Path:
     config = tiny_config(max_context=MAX_LEN)
     names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
-    weights = tiny_weights(config, embed_scale=3.0, dtype=torch.float32)
+    weights = tiny_weights(config, seed, embed_scale=3.0, dtype=torch.float32)
     save_file({names[name]: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     values = {
         "model_type": "llama",

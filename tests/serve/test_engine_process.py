@@ -11,9 +11,12 @@ from paceline.core.nouns import Figures, Outcome, Request, TokenLogprobs
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
 from paceline.engine.assembly.build import Built
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.owner import EngineOwner
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine, decode_to_server
+from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlapped_loop import overlapped
@@ -48,7 +51,8 @@ class Line:
 def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]]:
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
-    EngineWorker(engine, line).run()  # type: ignore[arg-type]
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(Commands(owner), line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
 
-from paceline.model.template import ChatTemplate, TemplateSource
+import jsonschema
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
+from paceline.serve.api.tool_calls import harmony
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.registry import family_of
 from paceline.serve.conversation import Conversation, Tool, ToolUse
 from paceline.serve.template_values import template_values, written_out
 from tests.serve.test_tool_calls import HARMONY, PLAIN
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # What matters of the model's own: it reads the first call of a message, and refuses text beside reasoning there.
 TEMPLATE = """
@@ -37,6 +48,7 @@ TEMPLATE = """
 """
 TOOLS = (Tool("weather"), Tool("now"))
 FORMS = AnswerForms(PLAIN, family_of(TEMPLATE, ()), HARMONY, {})
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -81,3 +93,44 @@ def test_calls_of_one_message_stand_with_their_results() -> None:
     assert text.count("<|channel|>analysis") == 1
     unnamed = [{"role": "tool", "content": text} for text in ("20", "9:00")]
     assert rendered(USER, said, *unnamed) == rendered(USER, said, *results)
+
+
+@pytest.fixture(scope="module")
+def speaker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with this template, and with tokens of the format for words never written."""
+    folder = shutil.copytree(model, tmp_path_factory.mktemp("harmony") / "model")
+    spelling = json.loads((folder / "tokenizer.json").read_text())
+    vocab = spelling["model"]["vocab"]
+    for number, marker in enumerate(sorted({*harmony.MARKERS} - {harmony.END}), 300):
+        del vocab[f"<pad{number}>"]
+        vocab[marker] = number
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        spelling["added_tokens"].append({"id": number, "content": marker, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(spelling))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    values = json.loads((folder / "config.json").read_text())
+    ends = [vocab[harmony.RETURN], vocab[harmony.CALL]]
+    (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
+    return folder
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_model_is_held_to_the_format(speaker: Path, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    with LLM(speaker, draft="ngram:k=4", threads=1, num_rows=2, max_len=2048) as llm:  # type: ignore[arg-type]
+        kinds, thoughts = set(), ""
+        soon = {llm.prompts.tokenizer.raw.token_to_id(text): 8.0 for text in harmony.MARKERS}
+        for seed in range(6):
+            params = SamplingParams(max_tokens=200, seed=seed, temperature=2.0, logit_bias=soon)
+            completion = llm.chat([USER], params, tools=tools, tool_choice=choice)
+            answer = completion.message
+            assert answer is not None
+            assert completion.finish_reason == "stop" or not answer.calls
+            kinds |= {bool(answer.calls)}
+            thoughts += answer.reasoning
+            for called in answer.calls:
+                assert called.name == "weather"
+                jsonschema.validate(json.loads(called.arguments), CITY)
+            assert not any(marker in answer.content + answer.reasoning for marker in harmony.MARKERS)
+        assert thoughts
+        assert kinds == ({True} if choice == "required" else {True, False})

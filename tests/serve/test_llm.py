@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline import LLM, SamplingParams
 from paceline.cli import main

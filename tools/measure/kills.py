@@ -1,4 +1,4 @@
-"""Kill replicas of a fleet under load, many times, and look whether an answer is lost or different.
+"""Kill replicas of a fleet under load, and compare every answer.
 
     python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 3] [--in-flight 8] [--out FILE]
 
@@ -100,7 +100,10 @@ class Rounds:
                     found.take(json.loads(line.removeprefix("data: ")))
 
     def answers(self, bodies: list[dict[str, Any]], harm: str | None) -> tuple[list[TimedStream], float, set[str]]:
-        """Answer all at once, and do harm meanwhile. Returns its time and the requests on that replica."""
+        """Answer all at once, and do harm meanwhile.
+
+        Returns its time and the requests on that replica.
+        """
         found = [TimedStream() for _ in bodies]
         with ThreadPoolExecutor(len(bodies)) as pool:
             futures = [pool.submit(self.stream, *pair) for pair in zip(bodies, found, strict=True)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import LoadCutModel, LoadDecoder, LoadHeadRunner
+    from paceline.backend.seam import Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
@@ -63,6 +63,7 @@ class BackendSpec:
     max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
+    repacker: str | None = None  # module:function(decoder, weights), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
@@ -82,6 +83,18 @@ class BackendSpec:
         """Import the maker of its decoders of draft models that share the target's tables."""
         loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
+
+    def repack(self, decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+        """Make other weights of the same shape ready; return what puts them in place.
+
+        It is called between passes.
+
+        Raises `ConfigError` where weights cannot be replaced.
+        """
+        if self.repacker is None:
+            able = " or ".join(name for name, spec in BACKENDS.items() if spec.repacker)
+            raise ConfigError(f"the {self.name} backend keeps its first weights: choose --backend {able}")
+        return self._imported(self.repacker)(decoder, weights)  # type: ignore[no-any-return]
 
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""
@@ -234,6 +247,7 @@ BACKENDS = {
             "paceline.backend.native.cut_model:load_cut_model",
             weights_chooser="paceline.backend.native.packing:choose_weights",
             small_kv="i8",
+            repacker="paceline.backend.native.load:repack",
             wide_kv="f16",
         ),
         BackendSpec(
@@ -245,6 +259,7 @@ BACKENDS = {
             "paceline.backend.reference.head:load_runner",
             "paceline.backend.reference.cut_model:load_cut_model",
             needs="torch",
+            repacker="paceline.backend.reference.decoder:repack",
         ),
         BackendSpec(
             "cuda",

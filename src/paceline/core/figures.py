@@ -66,6 +66,7 @@ class Figures:
     kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
     legs: int = 1  # replicas of a fleet that wrote a part of the answer
     inexact: bool = False  # they had different promise keys
+    weights: tuple[tuple[int, str], ...] = ()  # (first answer token, version of the weights that wrote from there)
 
     @property
     def acceptance_length(self) -> float:

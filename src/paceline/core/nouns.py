@@ -33,7 +33,7 @@ UNCHOSEN = -1  # instead of a token id: the law chooses the token
 BROKEN = -2  # instead of a token id: no logit is a finite number
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "abort"]
 ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 

@@ -70,6 +70,19 @@ class DrafterPool:
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
         return drafter
 
+    def rebuild(self, name: str, make: Callable[[], Drafter]) -> None:
+        """Replace a drafter by a new one while no row is admitted.
+
+        Its place and its index stay.
+        """
+        old = self.drafters[name]
+        place = self._with_stores.index(old) if old in self._with_stores else None
+        self._failed_now.discard(name)
+        new = make()
+        self.drafters[name] = new
+        if place is not None:
+            self._with_stores[place] = new
+
     # Rows begin and end --------------------------------------------------------------------------
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int], cached_len: int = 0) -> None:

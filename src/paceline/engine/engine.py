@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.target import Backend
     from paceline.control.protocols import Controller
-    from paceline.core.nouns import Request
+    from paceline.core.nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
     from paceline.engine.scheduler import Limits
@@ -102,9 +102,9 @@ class Engine(Verbs):
             if request.told and compiled.begin(grammar, request.told).failed:
                 raise RequestError(UNFIT, "answer_ids")
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End a request; its last outcome comes with the next step. Ignores unknown ids."""
-        self.outputs.cancel(request_id)
+        self.outputs.cancel(request_id, reason)
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +141,11 @@ class Engine(Verbs):
         """Take a new controller from a factory, now and again at each `forget`."""
         self._new_controller = new_controller
         self.controller = new_controller()
+
+    def settle(self) -> None:
+        """Take in passes in flight, and make outcomes of all that answers gained."""
+        self.loop.drain(self)
+        self.outputs.flush()
 
     def unload(self, name: str) -> None:
         """Give back what a drafter holds: weights, stores, and taps that only it reads."""

@@ -100,6 +100,12 @@ class LateLoop:
                 self._launched.pending.wait()
         return self._launched is not None
 
+    def drain(self, engine: Verbs) -> None:
+        """Take in the step that was launched."""
+        before, self._launched = self._launched, None
+        if before is not None:
+            self._take_in(engine, before)
+
     def check(self, engine: Verbs) -> None:
         """Assert that the launched step's rows are in flight once, all others not."""
         open_rows = {r.row for r in self._launched.drafted.batch.rows} if self._launched else set()

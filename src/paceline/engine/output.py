@@ -14,13 +14,14 @@ from paceline import kernels
 from paceline.core.errors import RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.nouns import Outcome
+from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import FinishReason, PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
     from paceline.engine.scheduler import RequestState
     from paceline.model.detokenizer import Detokenizer
 
@@ -96,6 +97,7 @@ class Response:
     accepted_tokens: int = 0
     kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
     prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
+    weights: list[tuple[int, str]] = field(default_factory=list)  # as in `Figures`
     started: bool = False  # an outcome was made
     told_passes: int = 0  # decode passes that the client knows of
     told_drafts: int = 0  # and drafted tokens
@@ -160,7 +162,13 @@ class Response:
             seed=state.request.seed,
             preemptions=state.num_preemptions,
             kept_by=tuple(self.kept_by.items()),
+            weights=tuple(self.weights),
         )
+
+    def written_by(self, version: str) -> None:
+        """Note the version of the weights that write from here on."""
+        start = self.checker.num_tokens
+        self.weights = [*(before for before in self.weights if before[0] < start), (start, version)]
 
 
 class OutputQueue:
@@ -176,14 +184,22 @@ class OutputQueue:
         self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
         self.outcomes: list[Outcome] = []  # in the order in which clients should see them
         self.book = NoteBook()
+        self.weight_version = FIRST_VERSION
         self._end_request = end_request
 
     def open(self, state: RequestState, checker: StopChecker) -> None:
         """Begin the response to a request."""
         self.book.open(state.request)
         self.responses[state.request.request_id] = response = Response(state, checker)
+        response.written_by(self.weight_version)
         if state.scores_prompt:
             response.prompt_logprobs = []
+
+    def renew(self, version: str) -> None:
+        """Note that newer weights write from here on."""
+        self.weight_version = version
+        for response in self.responses.values():
+            response.written_by(version)
 
     def score_prompt(self, request_id: str, scores: PromptScores) -> None:
         """Add scores of a prompt that are not known yet.
@@ -209,12 +225,12 @@ class OutputQueue:
         for gain in kernels.make_outcomes(gains, self.outcomes, Outcome):
             self._emit(*gain)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """End an open response with all its text; unknown ids are ignored."""
         if request_id in self.responses:
             self.flush()
         if response := self.responses.get(request_id):
-            self.end(response, StopCheck(0, "cancelled"), response.checker.flush())
+            self.end(response, StopCheck(0, reason), response.checker.flush())
 
     def end(
         self,

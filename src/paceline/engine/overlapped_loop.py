@@ -124,6 +124,16 @@ class OverlappedLoop:
                 self._pending.wait()
         return self._pending is not None
 
+    def drain(self, engine: Verbs) -> None:
+        """Score and commit both groups that were drafted for."""
+        if self._scoring is None:
+            self._launch_pass(engine)
+        while self._scoring is not None:
+            drafted, scored = self._wait_pass()
+            self._launch_pass(engine)
+            engine.commit(drafted, scored, engine.judge(drafted, scored))
+            engine.flush()
+
     def check(self, engine: Verbs) -> None:
         """Assert what the module's docstring says of rows and pages."""
         open_steps = [ready.drafted for ready in (self._scoring, self._ready) if ready is not None]

@@ -200,7 +200,7 @@ class Scheduler:
 
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
-        self._end_reading()  # or its pages could lack to those that run
+        self.end_reading()  # or its pages could lack to those that run
         rows = self._going_on(plan, group)
         if rows is None:
             rows = [self._decode_row(r, plan.k(r.row)) for r in self._secure_decodes(group)]
@@ -251,7 +251,7 @@ class Scheduler:
             victim = next((r for r in reversed(self.running) if not r.in_flight and not r.ended), None)
             if victim is None or victim.order < state.order:
                 return False
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is state:
                 return False
         state.pages.extend(self.pool.take(need))
@@ -303,7 +303,7 @@ class Scheduler:
             return None
         self.publish()
         state = self.waiting[0]
-        if not self._end_reading(0.0 if self.running else READ_WAIT_S):
+        if not self.end_reading(0.0 if self.running else READ_WAIT_S):
             return None
         known_len = len(state.token_ids)
         num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
@@ -338,7 +338,7 @@ class Scheduler:
         disk.begin(state.request.request_id, hits + self.pool.take(count), left[:count])
         return True
 
-    def _end_reading(self, wait_s: float = 0.0) -> bool:
+    def end_reading(self, wait_s: float = 0.0) -> bool:
         """Put pages that were read into the prefix cache; False while they come."""
         disk = self.pool.disk
         reading = None if disk is None else disk.reading
@@ -420,7 +420,7 @@ class Scheduler:
         """Preempt the newest of several rows that wait in prefill for each other's pages."""
         stuck = [r for r in self.running if not r.decoding and not r.ended]
         if len(stuck) > 1 and not any(r.in_flight for r in self.running):
-            self._preempt(stuck[-1])
+            self.preempt(stuck[-1])
 
     # Pages and rows given up ---------------------------------------------------------------------
 
@@ -443,7 +443,7 @@ class Scheduler:
         self.waiting.remove(state)
         self.num_queued_tokens -= len(state.token_ids)
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Put a running request back into the queue, to be recomputed later."""
         self._vacate(state)
         state.num_preemptions += 1

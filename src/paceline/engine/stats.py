@@ -146,6 +146,11 @@ class Gauges:
     num_disk_bytes: int = 0
 
     @classmethod
+    def none(cls) -> Gauges:
+        """Return the gauges while there is no engine."""
+        return cls(0, 0, 0, 0, 0, 0, 0)
+
+    @classmethod
     def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
         """Return the gauges of an engine with this scheduler."""
         files = None if scheduler.pool.disk is None else scheduler.pool.disk.files

@@ -110,6 +110,10 @@ class Loop(Protocol):
         """Wait, between steps, for the pass in flight; return False if there is none."""
         ...
 
+    def drain(self, engine: Verbs) -> None:
+        """Take in all passes in flight and begin no other."""
+        ...
+
     def check(self, engine: Verbs) -> None:
         """Assert, between steps, what the loop promises."""
         ...
@@ -165,9 +169,7 @@ class Verbs:
     def admit(self, plan: Plan, group: Group = None) -> Batch:
         """Choose the rows of a group that run now, new requests included; hold their pages."""
         batch = self.scheduler.schedule(plan, group)
-        for row in self.scheduler.take_released():
-            self.drafting.release(row)
-            self.target.rows.grammars.states.pop(row, None)
+        self.release_rows()
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -177,6 +179,12 @@ class Verbs:
             self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
             self.controller.admit(admission.row)
         return batch
+
+    def release_rows(self) -> None:
+        """Tell drafters and grammars of the rows given up since the last call."""
+        for row in self.scheduler.take_released():
+            self.drafting.release(row)
+            self.target.rows.grammars.states.pop(row, None)
 
     def propose(
         self, batch: Batch, plan: Plan, group: Group = None, controller: Controller | None = None
@@ -347,6 +355,9 @@ class SerialLoop:
     def wait(self) -> bool:
         """Return False: a step ends with its pass."""
         return False
+
+    def drain(self, engine: Verbs) -> None:
+        """Return at once: a step ends with its pass."""
 
     def check(self, engine: Verbs) -> None:
         """Assert that no row is in flight between steps."""

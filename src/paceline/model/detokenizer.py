@@ -6,38 +6,7 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from paceline.model.spelling import Spelling
-
-
-class KnownBytes(dict[int, bytes]):
-    """Bytes of tokens by their ids, computed when an id is first looked up."""
-
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        """bytes_of: computes the bytes of a token."""
-        super().__init__()
-        self._bytes_of = bytes_of
-
-    def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._bytes_of(token_id)
-        return found
-
-
-class TokenBytes:
-    """Bytes of every token of a vocabulary, looked up when a token is first seen."""
-
-    def __init__(self, spelling: Spelling) -> None:
-        self.spelling = spelling
-        self.whole = KnownBytes(spelling.bytes_of)  # not always whole characters; b"" for an unknown id
-        self.visible = KnownBytes(self._visible_bytes_of)  # what a token adds to a text
-
-    def is_special(self, token_id: int) -> bool:
-        """Return True if a token steers the model and is not text."""
-        return token_id in self.spelling.special
-
-    def _visible_bytes_of(self, token_id: int) -> bytes:
-        return b"" if self.is_special(token_id) else self.whole[token_id]
+    from collections.abc import Mapping, Sequence
 
 
 class Detokenizer:

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.detokenizer import Detokenizer, TokenBytes
-from paceline.model.spelling import BYTE_DECODERS, BYTE_OF, RawSpelling
+from paceline.model.detokenizer import Detokenizer
+from paceline.model.spelling import BYTE_DECODERS, BYTE_OF, RawSpelling, TokenBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -26,11 +27,13 @@ from paceline.serve.api.continuation import event_ids_of
 from paceline.serve.api.error_forms import error_response, why_not_here
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
+from paceline.serve.api.generate_format import generate_job
 from paceline.serve.api.keys import KeyRing, salted
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
+from paceline.serve.api.roll_outs import RollOuts
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
 from paceline.serve.fleet.engine_fleet import EngineFleet
@@ -39,7 +42,8 @@ from paceline.serve.observe.access import RequestLog, RequestRecord
 from paceline.serve.observe.live import LiveFeed
 from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.observe.page_files import PageMiddleware, load_page
-from paceline.serve.operation import OperationOptions
+from paceline.serve.observe.vllm_names import VllmNames
+from paceline.serve.operation import OWN_NAMES, OperationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -250,6 +254,11 @@ def _names(state: AppState) -> tuple[str, ...]:
     return state.served_names or (ready.model_name,)
 
 
+def _name_or_none(state: AppState) -> str | None:
+    ready = state.client.ready
+    return next(iter(state.served_names), None if ready is None else ready.model_name)
+
+
 def _model(state: AppState, name: str) -> dict[str, Any]:
     """Return what /v1/models says of the model under one of its names."""
     ready = state.client.ready
@@ -317,7 +326,14 @@ def make_app(
     metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
     state = AppState(client, metrics, tokenizer_cache, max_open)
     client.on_snapshot = state.metrics.recent.take
+    if operation.metrics_names != OWN_NAMES:
+        metrics.registry.register(VllmNames(client, partial(_name_or_none, state)))
     routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))
+    if operation.rl:
+        routes += [
+            Route("/generate", ModelRoute(state, generate_job), methods=["POST"]),
+            *RollOuts(client).routes(),
+        ]
     app = Starlette(routes=routes, exception_handlers=_handlers(state.metrics))
     ring = KeyRing(None, None) if keys is None else keys
     guarded = AuthMiddleware(app, ring, state.metrics.refused, local, operation.allowed_hosts)

@@ -11,19 +11,27 @@ async with AsyncLLM() as llm:
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Mapping
 from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EngineDied, PacelineError
+from paceline.core.errors import EngineDied, PacelineError, RequestError
+from paceline.core.weight_source import TAGS, WeightSource, check_version
 from paceline.serve.asking import Asking, as_messages, config_of, visible
 from paceline.serve.engines import Disconnected
 from paceline.serve.results import Completion, Delta, OpenAnswer
+from paceline.serve.tensor_spool import TensorSpool, write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.tool_chat import ChatCall, ChatExtras
 from paceline.serve.worker.client import EngineClient
+from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+
+    from numpy import floating
+    from numpy.typing import NDArray
 
     from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams, Speculation
@@ -58,6 +66,7 @@ class AsyncLLM(Asking):
         self._open_tokens = 0  # of the prompts of open requests
         self._freed = asyncio.Event()  # some of them are open no more
         self._turn = asyncio.Lock()
+        self._spool = TensorSpool()
 
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
@@ -89,6 +98,7 @@ class AsyncLLM(Asking):
         if client is not None:
             await client.stop()
         self._tokenizers.close()
+        await asyncio.to_thread(self._spool.clear)
 
     @property
     def prompts(self) -> Prompts:
@@ -174,6 +184,65 @@ class AsyncLLM(Asking):
                 self._freed.clear()
                 await self._freed.wait()
             self._open_tokens += size
+
+    # Weights and memory ------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights, see `update_weights`."""
+        return self._running.commands.version
+
+    async def update_weights(
+        self, weights: str | os.PathLike[str] | Mapping[str, NDArray[floating]], version: str
+    ) -> Mapping[str, Sequence[str]]:
+        """Take newer weights: a folder, a .gguf file, or tensors by name.
+
+        Tensors that are left out stay. Open requests go on with the newer weights, computed anew. Returns what
+        became of the drafters. Raises `ModelError`, `ConfigError`; then nothing has changed.
+        """
+        commands, check = self._running.commands, check_version(version)
+        if not isinstance(weights, Mapping):
+            source = WeightSource(model=os.fspath(weights))
+            drafters = (await commands.send(UpdateWeights(source, check))).drafters
+            await asyncio.to_thread(self._spool.clear)
+            return drafters
+        try:
+            await asyncio.to_thread(write_tensors, weights, self._spool.stage())
+            source = WeightSource(commands.whole_model, self._spool.offer())
+            drafters = (await commands.send(UpdateWeights(source, check))).drafters
+        except BaseException:
+            self._spool.drop_staged()
+            raise
+        await asyncio.to_thread(self._spool.accept)
+        return drafters
+
+    async def abort(self) -> int:
+        """End all that is open, with finish reason `abort`; return how many."""
+        return await self._running.commands.abort(lambda _: True)
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """Take no step until `continue_generation`. mode: `abort` what is open, or `keep` it."""
+        if mode not in ("abort", "keep"):
+            raise RequestError("a pause keeps or aborts what is open: mode is abort or keep", "mode")
+        if mode == "abort":
+            await self.abort()
+        await self._running.commands.send(Pause())
+
+    async def continue_generation(self) -> None:
+        """Take steps again."""
+        await self._running.commands.send(GoOn())
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        await self._running.commands.send(FlushCache())
+
+    async def release_memory(self, tags: Sequence[str] = TAGS) -> None:
+        """Give back weights, KV or both. Raises `RequestError` while requests are open."""
+        await self._running.commands.send(ReleaseMemory(tuple(tags)))
+
+    async def resume_memory(self, tags: Sequence[str] = TAGS) -> None:
+        """Take that memory again; updated weights come back from where they were. Raises `PacelineError`."""
+        await self._running.commands.send(ResumeMemory(tuple(tags)))
 
     @property
     def _running(self) -> EngineClient:

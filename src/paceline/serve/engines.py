@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.nouns import Request
+    from paceline.serve.worker.commands import Command, Obeyed
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"
@@ -55,6 +56,28 @@ class Answers:
         await self.engines.cancel(self)
 
 
+class Commanded(Protocol):
+    """Commands of trainers to one engine, or to all of a fleet."""
+
+    @property
+    def version(self) -> str:
+        """Version of the weights."""
+        ...
+
+    @property
+    def whole_model(self) -> str | None:
+        """Place that whole weights came from last; None: they were loaded first."""
+        ...
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        ...
+
+    async def send(self, command: Command) -> Obeyed:
+        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
+        ...
+
+
 class Engines(Protocol):
     """One engine or several that write the same texts.
 
@@ -64,6 +87,11 @@ class Engines(Protocol):
     on_snapshot: Callable[[Snapshot], None] | None  # called with each
     on_language: Callable[[Language], None] | None  # called while an engine loads
     on_draining: Callable[[], None] | None  # called when an engine is told, by a signal, to take no more requests
+
+    @property
+    def commands(self) -> Commanded:
+        """Commands of trainers."""
+        ...
 
     @property
     def ready(self) -> Ready | None:

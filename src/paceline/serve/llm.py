@@ -8,13 +8,15 @@ with LLM() as llm:
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.system import uninterrupted
-from paceline.engine.assembly.build import build
+from paceline.core.weight_source import TAGS, WeightSource
+from paceline.engine.assembly.owner import flush, load_engine
 from paceline.model.template import compiled
 from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
 from paceline.serve.chat_options import ChatOptions
@@ -24,11 +26,16 @@ from paceline.serve.tool_chat import ChatCall, ChatExtras
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from numpy import floating
+    from numpy.typing import NDArray
+
     from paceline.core.nouns import Outcome, Request
     from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.engine import Engine
+    from paceline.engine.renewal import Renewal
     from paceline.serve.prompts import Prompts
 
 
@@ -60,9 +67,9 @@ class LLM(Asking):
 
     def _open(self, config: EngineConfig, progress: Progress | None, chat: ChatOptions | None = None) -> None:
         with visible(progress) as callback:
-            self._built: Built | None = build(config, callback)
+            self._owner: EngineOwner | None = load_engine(config, callback)
         Asking.__init__(self)
-        self._prompts = _prompts(self._built, chat or ChatOptions())
+        self._prompts = _prompts(self._owner.built, chat or ChatOptions())
         self._sinks: dict[str, Callable[[Outcome], None]] = {}  # request id -> receiver of its outcomes
 
     def __enter__(self) -> LLM:
@@ -73,21 +80,25 @@ class LLM(Asking):
 
     def close(self) -> None:
         """Drop the model. Later calls raise `EngineDied`."""
-        if self._built is not None:
-            self._built.engine.close()
-        self._built = None
+        if self._owner is not None:
+            self._owner.close()
+        self._owner = None
 
     @property
     def built(self) -> Built:
-        """The engine, its template and its limits."""
-        if self._built is None:
+        """The engine, its template and its limits. Raises `EngineDied` while memory is given back."""
+        return self._owned.built
+
+    @property
+    def _owned(self) -> EngineOwner:
+        if self._owner is None:
             raise EngineDied("this LLM is closed")
-        return self._built
+        return self._owner
 
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        if self._built is None:
+        if self._owner is None:
             raise EngineDied("this LLM is closed")
         return self._prompts
 
@@ -204,6 +215,41 @@ class LLM(Asking):
         finally:
             self._drop(list(choices))
 
+    # Weights and memory ------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> str:
+        """Version of the weights, see `update_weights`."""
+        return self._owned.version
+
+    def update_weights(
+        self, weights: str | os.PathLike[str] | Mapping[str, NDArray[floating]], version: str
+    ) -> Renewal:
+        """Take newer weights: a folder, a .gguf file, or all tensors by name.
+
+        Open streams go on with them, computed anew. Raises `ModelError`, `ConfigError`; then nothing has changed.
+        """
+        if isinstance(weights, Mapping):
+            return self._owned.update_from(weights, version)
+        return self._owned.update(WeightSource(model=os.fspath(weights)), version)
+
+    def abort(self) -> None:
+        """End all that is open; streams yield what there is, with finish reason `abort`."""
+        for request_id in self._sinks:
+            self._engine.cancel(request_id, "abort")
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        flush(self._engine)
+
+    def release_memory(self, tags: Sequence[str] = TAGS) -> None:
+        """Give back weights, KV or both. Raises `RequestError` while streams are open."""
+        self._owned.release(tags)
+
+    def resume_memory(self, tags: Sequence[str] = TAGS) -> None:
+        """Take that memory again; updated weights come back from where they were. Raises `PacelineError`."""
+        self._owned.resume(tags)
+
     # The engine --------------------------------------------------------------------------------------
 
     def _add(self, request: Request, sink: Callable[[Outcome], None]) -> None:
@@ -220,8 +266,8 @@ class LLM(Asking):
         """Cancel what is still open and discard its outcomes."""
         for request_id in request_ids:
             self._sinks.pop(request_id, None)
-            if self._built is not None:
-                self._built.engine.cancel(request_id)
+            if self._owner is not None and not self._owner.asleep:
+                self._owner.built.engine.cancel(request_id)
 
 
 def _prompts(built: Built, chat: ChatOptions) -> Prompts:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from typing import NoReturn
 
+OWN_NAMES, _ = METRICS_NAMES = ("paceline", "vllm")  # values of --metrics-names; all have the first
 MAX_NAMES = 64  # origins, hosts
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[A-Za-z0-9.\[\]:_-]{1,255}")
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}|\[?[0-9a-f:.]{2,45}\]?")
@@ -33,6 +34,8 @@ class OperationOptions:
     tls_key: Path | None = None
     api_key_file: Path | None = None
     otlp_endpoint: str | None = None
+    rl: bool = False  # routes of trainers: roll-outs, and weights that are replaced
+    metrics_names: str = OWN_NAMES  # or also another server's
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:
@@ -95,6 +98,17 @@ def add_operation_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--otlp-endpoint", metavar="URL", help="send a trace of each request to this OpenTelemetry collector"
     )
+    group.add_argument(
+        "--metrics-names",
+        choices=METRICS_NAMES,
+        default=OWN_NAMES,
+        help="tell metrics by vLLM's names, too, for routers that know those",
+    )
+    group.add_argument(
+        "--rl",
+        action="store_true",
+        help="serve trainers: /generate for roll-outs, and routes that replace weights",
+    )
 
 
 def operation_of(args: Namespace) -> OperationOptions:
@@ -107,6 +121,8 @@ def operation_of(args: Namespace) -> OperationOptions:
         tls_key=args.tls_key,
         api_key_file=args.api_key_file,
         otlp_endpoint=args.otlp_endpoint,
+        rl=args.rl,
+        metrics_names=args.metrics_names,
     )
 
 

@@ -14,17 +14,14 @@ from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.stats import Gauges, Stats
 from paceline.serve.engines import Answers
+from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.fleet.journal import answer_id
 from paceline.serve.worker.messages import Ready, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.serve.engines import Event, OnEvent
-
-
-def name_of(request_id: str) -> str:
-    """Id of a request at its fleet, by that of a leg."""
-    return request_id.partition("~")[0]
 
 
 def token_of(request: Request, index: int) -> int:
@@ -114,6 +111,7 @@ class FakeEngines:
         self.slow = False  # requests that are cancelled are there until a pass ends
         self.leaving: set[str] = set()  # these
         self._answers: dict[str, Answers] = {}
+        self.commands = FleetCommands({})
         self.load()
 
     def load(self) -> None:
@@ -138,14 +136,14 @@ class FakeEngines:
                 answers.index.clear()
                 asyncio.get_running_loop().call_soon(answers.put, RequestError("request id is in use"))
                 continue
-            self.rows[name_of(request.request_id)] = Row(replace(request, told=()), list(request.told))
-            self._answers[name_of(request.request_id)] = answers
+            self.rows[answer_id(request.request_id)] = Row(replace(request, told=()), list(request.told))
+            self._answers[answer_id(request.request_id)] = answers
         return answers
 
     async def cancel(self, answers: Answers) -> None:
         for request_id in tuple(answers.index):
-            if self._answers.get(name_of(request_id)) is answers:
-                del self.rows[name_of(request_id)], self._answers[name_of(request_id)]
+            if self._answers.get(answer_id(request_id)) is answers:
+                del self.rows[answer_id(request_id)], self._answers[answer_id(request_id)]
             if self.slow:
                 self.leaving.add(request_id)
         answers.index.clear()
@@ -178,7 +176,7 @@ class FakeEngines:
         return outcome
 
     def tell(self, outcome: Outcome) -> None:
-        name = name_of(outcome.request_id)
+        name = answer_id(outcome.request_id)
         answers = self._answers.get(name)
         if answers is not None:
             (request_id,) = answers.index

@@ -13,7 +13,7 @@ from paceline.core.figures import Spent
 from paceline.core.nouns import Outcome, TokenLogprobs
 from paceline.engine.wire import MAX_ID_CHARS
 from paceline.serve.engines import Answers
-from paceline.serve.fleet.journal import Journal, WordsMissing
+from paceline.serve.fleet.journal import Journal, WordsMissing, answer_id
 from tests.serve.fleet.fake_engines import Heard, Row, request_of
 
 if TYPE_CHECKING:
@@ -180,9 +180,10 @@ def test_a_told_token_takes_at_most_eight_bytes() -> None:
 
 
 def test_no_two_legs_share_an_id_that_an_engine_takes() -> None:
-    for name in ("r", "x" * MAX_ID_CHARS):
+    for name in ("r", "x" * (MAX_ID_CHARS - 12)):
         answer = Journal().begin(request_of(name), NO_ANSWERS)
         ids = [answer.continued(answer.begin_leg("0")).request_id for _ in range(200)]
         assert len(set(ids)) == 200
         assert max(map(len, ids)) <= MAX_ID_CHARS
         assert ids[0] == name
+        assert {answer_id(leg_id) for leg_id in ids} == {name}

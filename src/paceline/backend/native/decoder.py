@@ -60,6 +60,13 @@ class NativeDecoder:
         """Return what it is, for the user."""
         return f"{self.name}, {self.weight_type} weights, {self.kv_type} KV, {kernels.isa()}"
 
+    def adopt(self, fresh: NativeDecoder) -> None:
+        """Compute with the weights of another decoder of the same shape, between passes."""
+        with self.alone:
+            self.compiled.finish()
+            self._begun = None
+            self.compiled, self.tables = fresh.compiled, fresh.tables
+
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""

@@ -24,7 +24,7 @@ from paceline.model.heads.config import head_shapes
 from paceline.model.weights import LazyWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy import float32, floating, int64
     from numpy.typing import NDArray
@@ -89,6 +89,13 @@ def pack_decoder(
         factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
+
+
+def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+    """Pack other weights of the same shape, see `BackendSpec.repack`."""
+    assert isinstance(decoder, NativeDecoder)
+    fresh = pack_decoder(decoder.config, weights, decoder.team, decoder.weight_type, decoder.kv_type)
+    return partial(decoder.adopt, fresh)
 
 
 def _pack_inputs(

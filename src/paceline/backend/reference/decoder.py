@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import Packed, PassRequest, Pending
+    from paceline.backend.seam import Decoder, Packed, PassRequest, Pending
     from paceline.core.nouns import SamplingSpec
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -68,6 +68,12 @@ def load_decoder(
     if threads is not None:
         torch.set_num_threads(threads)
     return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
+
+
+def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+    """Take other weights of the same shape, see `BackendSpec.repack`."""
+    assert isinstance(decoder, ReferenceDecoder)
+    return partial(decoder.adopt, ReferenceDecoder(decoder.config, weights, decoder.dtype, decoder.device))
 
 
 def check_draft_type(asked: str | None) -> None:
@@ -155,6 +161,11 @@ class ReferenceDecoder:
         self.rotations = {
             view: rotation_of(view.rope, view.heads.dim, self.device, factors) for view in set(config.views)
         }
+
+    def adopt(self, fresh: ReferenceDecoder) -> None:
+        """Compute with the weights of another decoder of the same shape, between passes."""
+        self.embed, self.head, self.final_norm = fresh.embed, fresh.head, fresh.final_norm
+        self.layers, self.rotations = fresh.layers, fresh.rotations
 
     def describe(self) -> str:
         """Return what it is, for the user."""

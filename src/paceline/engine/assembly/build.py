@@ -19,6 +19,7 @@ from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
+from paceline.engine.assembly.built_again import rebuilders
 from paceline.engine.assembly.config import OFF, ON, Settled
 from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
@@ -29,6 +30,7 @@ from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
+from paceline.engine.renewal import versioned
 from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.content_key import content_key
@@ -107,6 +109,7 @@ class Loaded:
     language: str = ""  # digest of tokenizer and template, for the promise key
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
+    version: str = ""  # of weights newer than the files', part of every page's hash
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -126,6 +129,8 @@ class Built:
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
+    rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
+    fingerprint: str = ""  # of the KV of the files' weights
     settled: Settled | None = None
 
 
@@ -215,14 +220,14 @@ def assemble(
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
-    windows = loaded.decoder.config.windows
-    window = max(windows) if all(windows) else 0
+    window = max(windows) if all(windows := loaded.decoder.config.windows) else 0
     pool = PagePool(num_pages, stores, caching=config.prefix_cache, window=window)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     if files is not None:
         fingerprint = identity(loaded.decoder, loaded.content, config.numerics_mode)
-    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, fingerprint)
+    own = versioned(fingerprint, loaded.version)
+    engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, own)
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
@@ -233,8 +238,10 @@ def assemble(
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
+    promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
+    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
     settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
-    return Built(engine, *about, promise_of(config, loaded.decoder, loaded.content, loaded.language), settled)
+    return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
@@ -482,9 +489,7 @@ def _describe_kv(engine: Engine, why: str, loaded: Loaded, files: PageFiles | No
     if loaded.why_kv:
         yield Choice("kv type", loaded.kv_type, f"{loaded.why_kv}; --kv sets it")
     if files is not None:
-        yield Choice(
-            "kv disk", describe_disk(files), "as asked: prefixes are read from there where that is faster"
-        )
+        yield Choice("kv disk", describe_disk(files), "as asked: prefixes are read from there where faster")
 
 
 def _describe_drafters(drafters: Sequence[Drafter], why: str) -> Iterator[Choice]:

@@ -194,7 +194,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         layer_input_size=read.integer("embedding_length_per_layer_input", 0),
         max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
-        eos_ids=_end_ids(file),
+        eos_ids=end_ids(file.metadata, _ids(file, *END_KEYS)),
     )
     config.check()
     _check_vocabulary(file, config)
@@ -380,10 +380,6 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:
     found = (file.metadata.get(key) for key in keys)
     return tuple(dict.fromkeys(i for i in found if type(i) is int))
-
-
-def _end_ids(file: GgufFile) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((*_ids(file, *END_KEYS), *end_ids(file.metadata))))
 
 
 def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 MAX_TOKEN_CHARS = 1 << 10
 _CONTROL, _USER_DEFINED = 3, 4  # token types
@@ -210,12 +210,17 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
         )
 
 
-def end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
-    """Return further tokens that end an answer: the end of a call of gpt-oss."""
+def end_ids(metadata: dict[str, Any], named: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end an answer. named: those that the file names.
+
+    In harmony, the format of gpt-oss, the end of a call ends an answer, and the end of a message does not.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(token in tokens for token in (*_HARMONY_ENDS, "<|channel|>")):
-        return ()
-    return tuple(tokens.index(token) for token in _HARMONY_ENDS)
+        return tuple(named)
+    of_message = tokens.index("<|end|>") if "<|end|>" in tokens else None
+    ends = [*named, *(tokens.index(token) for token in _HARMONY_ENDS)]
+    return tuple(dict.fromkeys(i for i in ends if i != of_message))
 
 
 def special_texts(metadata: dict[str, Any]) -> dict[str, str]:

@@ -55,6 +55,10 @@ class Held:
         """Return the tensor."""
         return self.tensor
 
+    def rows(self, first: int, end: int) -> Held:
+        """Return some rows."""
+        return Held(self.tensor[first:end])
+
 
 def model_file_size(path: Path) -> int:
     """Return the size of a model's file. Raises `BadModelFile` for folders and pipes."""

@@ -13,13 +13,23 @@ if TYPE_CHECKING:
 
     from paceline.serve.api.errors import ApiError
 
+NO_TRAINERS = "routes of trainers are here with `paceline serve --rl`"
 ANTHROPIC_ROUTES = ("/v1/messages",)
 # Begin of a path -> why there is nothing.
 ELSEWHERE = {
     "/api/": "Ollama's protocol is not spoken here; OpenAI's is, under /v1",
+    "/abort_request": NO_TRAINERS,
+    "/continue_generation": NO_TRAINERS,
+    "/generate": NO_TRAINERS,
+    "/init_weights_update_group": "there is no process group here; use /update_weights_from_tensor",
+    "/pause_generation": NO_TRAINERS,
     "/pooling": "this server writes text and makes no embeddings",
     "/rerank": "this server writes text and ranks nothing",
+    "/release_memory_occupation": NO_TRAINERS,
+    "/resume_memory_occupation": NO_TRAINERS,
     "/score": "this server writes text and ranks nothing",
+    "/update_weights_from_": NO_TRAINERS,
+    "/update_weights_from_distributed": "there is no process group here; use /update_weights_from_tensor",
     "/v1/assistants": "this server keeps no state; use /v1/responses or /v1/chat/completions",
     "/v1/audio": "this server reads and writes text only",
     "/v1/batches": "this server takes requests one by one; send several prompts or n",

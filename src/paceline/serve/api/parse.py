@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import EventFormat
-    from paceline.serve.api.openai_format import RouteFormat
+    from paceline.serve.api.openai_format import Json, PartialAnswer, RouteFormat
     from paceline.serve.prompts import Prompts
 
 MAX_BODY_BYTES = 4 << 20
@@ -59,6 +59,19 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
+class RollOutFormat(Protocol):
+    """Form of answers that are sent as they are."""
+
+    @property
+    def many(self) -> bool:
+        """True if a response is a list of answers."""
+        ...
+
+    def choice(self, index: int, answer: PartialAnswer) -> Json:
+        """Return an answer as far as it has come."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One HTTP request, ready for the engine."""
@@ -74,6 +87,7 @@ class Job:
     ignored: tuple[str, ...] = ()  # unknown fields of the body
     extras: Extras | None = None  # further fields of the response
     events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
+    roll_outs: RollOutFormat | None = None  # of a route whose responses are answers and nothing around them
     grammar_field: str = ""  # of the body, that asks for structured output
     told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told

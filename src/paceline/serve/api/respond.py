@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
-    from paceline.serve.api.parse import Job
+    from paceline.serve.api.parse import Job, RollOutFormat
     from paceline.serve.engines import Answers, Engines, Event
     from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
@@ -252,8 +252,31 @@ class EventResponder(Responder):
         return _named(self._form.failure(error))
 
 
+class RollOutResponder(Responder):
+    """The same for roll-outs: an event has an answer as far as it has come."""
+
+    def __init__(self, job: Job, metrics: Metrics, form: RollOutFormat) -> None:
+        super().__init__(job, metrics)
+        self._form = form
+
+    def _body(self) -> Any:
+        answers = [self._form.choice(index, answer) for index, answer in enumerate(self.answers)]
+        return answers if self._form.many else answers[0]
+
+    def _chunk(self, index: int, outcome: Outcome) -> bytes:
+        self._add(index, outcome)
+        return _event(
+            self._form.choice(index, self.answers[index]) | ({"index": index} if self._form.many else {})
+        )
+
+    def _closing(self) -> bytes:
+        return DONE
+
+
 def responder(job: Job, metrics: Metrics) -> Responder:
     """Return what answers a job."""
+    if job.roll_outs is not None:
+        return RollOutResponder(job, metrics, job.roll_outs)
     return Responder(job, metrics) if job.events is None else EventResponder(job, metrics, job.events)
 
 

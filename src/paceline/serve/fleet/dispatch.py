@@ -58,7 +58,8 @@ class Dispatch:
         return any(not member.serves or name not in banned for name, member in self._members.items())
 
     def _banned(self, answer: OngoingAnswer) -> set[str]:
-        return {name for name, restarts in answer.banned if restarts == self._members[name].engines.restarts}
+        members = self._members
+        return {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
 
     def key_for_new(self, ready: Ready) -> str:
         """Return the promise key that a new answer's replicas must have; empty: any.
@@ -104,3 +105,8 @@ class Dispatch:
         if answer.page_hashes is None:
             answer.page_hashes = page_hashes(answer.request)
         return answer.page_hashes
+
+
+def _same(member: Member | None, restarts: int) -> bool:
+    """Return True for a replica that is there, in the same process as then."""
+    return member is not None and restarts == member.engines.restarts

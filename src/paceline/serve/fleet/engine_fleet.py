@@ -18,6 +18,7 @@ from paceline.core.nouns import Outcome
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
+from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import HANG, WordsMissing
@@ -53,15 +54,15 @@ class EngineFleet:
         """Begin without replicas; see `add`. Call in a running event loop."""
         self.options = options
         self.members: dict[str, Member] = {}
-        self.metrics = metrics = FleetMetrics(self.members)
+        self.metrics, self.commands = FleetMetrics(self.members), FleetCommands(self.members)
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self._dispatch = Dispatch(options, self.members, metrics)
+        self._dispatch = Dispatch(options, self.members, self.metrics)
         self._legs = Legs(self.members, self.spawn)
         self._hedging = Hedging() if options.hedge != "off" else None
-        self._audits = Audits(options.audit, metrics.audited, metrics.audit_mismatches)
+        self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
         self.spawn(self._watch_replicas())

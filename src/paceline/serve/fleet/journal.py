@@ -16,7 +16,6 @@ from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import PacelineError
 from paceline.core.figures import Spent
-from paceline.engine.wire import MAX_ID_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +26,13 @@ if TYPE_CHECKING:
 
 FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
 HANG = "hang"  # is one only if the process was then replaced
-MOST_ID_CHARS = MAX_ID_CHARS - 12  # of a request's id in that of a leg
+LEG_MARK = "~"  # before the number of a leg in its id
 MOST_LISTED = 200  # open requests in a table
+
+
+def answer_id(leg_id: str) -> str:
+    """Return the id of an answer's request, by that of a leg."""
+    return leg_id.partition(LEG_MARK)[0]
 
 
 class WordsMissing(PacelineError):  # noqa: N818
@@ -92,7 +96,7 @@ class OngoingAnswer:
         """Add the leg of a replica that goes on where the client is."""
         name = self.request.request_id
         if self.num_begun:
-            name = f"{name[-MOST_ID_CHARS:]}~{self.num_begun}"
+            name += f"{LEG_MARK}{self.num_begun}"
         self.num_begun += 1
         leg = AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
         self.legs.append(leg)

@@ -48,7 +48,7 @@ class Member:
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
-    known: Ready | None = None  # message of its engine that the fleet has seen
+    known: int = -1  # restarts before the engine that the fleet has last seen ready
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
@@ -161,9 +161,9 @@ class Member:
 
     def loaded(self) -> bool:
         """Return True once after an engine has become ready."""
-        if self.ready is None or self.ready is self.known:
+        if self.ready is None or self.engines.restarts == self.known:
             return False
-        self.known = self.ready
+        self.known = self.engines.restarts
         return True
 
     def _beat(self) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -20,6 +21,8 @@ from paceline.core.system import RestartBackoff
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.child import EngineChild
+from paceline.serve.worker.command_sender import CommandSender
+from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import (
     MAX_TO_SERVER_BYTES,
     Cancel,
@@ -61,6 +64,7 @@ class _Setup:
     config: EngineConfig
     cores: frozenset[int]
     watchdog_s: float
+    prepare: Callable[[Ready], Awaitable[object]] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,16 +95,16 @@ class EngineClient:
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
         process; none: all that this one may use. begun: the first process, if it has begun already.
         """
-        self._setup = _Setup(config, cores, watchdog_s)
+        self._setup = _Setup(config, cores, watchdog_s, prepare)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
         self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
+        self.commands = CommandSender(self._send_to_ready, lambda: list(self._open))
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
-        self._prepare = prepare
         self._context = zmq.asyncio.Context()
         self._engine: EngineProcess | None = None
         self._open: dict[str, Answers] = {}
@@ -151,6 +155,11 @@ class EngineClient:
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
+
+    async def _send_to_ready(self, message: ToEngine) -> None:
+        if self._engine is None or self._engine.ready is None:
+            raise EngineDied("the engine is not ready; try again later")
+        await _send_now(self._engine.socket, message)
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engine's last steps, also after a restart."""
@@ -237,6 +246,7 @@ class EngineClient:
             await self._listen(engine, folder)
         finally:
             self._engine = None
+            self.commands.fail()
             _kill(engine.process)
             await engine.process.wait()
             engine.process.let_go()
@@ -260,14 +270,15 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        await engine.socket.send(encode(Load(self._setup.config)))  # waits until the process has connected
+        load = Load(self._setup.config, self.commands.weights)
+        await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:
             message = _message(await engine.socket.recv())
-            if isinstance(message, Ready) and self._prepare is not None:
+            if isinstance(message, Ready) and self._setup.prepare is not None:
                 try:
-                    await self._prepare(message)
+                    await self._setup.prepare(message)
                 except Exception as error:
                     engine.failed = error if isinstance(error, PacelineError) else _unprepared(error)
                     return
@@ -320,6 +331,11 @@ class EngineClient:
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 
+    def _obeyed(self, engine: EngineProcess, message: Obeyed) -> None:
+        if engine.ready is not None and message.promise != engine.ready.promise:
+            engine.ready = msgspec.structs.replace(engine.ready, promise=message.promise)
+        self.commands.take(message)
+
     def _failed(self, engine: EngineProcess, message: Failed) -> None:
         engine.failed = error_of(message.kind, message.message)
 
@@ -344,6 +360,7 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
     Draining: EngineClient._draining,
     Ready: EngineClient._ready,
     Failed: EngineClient._failed,
+    Obeyed: EngineClient._obeyed,
 }
 
 

@@ -10,6 +10,7 @@ from paceline.core.pass_notes import StepNote
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import Failed, Message, RequestId, Submit
+from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
 MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
@@ -22,12 +23,14 @@ class Load(Message, frozen=True):
     """First message: the model and engine to load."""
 
     config: EngineConfig
+    weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
 
 
 class Cancel(Message, frozen=True):
     """End a request now."""
 
     request_id: RequestId
+    abort: bool = False  # somebody waits for what it has written
 
 
 class Watch(Message, frozen=True):
@@ -134,8 +137,8 @@ class Snapshot(Message, frozen=True):
     backlog_tokens: int = 0  # of prompts, told answers included, that are not computed yet
 
 
-ToEngine = Load | Submit | Cancel | Watch | StopEngine
-ToServer = Progress | Language | Ready | Failed | Draining | Rejected | OutcomeBatch | Snapshot
+ToEngine = Load | Submit | Cancel | Watch | StopEngine | Command
+ToServer = Progress | Language | Ready | Failed | Draining | Rejected | OutcomeBatch | Snapshot | Obeyed
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode

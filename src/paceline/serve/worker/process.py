@@ -25,9 +25,11 @@ from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, give_memory_back, stay_on
-from paceline.engine.assembly.build import build
+from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
+from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
+from paceline.serve.worker.commands import COMMANDS
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
@@ -48,6 +50,7 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_engine,
 )
+from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
     from paceline.model.template_source import TemplateSource
+    from paceline.serve.worker.commands import Command
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +108,8 @@ class ServerConnection:
 class EngineWorker:
     """Receives messages, steps the engine, sends outcomes."""
 
-    def __init__(self, engine: Engine, server: ServerConnection) -> None:
-        self.engine = engine
+    def __init__(self, commands: Commands, server: ServerConnection) -> None:
+        self.commands = commands
         self.server = server
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
@@ -117,21 +121,32 @@ class EngineWorker:
             Watch: self._watch,
             StopEngine: self._stop,
         }
+        self._handlers |= dict.fromkeys(COMMANDS, self._command)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises `EngineDied` while its memory is given back."""
+        return self.commands.owner.built.engine
+
+    @property
+    def _has_work(self) -> bool:
+        """True if the next step has anything to do."""
+        return self.commands.steps and self.engine.has_work
 
     def run(self) -> None:
         """Serve until told to stop, or while draining until nothing is open."""
-        while not self.stopped and not (self.draining and not self.engine.has_work):
+        while not self.stopped and not (self.draining and not self._has_work):
             self._receive()
             if self.draining and not self._told_draining:
                 self._told_draining = True
                 self.server.send(Draining())
-            if self.engine.has_work and not self.stopped:
+            if self._has_work and not self.stopped:
                 self._step()
             elif time.monotonic() >= self._next_beat_s:
                 self._send_snapshot()
 
     def _receive(self) -> None:
-        while (message := self.server.receive(0 if self.engine.has_work else IDLE_MS)) is not None:
+        while (message := self.server.receive(0 if self._has_work else IDLE_MS)) is not None:
             handler = self._handlers.get(type(message))
             if handler is None:
                 log.warning("dropped a message out of place: %s", type(message).__name__)
@@ -143,7 +158,7 @@ class EngineWorker:
     def _step(self) -> None:
         if self.engine.loop.wait():
             self._receive()  # requests that came while the pass ran join the next one
-            if self.stopped:
+            if self.stopped or not self._has_work:
                 return
         outcomes = self.engine.step()
         self._send_snapshot()
@@ -153,10 +168,24 @@ class EngineWorker:
     def _send_snapshot(self) -> None:
         """Send a snapshot at intervals and before the last outcome, so it counts every answer."""
         now_s = time.monotonic()
-        if now_s >= self._next_snapshot_s or not self.engine.has_work:
+        if now_s >= self._next_snapshot_s or not self._has_work:
             self._next_snapshot_s, self._next_beat_s = now_s + SNAPSHOT_S, now_s + BEAT_S
+            if self.commands.owner.asleep:
+                self.server.send(Snapshot(Stats(), Gauges.none()))
+                return
             steps = tuple(self.engine.outputs.book.steps or ())
             self.server.send(snapshot_of(self.engine, steps))
+
+    def _command(self, message: Command) -> None:
+        """Obey, and reply behind the outcomes of all steps before."""
+        reply = self.commands.obey(message)
+        self._send_outcomes()
+        self.server.send(reply)
+
+    def _send_outcomes(self) -> None:
+        """Send what came without a step."""
+        if not self.commands.owner.asleep and (outcomes := self.engine.outputs.take_outcomes()):
+            self.server.send(OutcomeBatch(tuple(outcomes)))
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -171,10 +200,14 @@ class EngineWorker:
             self.server.send(Rejected(message.request_id, "", INTERNAL))
 
     def _cancel(self, message: Cancel) -> None:
-        self.engine.cancel(message.request_id)
+        if not self.commands.owner.asleep:
+            self.engine.cancel(message.request_id, "abort" if message.abort else "cancelled")
+        if not self.commands.steps:
+            self._send_outcomes()
 
     def _watch(self, message: Watch) -> None:
-        self.engine.outputs.book.watch(on=message.on)
+        if not self.commands.owner.asleep:
+            self.engine.outputs.book.watch(on=message.on)
 
     def _stop(self, _: StopEngine) -> None:
         self.stopped = True
@@ -201,7 +234,7 @@ def _progress_sender(server: ServerConnection) -> Any:
     return report
 
 
-def _ready(built: Built) -> Ready:
+def _ready(built: Built, promise: str) -> Ready:
     tokenizer = built.engine.tokenizer
     return Ready(
         model_name=built.model_name,
@@ -215,7 +248,7 @@ def _ready(built: Built) -> Ready:
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
         profile=profile_of(built.engine),
-        promise=built.promise.key(self_test(built.engine)),
+        promise=promise,
         settled=built.settled,
         prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
     )
@@ -258,22 +291,25 @@ def warm_up(built: Built) -> None:
     engine.reset_stats()
 
 
-def _load(server: ServerConnection) -> Built | None:
+def _load(server: ServerConnection) -> Commands | None:
     """Load what the first message asks for, or send the reason and return None."""
     message = server.receive(SEND_MS)
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
     try:
-        built = build(
+        owner = load_engine(
             message.config,
             _progress_sender(server),
             lambda json, tokenizer, template: server.send(
                 Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
             ),
         )
-        warm_up(built)
-        return built
+        warm_up(owner.built)
+        commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
+        if message.weights is not None:
+            owner.update(message.weights.source, message.weights.version)
+        return commands
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
@@ -286,20 +322,20 @@ def run(address: str) -> int:
     """Serve one server until it stops us. Returns the exit status."""
     server = ServerConnection(address)
     try:
-        built = _load(server)
-        if built is None:
+        commands = _load(server)
+        if commands is None:
             return 2
-        engine = built.engine
-        worker = EngineWorker(engine, server)
+        owner = commands.owner
+        worker = EngineWorker(commands, server)
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
-        server.send(snapshot_of(engine))
-        server.send(_ready(built))
-        del built  # with the tokenizer's JSON, which only the server needs
+        server.send(snapshot_of(owner.built.engine))
+        server.send(_ready(owner.built, commands.promise))
+        owner.drop_json()
         give_memory_back()
         worker.run()
-        engine.close()
+        owner.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
         return 1

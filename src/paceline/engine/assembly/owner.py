@@ -1,0 +1,184 @@
+"""Owner of an engine: renews its weights, gives memory back and takes it again.
+
+A trainer that writes roll-outs with an engine sends it newer weights again and again. Where both share a machine,
+the engine gives back memory while the trainer works.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from paceline.core.errors import ConfigError, EngineDied, RequestError
+from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_version
+from paceline.engine.assembly.build import assemble, load
+from paceline.engine.renewal import Renewal, renew, versioned
+from paceline.model.content_key import content_key
+from paceline.model.files.pull import resolve
+from paceline.model.renewed import check_same_shape, renewed, with_arrays
+from paceline.model.weights import LazyWeights, forget_files, load_model
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.core.weight_source import WeightSource
+    from paceline.engine.assembly.build import Built, Loaded, OnLanguage, Progress
+    from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.engine import Engine
+    from paceline.model.weights import LoadedModel
+
+log = logging.getLogger(__name__)
+
+ASLEEP = "the engine has given back {}; resume its memory first"
+
+
+class EngineOwner:
+    """Owns a model's weights and the engine over them."""
+
+    def __init__(self, config: EngineConfig, loaded: Loaded | None, built: Built) -> None:
+        """Own an engine that was assembled over loaded weights, see `load_engine`."""
+        self.config = config
+        self.version = FIRST_VERSION  # of the weights
+        self.mark = ""  # what stands for these weights in the hashes of pages; empty: the first ones
+        self._source: WeightSource | None = None  # None: the files of the config, or arrays
+        self._from_arrays = False
+        self._released: set[str] = set()
+        self._loaded, self._built = loaded, cast("Built | None", built)
+
+    @property
+    def built(self) -> Built:
+        """The engine and what goes with it. Raises `EngineDied` while memory is given back."""
+        if self._built is None:
+            raise EngineDied(ASLEEP.format(" and ".join(sorted(self._released)) or "its memory"))
+        return self._built
+
+    @property
+    def asleep(self) -> bool:
+        """True while there is no engine."""
+        return self._built is None
+
+    def drop_json(self) -> None:
+        """Drop the tokenizer's JSON, once who needs it has it."""
+        self._built = self._built and replace(self._built, tokenizer_json=b"")
+        self._loaded = self._loaded and replace(self._loaded, tokenizer_json=b"")
+
+    def close(self) -> None:
+        """Drop engine and weights."""
+        if self._built is not None:
+            self._built.engine.close()
+        self._built = self._loaded = None
+
+    # Weights -----------------------------------------------------------------------------------------
+
+    def update(self, source: WeightSource, version: str) -> Renewal:
+        """Take the weights of a source. Raises `ModelError`, `ConfigError`; then nothing has changed."""
+        check_version(version)
+        newer = renewed(self._first_model, source)
+        assert isinstance(newer.weights, LazyWeights)
+        report = self._take(newer, version, content_key(newer.weights.sources))
+        self._source, self._from_arrays = source, False
+        return report
+
+    def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
+        """Take all weights from arrays, by their names in files.
+
+        Raises as `update`. No array is kept.
+        """
+        check_version(version)
+        report = self._take(with_arrays(self._first_model(), arrays), version, secrets.token_hex(16))
+        self._source, self._from_arrays = None, True
+        return report
+
+    def _first_model(self) -> LoadedModel:
+        try:
+            return load_model(resolve(self.config.model))
+        finally:
+            forget_files()
+
+    def _take(self, model: LoadedModel, version: str, digest: str) -> Renewal:
+        loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
+        check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
+        put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
+        self.version, self.mark = version, f"{version}\0{digest}"
+        self._loaded = replace(loaded, version=self.mark)
+        self._released.discard(WEIGHTS)
+        if self._built is None:
+            put_in_place()
+            self._wake()
+            return Renewal(rebuilt=() if self._built is None else tuple(self._built.engine.drafting.drafters))
+        built = self._built
+        fingerprint = versioned(built.fingerprint, self.mark)
+        report = renew(built.engine, put_in_place, version, fingerprint, built.rebuild)
+        log.warning("weights are now version %s; drafters: %s", version, describe(report))
+        return report
+
+    # Memory ------------------------------------------------------------------------------------------
+
+    def release(self, tags: Collection[str]) -> None:
+        """Give back memory. Raises `RequestError` while requests are open."""
+        tags = _checked(tags)
+        if self._built is not None and self._built.engine.has_work:
+            raise RequestError("requests are open: abort them before memory is given back", "tags")
+        if self._built is not None:
+            self._built.engine.close()
+        self._built = None
+        self._released |= tags
+        if WEIGHTS in tags:
+            self._loaded = None
+        gc.collect()  # engine, loop and drafters refer to each other
+
+    def resume(self, tags: Collection[str]) -> None:
+        """Take memory again; the engine is back with the last part. Raises `PacelineError`."""
+        tags = _checked(tags)
+        if WEIGHTS in tags & self._released:
+            if self._from_arrays:
+                raise ConfigError("these weights came from arrays, which are gone: update the weights instead")
+            loaded = load(self.config)
+            if self._source is not None:
+                model = renewed(self._first_model, self._source)
+                self.config.backend_spec.repack(loaded.decoder, model.weights)()
+            self._loaded = replace(loaded, version=self.mark)
+        self._released -= tags
+        self._wake()
+
+    def _wake(self) -> None:
+        """Make the engine again if nothing is given back any more."""
+        if self._built is None and self._loaded is not None and not self._released:
+            self._built = assemble(self.config, self._loaded)
+            self._built.engine.outputs.weight_version = self.version
+            forget_files()
+
+
+def load_engine(
+    config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None
+) -> EngineOwner:
+    """Load the model and make the engine, see `build`. Raises `ConfigError` or `ModelError`."""
+    try:
+        loaded = load(config, progress, on_language)
+        return EngineOwner(config, loaded, assemble(config, loaded, progress=progress))
+    finally:
+        forget_files()
+
+
+def flush(engine: Engine) -> None:
+    """Empty the prefix cache; pages of running requests become private."""
+    engine.scheduler.publish()
+    engine.scheduler.pool.forget()
+
+
+def describe(report: Renewal) -> str:
+    """Return what became of drafters, in a few words."""
+    parts = (("rebuilt", report.rebuilt), ("kept", report.kept), ("unloaded", report.unloaded))
+    return "; ".join(f"{word} {', '.join(names)}" for word, names in parts if names) or "none"
+
+
+def _checked(tags: Collection[str]) -> set[str]:
+    if isinstance(tags, str) or not set(tags) <= set(TAGS):
+        raise RequestError(f"tags are {' and '.join(TAGS)}", "tags")
+    return set(tags)

@@ -1,0 +1,96 @@
+"""Newer weights in a running engine: what depends on them is made anew.
+
+Open requests go back to the queue and are computed again, as after a preemption. So what follows in an answer is
+what any engine with the newer weights would write behind the same tokens. Pages of old weights are never matched:
+the version is part of every page's hash.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import PacelineError
+from paceline.engine.pages import root_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from paceline.draft.drafter import Drafter
+    from paceline.engine.engine import Engine
+    from paceline.engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+READ_S = 0.05  # between two looks at pages that are read from disk
+
+
+def versioned(fingerprint: str, mark: str) -> str:
+    """Return a fingerprint or promise key under newer weights.
+
+    mark: stands for them; empty for the first ones.
+    """
+    return f"{fingerprint}\0{mark}" if mark else fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """Result of an update for drafters, by name."""
+
+    rebuilt: tuple[str, ...] = ()  # they share tables with the target
+    kept: tuple[str, ...] = ()  # they stand alone, or only read tokens
+    unloaded: tuple[str, ...] = ()  # they share tables, and could not be built again
+
+
+def renew(
+    engine: Engine,
+    put_in_place: Callable[[], None],
+    version: str,
+    fingerprint: str,
+    rebuild: Mapping[str, Callable[[], Drafter]],
+) -> Renewal:
+    """Put newer weights into an engine between two steps.
+
+    fingerprint: that of the newer KV. rebuild: makers of the drafters that share tables with the target.
+    """
+    engine.settle()
+    engine.outputs.renew(version)
+    recompute(engine.scheduler, fingerprint)
+    engine.release_rows()
+    put_in_place()
+    rebuilt, unloaded = [], []
+    drafters = engine.drafting.drafters
+    for name in [name for name, d in drafters.items() if name in rebuild and d.needs.kv_bytes_per_token]:
+        if _rebuild(engine, name, rebuild[name]):
+            rebuilt.append(name)
+        else:
+            unloaded.append(name)
+    kept = tuple(name for name in engine.drafting.drafters if name not in rebuilt)
+    return Renewal(tuple(rebuilt), kept, tuple(unloaded))
+
+
+def recompute(scheduler: Scheduler, fingerprint: str) -> None:
+    """Send every request back to the queue, and empty the prefix cache.
+
+    No pass may be in flight.
+    """
+    while not scheduler.end_reading(READ_S):
+        pass
+    for state in reversed(scheduler.running[:]):
+        scheduler.preempt(state)
+    scheduler.fingerprint = fingerprint
+    for state in scheduler.requests.values():
+        state.hashes = [root_hash(fingerprint, state.request.salt)]
+    scheduler.pool.forget()
+
+
+def _rebuild(engine: Engine, name: str, make: Callable[[], Drafter]) -> bool:
+    """Replace a drafter by a new one; unload it and return False if that fails."""
+    try:
+        engine.drafting.rebuild(name, make)
+    except PacelineError as error:
+        log.warning("drafter %s does not fit the newer weights, so it is unloaded: %s", name, error)
+        engine.unload(name)
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""The Ray Serve application: a deployment of engines, and a deployment of fronts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError, suggest
+from paceline.ray.front import FLEET, Door, FrontReplica, keys_of
+from paceline.ray.replica import MAX_CALLS, EngineReplica
+from paceline.serve.asking import config_of
+from ray import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Arguments of `serve run` and of `args` in a Serve YAML, beside the options of `AsyncLLM`.
+PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
+FRONT = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
+HEALTH_S = 1.0  # between two looks at a replica
+POLICY = "paceline.ray:Headroom"
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Return the application for `serve run paceline.ray:app` or a Serve YAML. Raises `ConfigError`.
+
+    args: `model`, options of `AsyncLLM`, and those of `PLACEMENT` and `FRONT`; values may be texts.
+    """
+    given = {name: _value(value) for name, value in args.items()}
+    placement = {name: given.pop(name) for name in PLACEMENT if name in given}
+    front = {name: given.pop(name) for name in FRONT if name in given}
+    model, cpus = str(given.pop("model", "default")), float(placement.get("cpus", 1))
+    given.setdefault("threads", max(1, int(cpus)))
+    try:
+        config_of(model, given)
+    except ConfigError as error:
+        known = (*PLACEMENT, *FRONT, "model")
+        unknown = next((name for name in given if f"unknown option {name!r}" in str(error)), None)
+        raise ConfigError(
+            f"unknown argument {unknown!r}{suggest(unknown, known)}" if unknown else str(error)
+        ) from None
+    keys_of(front)
+    engine = serve.deployment(
+        name="Engine",
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=HEALTH_S,
+        max_ongoing_requests=MAX_CALLS,
+        **_replicas(placement),
+    )(EngineReplica)
+    served = serve.deployment(
+        name="Front",
+        num_replicas=int(placement.get("fronts", 1)),
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_CALLS,
+    )(serve.ingress(Door())(FrontReplica))
+    return served.bind(front, engine.bind(model, given, cpus))
+
+
+def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many engines there are: a number, or bounds between which headroom decides."""
+    bounds = placement.get("autoscaling")
+    if bounds is None:
+        return {"num_replicas": int(placement.get("replicas", 1))}
+    least, _, most = str(bounds).partition("-")
+    if not least.isdigit() or not most.isdigit():
+        raise ConfigError(f"autoscaling is two numbers of replicas, such as 1-4, not {bounds!r}")
+    kwargs = {"tpot_ms": float(placement["tpot_ms"])} if "tpot_ms" in placement else {}
+    policy = {"policy_function": POLICY, "policy_kwargs": kwargs}
+    return {"autoscaling_config": {"min_replicas": int(least), "max_replicas": int(most), "policy": policy}}
+
+
+def _value(value: Any) -> Any:
+    """Return an argument of a command line as YAML would read it."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return int(value)
+    except ValueError:
+        return value

@@ -1,0 +1,170 @@
+"""Actor of a replica: an engine process, and a line to every front."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import EngineDied, PacelineError, RequestError
+from paceline.engine.wire import Submit, encode
+from paceline.ray.line import SILENCE_S, Down, FrontLine, read_to_host
+from paceline.serve.asking import config_of
+from paceline.serve.engines import Disconnected
+from paceline.serve.worker.client import EngineClient
+from paceline.serve.worker.commands import Obeyed
+from paceline.serve.worker.messages import Cancel, Rejected, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from typing import Any
+
+    from paceline.serve.engines import Answers, Event
+    from paceline.serve.worker.messages import Snapshot, ToEngine
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25  # between two looks at the engine's process
+UNREADY_S = 30.0  # without an engine, after which the replica counts as unhealthy
+FAILED_STARTS = 2  # in a row, likewise
+
+
+class EngineHost:
+    """One engine process for all fronts. Ray calls every method on one event loop."""
+
+    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        """Check the options, those of `AsyncLLM`; `start` loads. Raises `ConfigError`."""
+        self._config = config_of(model, options)
+        self._client: EngineClient | None = None
+        self._lines: dict[str, FrontLine] = {}  # by front
+        self._open: dict[tuple[str, str], Answers] = {}  # by front and request id
+        self._ready_s = time.monotonic()  # when an engine was last seen ready
+        self._restarts = 0  # of the process when it was
+
+    async def start(self) -> None:
+        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        self._client = EngineClient(self._config)
+        self._client.on_snapshot = self._tell
+        await self._client.first_ready
+
+    async def stop(self) -> None:
+        """End the engine's process."""
+        if self._client is not None:
+            await self._client.stop()
+
+    async def health(self) -> None:
+        """Raise `EngineDied` for a dead engine in a live actor: Ray replaces it."""
+        client = self._running
+        now_s = time.monotonic()
+        if client.ready is not None:
+            self._ready_s, self._restarts = now_s, client.restarts
+        elif client.restarts - self._restarts >= FAILED_STARTS or now_s - self._ready_s > UNREADY_S:
+            raise EngineDied("the engine's process does not come back; the replica is replaced")
+
+    async def load(self) -> dict[str, float]:
+        """Return figures for autoscaling, see `scaling_policy`."""
+        client = self._running
+        ready, snapshot = client.ready, client.snapshot
+        found = {"open_rows": float(client.num_open)}
+        if snapshot is not None:
+            found["backlog_tokens"] = float(snapshot.backlog_tokens)
+        if ready is not None and ready.profile is not None:
+            found["prefill_s_per_token"] = ready.profile.prefill_s_per_token
+            found |= {f"step_s_{rows}": s for rows, s in enumerate(ready.profile.step_s_by_rows, 1)}
+        return found
+
+    # Lines to fronts ---------------------------------------------------------------------------------
+
+    async def attach(self, front: str) -> AsyncIterator[bytes]:
+        """Yield all messages for a front, for as long as it shows signs of life."""
+        line = self._lines[front] = FrontLine()
+        try:
+            while self._lines.get(front) is line and time.monotonic() - line.beat_s < SILENCE_S:
+                self._tell_state(line)
+                if data := await line.take(TICK_S):
+                    yield data
+        finally:
+            if self._lines.get(front) is line:
+                await self.detach(front)
+
+    async def detach(self, front: str) -> None:
+        """Forget a front, and cancel its requests."""
+        self._lines.pop(front, None)
+        for key in [key for key in self._open if key[0] == front]:
+            await self._open.pop(key).close()
+
+    async def beat(self, front: str) -> None:
+        """Note a sign of life of a front."""
+        if (line := self._lines.get(front)) is not None:
+            line.beat_s = time.monotonic()
+
+    async def send(self, front: str, data: bytes) -> None:
+        """Take messages of a front."""
+        for message in read_to_host(data):
+            await self._take(front, message)
+
+    async def command(self, data: bytes) -> bytes:
+        """Carry out a trainer's command; return the reply."""
+        (command,) = read_to_host(data)
+        assert not isinstance(command, Submit | Cancel | Watch)
+        try:
+            return encode(await self._running.commands.send(command))
+        except PacelineError as error:
+            return encode(Obeyed(self._running.commands.version, kind=type(error).__name__, error=str(error)))
+
+    async def _take(self, front: str, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            await self._submit(front, message)
+        elif isinstance(message, Watch):
+            await self._running.watch(on=message.on)
+        elif isinstance(message, Cancel) and message.abort:
+            await self._running.commands.abort(lambda request_id: request_id == message.request_id)
+        elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
+            await answers.close()
+
+    async def _submit(self, front: str, message: Submit) -> None:
+        request_id = message.request_id
+
+        def take(event: Event) -> None:
+            self._on_event(front, request_id, event)
+
+        try:
+            answers = await self._running.submit([message.request()], take)
+        except PacelineError as error:
+            take(error)
+        else:
+            if answers.index:  # else it has ended already
+                self._open[front, request_id] = answers
+
+    def _on_event(self, front: str, request_id: str, event: Event) -> None:
+        line = self._lines.get(front)
+        if isinstance(event, Disconnected):
+            return
+        ended = isinstance(event, PacelineError) or event[1].finish_reason is not None
+        if ended:
+            self._open.pop((front, request_id), None)
+        if line is None:
+            return
+        if isinstance(event, PacelineError):
+            param = event.param if isinstance(event, RequestError) else None
+            line.put(Rejected(request_id, type(event).__name__, str(event), param))
+        else:
+            line.put_outcome(event[1])
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        for line in self._lines.values():
+            line.put(snapshot)
+
+    def _tell_state(self, line: FrontLine) -> None:
+        """Tell a front of an engine that is ready, or is so no more."""
+        ready = None if self._client is None else self._client.ready
+        if ready is line.told:
+            return
+        line.told = ready
+        line.put(Down() if ready is None else ready)
+
+    @property
+    def _running(self) -> EngineClient:
+        if self._client is None:
+            raise EngineDied("the engine is not started")
+        return self._client

@@ -1,0 +1,212 @@
+"""A replica's engine, as a front sees it: one stream for all requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayActorError
+
+from paceline.core.errors import EngineDied, PacelineError
+from paceline.core.weight_source import FIRST_VERSION
+from paceline.engine.wire import Submit, encode, error_of
+from paceline.ray.line import BEAT_S, Down, read_from_host, read_reply
+from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
+from paceline.serve.worker.commands import UpdateWeights
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from paceline.core.nouns import Request
+    from paceline.ray.line import FromHost
+    from paceline.serve.engines import OnEvent
+    from paceline.serve.worker.commands import Command, Obeyed
+    from paceline.serve.worker.messages import Language
+
+AGAIN_S = 0.1  # before a line that broke is attached again
+log = logging.getLogger(__name__)
+
+
+class HostCommands:
+    """A trainer's commands to a replica's actor; see `Commanded`."""
+
+    def __init__(self, host: Any, front: str, open_ids: Callable[[], Sequence[str]]) -> None:
+        self.version = FIRST_VERSION
+        self.whole_model: str | None = None
+        self._host, self._front, self._open_ids = host, front, open_ids
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        found = [request_id for request_id in self._open_ids() if chosen(request_id)]
+        if found:
+            self._host.send.remote(self._front, encode([Cancel(request_id, abort=True) for request_id in found]))
+        return len(found)
+
+    async def send(self, command: Command) -> Obeyed:
+        """Return the reply. Raises `PacelineError` if the command could not be obeyed."""
+        try:
+            reply = read_reply(await self._host.command.remote(encode([command])))
+        except Exception as error:
+            raise EngineDied(f"{RESTARTING} ({type(error).__name__})") from None
+        self.version = reply.version
+        if reply.error is not None:
+            raise error_of(reply.kind, reply.error)
+        if isinstance(command, UpdateWeights):
+            self.whole_model = command.source.model
+        return reply
+
+
+class HostEngines:
+    """Engine behind an actor; see `Engines`. Once the actor is dead it stays down."""
+
+    def __init__(self, host: Any, front: str) -> None:
+        """host: handle of an `EngineHost`. front: name of this front."""
+        self.dead = False  # the actor has ended
+        self.restarts = 0
+        self.ready: Ready | None = None
+        self.snapshot: Snapshot | None = None
+        self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.on_snapshot: Callable[[Snapshot], None] | None = None
+        self.on_language: Callable[[Language], None] | None = None
+        self.on_draining: Callable[[], None] | None = None
+        self.commands = HostCommands(host, front, lambda: list(self._open))
+        self._host = host
+        self._front = front
+        self._open: dict[str, Answers] = {}
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    @property
+    def pid(self) -> int | None:
+        """None: the process is another machine's, perhaps."""
+        return None
+
+    @property
+    def num_open(self) -> int:
+        """Number of answers that run or wait."""
+        return len(self._open)
+
+    # Requests ----------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
+        """Send requests, numbered from 0. Raises `EngineDied` without an engine."""
+        if self.ready is None:
+            raise EngineDied(NOT_READY)
+        answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
+        self._open |= dict.fromkeys(answers.index, answers)
+        self._send([Submit.of(request) for request in requests])
+        return answers
+
+    async def cancel(self, answers: Answers) -> None:
+        """End the open ones of these answers; no further event is put."""
+        still_open = list(answers.index)
+        answers.index.clear()
+        for request_id in still_open:
+            self._open.pop(request_id, None)
+        if still_open and not self.dead:
+            self._send([Cancel(request_id) for request_id in still_open])
+
+    async def watch(self, *, on: bool) -> None:
+        """Choose if snapshots carry the engine's last steps."""
+        if not self.dead:
+            self._send([Watch(on)])
+
+    async def stop(self) -> None:
+        """Leave the replica, whose engine serves other fronts. May be called twice."""
+        self.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.first_ready.cancel()
+
+    def kill(self) -> None:
+        """Leave the replica at once."""
+        if not self.dead:
+            self._host.detach.remote(self._front)
+        for task in self._tasks:
+            task.cancel()
+        self._fail_open(STOPPING)
+
+    def abandon(self) -> None:
+        """Leave the replica from outside a task; nothing else may be called then."""
+        self.kill()
+        self.first_ready.cancel()
+
+    def _send(self, messages: Sequence[Submit | Cancel | Watch]) -> None:
+        self._host.send.remote(self._front, encode(messages))  # a dead actor ends the stream
+
+    # What comes --------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Take in messages until the actor ends."""
+        while not self.dead:
+            try:
+                async for piece in self._host.attach.options(num_returns="streaming").remote(self._front):
+                    for message in read_from_host(await piece):
+                        self._take(message)
+            except RayActorError as error:
+                log.warning("the actor of a replica has ended: %s", type(error).__name__)
+                self.dead = True
+            except Exception:
+                log.exception("the line to a replica broke; it is attached again")
+            self._down()
+            await asyncio.sleep(AGAIN_S)
+        if not self.first_ready.done():
+            self.first_ready.set_exception(EngineDied("the replica's actor ended before its engine was ready"))
+            self.first_ready.exception()  # nobody else need look
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            with suppress(Exception):
+                await self._host.beat.remote(self._front)
+
+    def _take(self, message: FromHost) -> None:
+        if isinstance(message, OutcomeBatch):
+            self._outcomes(message)
+        elif isinstance(message, Rejected):
+            self._reject(message)
+        elif isinstance(message, Snapshot):
+            self.snapshot = message
+            if self.on_snapshot is not None:
+                self.on_snapshot(message)
+        elif isinstance(message, Down):
+            self._down()
+        else:
+            self._loaded(message)
+
+    def _loaded(self, ready: Ready) -> None:
+        if not self.first_ready.done():
+            self.first_ready.set_result(ready)
+        elif self.ready is None:
+            self.restarts += 1
+        self.ready = ready
+
+    def _outcomes(self, message: OutcomeBatch) -> None:
+        for outcome in message.outcomes:
+            answers = self._open.get(outcome.request_id)
+            if answers is not None:
+                answers.put((answers.index[outcome.request_id], outcome))
+                if outcome.finish_reason is not None:
+                    self._forget(outcome.request_id)
+
+    def _reject(self, message: Rejected) -> None:
+        answers = self._open.get(message.request_id)
+        if answers is not None:
+            self._forget(message.request_id)
+            answers.put(error_of(message.kind, message.message, message.param))
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id).index.pop(request_id, None)
+
+    def _down(self) -> None:
+        self.ready = None
+        self._fail_open(RESTARTING)
+
+    def _fail_open(self, why: str) -> None:
+        answers_of = {id(answers): answers for answers in self._open.values()}
+        self._open.clear()
+        error: PacelineError = EngineDied(why)
+        for answers in answers_of.values():
+            answers.index.clear()
+            answers.put(error)

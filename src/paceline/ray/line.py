@@ -1,0 +1,73 @@
+"""Messages between a front and a replica: those of the engine's socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from paceline.engine.wire import Message, Submit, encode
+from paceline.serve.worker.commands import Command, Obeyed
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
+
+if TYPE_CHECKING:
+    from paceline.core.nouns import Outcome
+
+NAMESPACE = "paceline"  # of the engines' actors
+BEAT_S = 5.0  # between two signs of life of a front
+SILENCE_S = 20.0  # after which a front is taken for dead, and its requests are cancelled
+
+
+class Down(Message, frozen=True):
+    """The engine's process has ended; it is being restarted. All open requests are lost."""
+
+
+FromHost = Ready | Down | OutcomeBatch | Rejected | Snapshot
+ToHost = Submit | Cancel | Watch | Command
+
+read_from_host = msgspec.msgpack.Decoder(list[FromHost]).decode
+read_to_host = msgspec.msgpack.Decoder(list[ToHost]).decode
+read_reply = msgspec.msgpack.Decoder(Obeyed).decode
+
+
+class FrontLine:
+    """Messages for one front, which wait until Ray takes the next piece of its stream.
+
+    All outcomes of a step, of all the front's requests, are one message.
+    """
+
+    def __init__(self) -> None:
+        self.told: Ready | None = None  # the engine that the front knows of
+        self.beat_s = time.monotonic()  # of the front's last sign of life
+        self._messages: list[FromHost] = []
+        self._outcomes: list[Outcome] = []
+        self._wake = asyncio.Event()
+
+    def put(self, message: FromHost) -> None:
+        """Add a message behind all before it."""
+        self._gather()
+        self._messages.append(message)
+        self._wake.set()
+
+    def put_outcome(self, outcome: Outcome) -> None:
+        """Add what a step brought to a request."""
+        self._outcomes.append(outcome)
+        self._wake.set()
+
+    async def take(self, timeout_s: float) -> bytes:
+        """Return what has come since the last call, as bytes; none after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
+        except TimeoutError:
+            return b""
+        self._wake.clear()
+        self._gather()
+        messages, self._messages = self._messages, []
+        return encode(messages)
+
+    def _gather(self) -> None:
+        if self._outcomes:
+            self._messages.append(OutcomeBatch(tuple(self._outcomes)))
+            self._outcomes = []

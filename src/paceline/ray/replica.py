@@ -1,0 +1,43 @@
+"""Deployment of engines: each replica owns the actor in which its engine is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+from paceline.ray.engine_host import EngineHost
+from paceline.ray.line import NAMESPACE
+from paceline.ray.local_ray import stay_on_loopback
+from ray import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_CALLS = 4096  # of fronts that are answered at once
+
+
+class EngineReplica:
+    """Deployment `Engine`: owns the actor in which its engine is. Ray restarts and scales it."""
+
+    async def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:  # type: ignore[misc]
+        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        stay_on_loopback()
+        context = serve.get_replica_context()
+        self._name = f"{context.app_name}:{context.replica_id.unique_id}"
+        actor = ray.remote(EngineHost).options(
+            name=self._name, namespace=NAMESPACE, num_cpus=cpus, max_concurrency=MAX_CALLS
+        )
+        self._host: Any = actor.remote(model, dict(options))
+        await self._host.start.remote()
+
+    async def check_health(self) -> None:
+        """Raise if actor or engine is dead; then Ray replaces this replica."""
+        await self._host.health.remote()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `Headroom` reads."""
+        return dict(await self._host.load.remote())
+
+    async def __call__(self) -> str:
+        """Return the name of the engine's actor."""
+        return self._name

@@ -1,0 +1,70 @@
+"""Server's side of a trainer's commands: one at a time, each with its reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import EngineDied
+from paceline.core.weight_source import FIRST_VERSION
+from paceline.engine.wire import error_of
+from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.messages import Cancel
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from paceline.serve.worker.commands import Command
+    from paceline.serve.worker.messages import ToEngine
+
+LOST = "the engine process ended before it could obey; it is being restarted, so try again"
+
+
+class CommandSender:
+    """Sends commands to one engine process and waits for its replies."""
+
+    def __init__(self, send: Callable[[ToEngine], Awaitable[None]], open_ids: Callable[[], Sequence[str]]) -> None:
+        """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
+        self.version = FIRST_VERSION  # of the engine's weights
+        self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
+        self._send, self._open_ids = send, open_ids
+        self._turn = asyncio.Lock()
+        self._reply: asyncio.Future[Obeyed] | None = None
+
+    @property
+    def whole_model(self) -> str | None:
+        """Place that whole weights came from last; None: they were loaded first."""
+        return None if self.weights is None else self.weights.source.model
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        """End open requests, chosen by id, with what they have written; return how many."""
+        found = [request_id for request_id in self._open_ids() if chosen(request_id)]
+        for request_id in found:
+            await self._send(Cancel(request_id, abort=True))
+        return len(found)
+
+    async def send(self, command: Command) -> Obeyed:
+        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
+        async with self._turn:
+            self._reply = asyncio.get_running_loop().create_future()
+            try:
+                await self._send(command)
+                reply = await self._reply
+            finally:
+                self._reply = None
+        if reply.error is not None:
+            raise error_of(reply.kind, reply.error)
+        if isinstance(command, UpdateWeights):
+            self.weights = command
+        return reply
+
+    def take(self, reply: Obeyed) -> None:
+        """Take in a reply."""
+        self.version = reply.version
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)
+
+    def fail(self) -> None:
+        """Note that the engine process has ended."""
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(EngineDied(LOST))

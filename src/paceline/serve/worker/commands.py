@@ -1,0 +1,58 @@
+"""Commands of trainers to the engine's process; each is answered by `Obeyed`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from paceline.core.weight_source import MAX_VERSION_CHARS, WeightSource
+from paceline.engine.wire import Message
+
+Tags = Annotated[tuple[str, ...], Meta(max_length=8)]
+
+
+class Pause(Message, frozen=True):
+    """Take no step until `GoOn`."""
+
+
+class GoOn(Message, frozen=True):
+    """Take steps again."""
+
+
+class FlushCache(Message, frozen=True):
+    """Empty the prefix cache."""
+
+
+class UpdateWeights(Message, frozen=True):
+    """Take newer weights between two steps."""
+
+    source: WeightSource
+    version: Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
+
+
+class ReleaseMemory(Message, frozen=True):
+    """Give back memory, by tags of `weight_source.TAGS`."""
+
+    tags: Tags
+
+
+class ResumeMemory(Message, frozen=True):
+    """Take memory again, by tags of `weight_source.TAGS`."""
+
+    tags: Tags
+
+
+class Obeyed(Message, frozen=True):
+    """Reply to a command, behind all outcomes that came before it."""
+
+    version: str  # of the weights from here on
+    promise: str = ""  # the engine's key from here on
+    drafters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)  # what an update did to them
+    kind: str = ""  # as in `Failed`
+    error: str | None = None  # None: done
+
+
+Command = Pause | GoOn | FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory
+COMMANDS = (Pause, GoOn, FlushCache, UpdateWeights, ReleaseMemory, ResumeMemory)

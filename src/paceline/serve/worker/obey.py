@@ -1,0 +1,94 @@
+"""Engine's side of a trainer's commands: carry out one between two steps."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import PacelineError
+from paceline.engine.assembly.owner import flush
+from paceline.engine.renewal import versioned
+from paceline.serve.worker.commands import (
+    FlushCache,
+    GoOn,
+    Obeyed,
+    Pause,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeights,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.engine.assembly.owner import EngineOwner
+    from paceline.serve.worker.commands import Command
+
+log = logging.getLogger(__name__)
+
+Drafters = dict[str, tuple[str, ...]]
+
+
+class Commands:
+    """Obeys a trainer's commands over one engine."""
+
+    def __init__(self, owner: EngineOwner, promise: str = "") -> None:
+        """promise: key of the engine with its first weights."""
+        self.owner = owner
+        self.paused = False
+        self._promise = promise
+
+    @property
+    def promise(self) -> str:
+        """Promise key of the engine with its weights of now."""
+        mark = self.owner.mark
+        return hashlib.sha256(versioned(self._promise, mark).encode()).hexdigest() if mark else self._promise
+
+    @property
+    def steps(self) -> bool:
+        """True if the engine may take steps."""
+        return not self.paused and not self.owner.asleep
+
+    def obey(self, command: Command) -> Obeyed:
+        """Carry out a command; an error of it is told, and ends nothing."""
+        try:
+            drafters = _HANDLERS[type(command)](self, command)
+        except PacelineError as error:
+            return Obeyed(self.owner.version, self.promise, kind=type(error).__name__, error=str(error))
+        except Exception as error:
+            log.exception("a command failed: %s", type(command).__name__)
+            return Obeyed(self.owner.version, self.promise, error=f"{type(error).__name__}: {error}")
+        return Obeyed(self.owner.version, self.promise, drafters or {})
+
+    def _pause(self, _: Pause) -> None:
+        if not self.owner.asleep:
+            self.owner.built.engine.settle()
+        self.paused = True
+
+    def _go_on(self, _: GoOn) -> None:
+        self.paused = False
+
+    def _flush(self, _: FlushCache) -> None:
+        if not self.owner.asleep:
+            flush(self.owner.built.engine)
+
+    def _update(self, command: UpdateWeights) -> Drafters:
+        report = self.owner.update(command.source, command.version)
+        return {"rebuilt": report.rebuilt, "kept": report.kept, "unloaded": report.unloaded}
+
+    def _release(self, command: ReleaseMemory) -> None:
+        self.owner.release(command.tags)
+
+    def _resume(self, command: ResumeMemory) -> None:
+        self.owner.resume(command.tags)
+
+
+_HANDLERS: dict[type[Command], Callable[[Commands, Any], Drafters | None]] = {
+    Pause: Commands._pause,
+    GoOn: Commands._go_on,
+    FlushCache: Commands._flush,
+    UpdateWeights: Commands._update,
+    ReleaseMemory: Commands._release,
+    ResumeMemory: Commands._resume,
+}

@@ -1,0 +1,250 @@
+"""Newer weights in a running engine: what follows is what a fresh engine with them would write."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from paceline import LLM, SamplingParams
+from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
+from paceline.core.nouns import Request
+from paceline.core.weight_source import WeightSource
+from paceline.engine.renewal import renew
+from paceline.model.heads.config import read_config
+from paceline.model.renewed import renewed
+from paceline.model.weights import load_model
+from tests.draft.heads import head_values, random_weights, write_head
+from tests.engine.same_text import PLAIN, Answer, Settings, assert_same, make_engine, run
+from tests.engine.test_overlapped_loop import overlapped
+from tests.serve.conftest import write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.engine.engine import Engine
+
+PROMPT = tuple((7 * i + i * i) % 250 for i in range(40))
+PARAMS = SamplingParams(temperature=0.9, max_tokens=24, seed=5, ignore_eos=True, repetition_penalty=1.2)
+SCORED = replace(PARAMS, logprobs=2)
+BACKENDS = [("native", "int8"), ("reference", "f64")]
+CUT = 9  # tokens before the weights change
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one shape."""
+    old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+    return write_model(old), write_model(new, seed=1)
+
+
+def opened(model: Path, backend: str = "native", weights: str = "int8", draft: str = "ngram:k=3") -> LLM:
+    options: dict[str, Any] = {"threads": 1} if backend == "native" else {}
+    return LLM(str(model), backend=backend, weights=weights, draft=draft, num_rows=4, max_len=256, **options)
+
+
+def tensors(model: Path) -> dict[str, Any]:
+    return load_file(model / "model.safetensors")
+
+
+@pytest.fixture(params=BACKENDS, ids=[name for name, _ in BACKENDS])
+def backend(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture
+def llm(models: tuple[Path, Path], backend: tuple[str, str]) -> Iterator[LLM]:
+    with opened(models[0], *backend) as found:
+        yield found
+        found.built.engine.check()
+
+
+def test_an_updated_engine_answers_as_a_fresh_one(llm: LLM, models: tuple[Path, Path], backend) -> None:
+    (before,) = llm.generate([PROMPT], SCORED)
+    assert llm.generate([PROMPT], SCORED)[0].figures.cached_tokens > 0
+    report = llm.update_weights(models[1], "step-1")
+    assert report.kept == ("ngram",)
+    assert llm.weight_version == "step-1"
+    (after,) = llm.generate([PROMPT], SCORED)
+    with opened(models[1], *backend) as fresh:
+        (expected,) = fresh.generate([PROMPT], SCORED)
+    assert after.token_ids == expected.token_ids != before.token_ids
+    assert after.logprobs == expected.logprobs
+    assert after.figures.cached_tokens == 0, "pages of old weights are never matched"
+    assert after.figures.weights == ((0, "step-1"),)
+    assert before.figures.weights == ((0, "default"),)
+
+
+def test_arrays_are_the_same_as_their_file(llm: LLM, models: tuple[Path, Path]) -> None:
+    llm.update_weights(models[1], "file")
+    (expected,) = llm.generate([PROMPT], SCORED)
+    llm.update_weights(models[0], "back")
+    llm.update_weights(tensors(models[1]), "arrays")
+    assert llm.generate([PROMPT], SCORED)[0].token_ids == expected.token_ids
+
+
+def test_an_open_answer_goes_on_as_if_its_tokens_were_told_to_the_newer_model(
+    llm: LLM, models: tuple[Path, Path], backend
+) -> None:
+    token_ids, figures = [], None
+    for delta in llm.stream(PROMPT, SCORED):
+        token_ids += delta.token_ids
+        if len(token_ids) >= CUT and llm.weight_version != "newer":
+            llm.update_weights(models[1], "newer")
+        figures = delta.figures or figures
+    assert figures is not None
+    (_, (start, version)) = figures.weights
+    assert version == "newer"
+    assert CUT <= start < len(token_ids)
+    with opened(models[1], *backend) as fresh:
+        engine = fresh.built.engine
+        engine.add(Request("r", PROMPT, SCORED, seed=5, told=tuple(token_ids[:start])))
+        rest = [token for o in stepped(engine) for token in o.token_ids]
+    assert rest == token_ids[start:]
+
+
+def stepped(engine: Engine) -> Iterator[Any]:
+    while engine.has_work:
+        yield from engine.step()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda t: {"model.layers.9.x": t["model.norm.weight"], **t}, BadModelFile, "no tensor"),
+        (lambda t: {**t, "model.norm.weight": np.zeros(3, np.float32)}, BadModelFile, "shape"),
+        (lambda t: {n: v for n, v in t.items() if "norm" not in n}, BadModelFile, "missing"),
+    ],
+)
+def test_bad_tensors_change_nothing(llm: LLM, models: tuple[Path, Path], spoil, error, message) -> None:
+    (before,) = llm.generate([PROMPT], SCORED)
+    with pytest.raises(error, match=message):
+        llm.update_weights(spoil(tensors(models[1])), "bad")
+    assert llm.weight_version == "default"
+    assert llm.generate([PROMPT], SCORED)[0].token_ids == before.token_ids
+
+
+def test_a_model_of_another_shape_is_refused(llm: LLM, models: tuple[Path, Path], tmp_path: Path) -> None:
+    other = write_model(tmp_path)
+    config = (other / "config.json").read_text().replace('"rope_theta": 10000.0', '"rope_theta": 500.0')
+    (other / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="only weights can be renewed"):
+        llm.update_weights(other, "other")
+    with pytest.raises(ModelNotFound, match="no folder"):
+        llm.update_weights(tmp_path / "nowhere", "other")
+    with pytest.raises(RequestError, match="weight_version"):
+        llm.update_weights(models[1], "")
+
+
+def test_memory_is_given_back_and_the_weights_return(llm: LLM, models: tuple[Path, Path]) -> None:
+    llm.update_weights(models[1], "newer")
+    (before,) = llm.generate([PROMPT], SCORED)
+    for tags in (("kv_cache",), ("weights",), ("weights", "kv_cache")):
+        llm.release_memory(tags)
+        with pytest.raises(EngineDied, match="given back"):
+            llm.generate([PROMPT], SCORED)
+        llm.resume_memory(tags)
+        (after,) = llm.generate([PROMPT], SCORED)
+        assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+        assert after.figures.weights == ((0, "newer"),)
+    llm.release_memory()
+    llm.resume_memory(("kv_cache",))
+    llm.update_weights(models[0], "woken")  # in place of weights that were given back
+    assert llm.generate([PROMPT], SCORED)[0].figures.weights == ((0, "woken"),)
+
+
+def test_memory_stays_while_an_answer_is_open(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SCORED)
+    next(stream)
+    with pytest.raises(RequestError, match="abort"):
+        llm.release_memory()
+    llm.abort()
+    *_, last = stream
+    assert last.finish_reason == "abort"
+    assert last.figures is not None
+    llm.release_memory()
+    llm.resume_memory()
+
+
+def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tmp_path: Path) -> None:
+    new, name = tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
+    save_file({name: new[name]}, tmp_path / "1.safetensors")
+    old = load_model(models[0])
+    found = renewed(lambda: old, WeightSource(tensors=str(tmp_path)))
+    assert (found.weights["layers.1.mlp_down"] == new[name]).all()
+    others = [n for n in old.weights if n != "layers.1.mlp_down"]
+    assert all((found.weights[n] == old.weights[n]).all() for n in others)
+
+
+# Drafters that share tables ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head(models: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A head with random weights: its drafts are seldom kept."""
+    config = load_model(models[0]).config
+    values = head_values("eagle3", config)
+    return write_head(tmp_path, values, config, random_weights(read_config(values, config)))
+
+
+def test_a_head_is_built_again_over_the_newer_tables(models: tuple[Path, Path], head: Path, backend) -> None:
+    with (
+        opened(models[0], *backend, draft="off") as plain,
+        opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm,
+    ):
+        for version, model in (("newer", models[1]), ("back", models[0])):
+            before = llm.built.engine.drafting.drafters["eagle3"]
+            assert llm.update_weights(model, version).rebuilt == ("eagle3",)
+            assert llm.built.engine.drafting.drafters["eagle3"] is not before
+            plain.update_weights(model, version)
+            (found,), (expected,) = llm.generate([PROMPT], SCORED), plain.generate([PROMPT], SCORED)
+            assert found.token_ids == expected.token_ids
+            assert found.figures.drafted_tokens > 0
+        llm.built.engine.check()
+
+
+def test_a_head_that_cannot_be_built_again_is_unloaded(models: tuple[Path, Path], head: Path, backend) -> None:
+    with opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm:
+        shutil.rmtree(head)
+        assert llm.update_weights(models[1], "newer").unloaded == ("eagle3",)
+        (found,) = llm.generate([PROMPT], SCORED)
+        assert found.figures.drafted_tokens == 0
+        llm.built.engine.check()
+
+
+# In any loop -------------------------------------------------------------------------------------
+
+REQUESTS = [Request(str(i), PROMPT[: 20 + i], PARAMS, seed=i) for i in range(5)]
+NGRAM, DRAFT = "ngram:k=3", "draft-model:model=noisy,k=3"
+MAKERS = {
+    "serial": lambda: make_engine(NGRAM, Settings(num_rows=3, prefix_cache=True)),
+    "overlapped": lambda: overlapped(DRAFT, PLAIN),
+    "late": lambda: make_engine(NGRAM, PLAIN, types="cuda"),
+}
+
+
+@pytest.mark.parametrize("loop", MAKERS)
+@settings(max_examples=8, deadline=None)
+@given(steps=st.sets(st.integers(0, 25), max_size=4))
+def test_the_same_weights_anew_at_any_step_change_no_answer(loop: str, steps: set[int]) -> None:
+    types = "cuda" if loop == "late" else "f64"
+    expected = run(make_engine("off", PLAIN, types=types), REQUESTS)
+    engine, answers, step = MAKERS[loop](), {r.request_id: Answer() for r in REQUESTS}, 0
+    for request in REQUESTS:
+        engine.add(request)
+    while engine.has_work:
+        if step in steps:
+            renew(engine, lambda: None, f"v{step}", f"v{step}", {})
+            engine.check()
+        for outcome in engine.step():
+            answers[outcome.request_id].take(outcome)
+        step += 1
+    assert_same(expected, answers)

@@ -1,0 +1,44 @@
+"""Real Ray: two replicas, a front, a client of OpenAI's, a killed worker, and a data set."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serve.conftest import write_model
+
+MOST_S, MOST_MB = 60.0, 1500.0
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,  # Ray takes 20 seconds to start
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'paceline[ray]'"
+    ),
+]
+
+
+def test_answers_go_on_when_a_replica_is_killed_and_a_data_set_is_answered(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    found_at, log = tmp_path / "found.json", tmp_path / "log"
+    command = [sys.executable, "-m", "tests.ray.cluster", str(write_model(tmp_path / "model")), str(found_at)]
+    with log.open("w") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=file, timeout=150, check=False, cwd=ROOT, env=dict(os.environ)
+        )
+    assert done.returncode == 0, log.read_text()[-3000:]
+    found = json.loads(found_at.read_text())
+    assert found["hosts"] == 2
+    assert all(found["same"]), "an answer changed when its replica was killed"
+    assert found["same_after"]
+    assert found["rows"] == 32
+    assert found["data_same"], "a row of the data set has another answer than over HTTP"
+    assert found["listens"] == [], "nothing of it may be reached from outside"
+    assert found["pss_mb"] <= MOST_MB

@@ -1,0 +1,127 @@
+"""Parts of `paceline.ray` that need no cluster: lines, the scaling policy, arguments, where ray is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.core.nouns import Outcome
+from paceline.engine.wire import Submit, encode
+from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
+from paceline.ray.scaling_policy import Headroom
+from paceline.serve.worker.commands import GoOn, Pause
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
+
+
+def outcome(name: str, *token_ids: int) -> Outcome:
+    return Outcome(name, token_ids, "")
+
+
+def test_all_outcomes_of_a_step_are_one_message_in_order() -> None:
+    async def work() -> list[Any]:
+        line = FrontLine()
+        line.put_outcome(outcome("a", 1))
+        line.put_outcome(outcome("b", 2))
+        line.put(Rejected("c", "RequestError", "no"))
+        line.put_outcome(outcome("a", 3))
+        found = read_from_host(await line.take(1.0))
+        line.put(Down())
+        return [found, read_from_host(await line.take(1.0)), await line.take(0.01)]
+
+    first, second, nothing = asyncio.run(work())
+    assert [type(message) for message in first] == [OutcomeBatch, Rejected, OutcomeBatch]
+    assert [(o.request_id, o.token_ids) for o in first[0].outcomes] == [("a", (1,)), ("b", (2,))]
+    assert second == [Down()]
+    assert nothing == b""
+
+
+def test_messages_to_an_engine_come_as_they_were_sent() -> None:
+    sent = [Submit("a", (1, 2), {}, 3), Cancel("b", abort=True), Pause(), GoOn()]
+    assert read_to_host(encode(sent)) == sent
+
+
+@dataclass
+class Context:
+    """The part of Ray's autoscaling context that is read."""
+
+    aggregated_metrics: dict[str, dict[str, float]]
+    current_num_replicas: int
+    current_time: float = 100.0
+    policy_state: dict[str, Any] = field(default_factory=dict)
+    capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 4
+
+
+def load(rows: float, replicas: int, step_s: float = 0.01) -> dict[str, dict[str, float]]:
+    """Each replica has so many rows; a step takes `step_s` for each row."""
+    names = [f"r{i}" for i in range(replicas)]
+    found = {"open_rows": dict.fromkeys(names, rows), "prefill_s_per_token": dict.fromkeys(names, 1e-4)}
+    return found | {f"step_s_{i}": dict.fromkeys(names, step_s * i) for i in range(1, 17)}
+
+
+def test_a_fleet_grows_with_the_seconds_of_a_token_and_shrinks_with_headroom() -> None:
+    policy = Headroom(tpot_ms=50.0)
+    assert policy(Context(load(8, 1), 1))[0] == 2, "eight rows take 80 ms, four take 40"
+    assert policy(Context(load(2, 2), 2))[0] == 2, "four rows on one replica would take 40 ms"
+    assert policy(Context(load(1, 2), 2))[0] == 1
+    assert policy(Context(load(4, 2), 2))[0] == 2
+    assert policy(Context(load(16, 4), 4))[0] == 4, "the bound"
+
+
+def test_replicas_that_have_told_nothing_are_waited_for() -> None:
+    policy = Headroom()
+    assert policy(Context({}, 2))[0] == 2
+    assert policy(Context(load(1, 1), 3))[0] == 3
+    assert policy(Context({}, 0))[0] == 1
+
+
+def test_the_policy_remembers_half_a_minute() -> None:
+    policy = Headroom(tpot_ms=50.0)
+    _, state = policy(Context(load(8, 1), 1, 100.0))
+    _, state = policy(Context(load(1, 1), 1, 120.0, state))
+    assert len(state["snapshots"]) == 2
+    _, state = policy(Context(load(1, 1), 1, 131.0, state))
+    assert [at_s for at_s, _ in state["snapshots"]] == [120.0, 131.0]
+
+
+def test_neither_server_nor_engine_imports_ray() -> None:
+    code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.ray
+class TestArguments:
+    """Of `serve run paceline.ray:app`."""
+
+    @pytest.fixture(autouse=True)
+    def ray(self) -> None:
+        pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            ({}, "api_key"),
+            ({"insecure": "true", "rl": "true"}, "api_key"),
+            ({"insecure": "true", "replica": "2"}, "did you mean 'replicas'"),
+            ({"insecure": "true", "autoscaling": "many"}, "1-4"),
+            ({"insecure": "true", "weights": "int3"}, "int3"),
+        ],
+    )
+    def test_wrong_ones_are_refused(self, args: dict[str, str], says: str) -> None:
+        from paceline.core.errors import ConfigError
+        from paceline.ray import app
+
+        with pytest.raises(ConfigError, match=says):
+            app(args)
+
+    def test_they_make_two_deployments(self) -> None:
+        from paceline.ray import app
+
+        made = app({"insecure": "true", "autoscaling": "1-3", "tpot_ms": "80", "fronts": "2", "max_len": "512"})
+        assert made._bound_deployment.name == "Front"
+        assert made._bound_deployment.num_replicas == 2

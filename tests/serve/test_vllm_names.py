@@ -1,0 +1,38 @@
+"""Metrics by vLLM's names, as a router scrapes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serve.conftest import running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_router_finds_queue_pages_and_hits(model: Path, replicas: str) -> None:
+    flags = ("--metrics-names", "vllm", "--served-model-name", "tiny", "--replicas", replicas)
+    with running(model, *flags) as server, server.client() as client:
+        for _ in range(2):
+            body = {"model": "tiny", "prompt": list(range(40, 80)), "max_tokens": 9, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        text = client.get("/metrics").text
+    found = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}
+    assert found["vllm:num_requests_waiting"].value == found["vllm:num_requests_running"].value == 0
+    assert found["vllm:num_requests_running"].labels == {"model_name": "tiny"}
+    assert 0 <= found["vllm:kv_cache_usage_perc"].value <= 1
+    assert found["vllm:cache_config_info"].labels["block_size"] == "16"
+    assert int(found["vllm:cache_config_info"].labels["num_gpu_blocks"]) > 0
+    assert found["vllm:prompt_tokens_total"].value == 80
+    assert found["vllm:generation_tokens_total"].value == 18
+    assert found["vllm:prefix_cache_hits_total"].value == 32
+    assert found["vllm:prefix_cache_queries_total"].value == 80
+    assert "paceline_steps_total" in text, "our own names are there in any case"
+
+
+def test_without_the_flag_there_are_none(http) -> None:
+    assert "vllm:" not in http.get("/metrics").text
