@@ -159,7 +159,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Choices of an engine that hang on its machine's free memory, for others that are to be its equals."""
+    """Choices by free memory, for engines that are to be equals of the first."""
 
     weights: str
     kv: str

@@ -53,7 +53,7 @@ class Dispatch:
         return self._chosen(answer, {first.replica}, silent=False, promise=first.promise)
 
     def any_left(self, answer: OngoingAnswer) -> bool:
-        """Return whether a replica may have an answer, now or once it is back in service."""
+        """Return whether a replica may have an answer, now or when back in service."""
         banned = self._banned(answer)
         return any(not member.serves or name not in banned for name, member in self._members.items())
 

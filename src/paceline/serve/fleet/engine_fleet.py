@@ -88,7 +88,7 @@ class EngineFleet:
 
     @property
     def ready(self) -> Ready | None:
-        """Message that is true of the replicas that get new requests; None while there are none."""
+        """Message that is true of replicas for new requests; None without any."""
         return common_ready(self.members.values())
 
     @property
@@ -370,7 +370,10 @@ class EngineFleet:
             self.spawn(self._place(answer, why))
 
     def _refused(self, answer: OngoingAnswer, leg: AnswerLeg, error: RequestError) -> None:
-        """Ask another replica: this one may be full, or has a drafter no more. Else tell the client."""
+        """Ask another replica, or tell the client.
+
+        This one may be full, or have unloaded a drafter.
+        """
         if isinstance(error, QueueFull):
             answer.refused = error
             answer.full.add(leg.replica)
@@ -381,7 +384,10 @@ class EngineFleet:
             self.spawn(self._place(answer, answer.why))
 
     def _ends(self, answer: OngoingAnswer, why: str) -> bool:
-        """Return whether an answer ends with its replica. Nothing of one that is only moved has been told."""
+        """Return whether an answer ends with its replica.
+
+        Not if the replica is only left, and nothing was told.
+        """
         return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
 
     # Watching replicas -------------------------------------------------------------------------------

@@ -110,9 +110,9 @@ class OngoingAnswer:
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
 
     def strike(self, leg: AnswerLeg, why: str, process: tuple[str, int]) -> None:
-        """Count a strike if its replica has ended with it. Who was only slow is none.
+        """Count a strike if its replica has ended with it.
 
-        process: replica and its restarts.
+        A slow one is none. process: replica and its restarts.
         """
         if why == HANG:
             self.strikes *= not leg.gave

@@ -26,7 +26,10 @@ POISON = "this request ended every engine that took it, so it is given up"
 
 
 class Legs:
-    """The journal with the replicas' counts of legs. An answer that ends leaves no leg behind."""
+    """The journal with the replicas' counts of legs.
+
+    An answer that ends leaves no leg behind.
+    """
 
     def __init__(
         self, members: Mapping[str, Member], spawn: Callable[[Coroutine[Any, Any, object]], None]
@@ -81,7 +84,7 @@ class Legs:
         self.fail(answer, Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens))
 
     def blame(self, process: tuple[str, int]) -> None:
-        """Count a strike for answers that a process hung with, now that it has been replaced."""
+        """Count a strike for answers that a process, now replaced, hung with."""
         for answer in tuple(self.journal.open.values()):
             if process in answer.hung:
                 answer.hung.remove(process)

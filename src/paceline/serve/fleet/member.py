@@ -204,9 +204,9 @@ class Member:
 
 
 def common_ready(members: Iterable[Member]) -> Ready | None:
-    """Return the message with the promise key that most replicas in service have; None without any.
+    """Return the message with the promise key of most replicas in service, if any.
 
-    Of these the one with the shortest texts, which all of them take.
+    Of these messages the one with the shortest texts, which all of them take.
     """
     found = [ready for m in members if m.serves and (ready := m.ready) is not None]
     if not found:
