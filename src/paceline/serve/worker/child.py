@@ -69,7 +69,7 @@ class EngineChild:
         def wait() -> None:
             status = self._process.wait()
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(status))
+                loop.call_soon_threadsafe(_tell, ended, status)
 
         Thread(target=wait, daemon=True).start()
         return await ended
@@ -87,6 +87,11 @@ class EngineChild:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
+
+
+def _tell(ended: asyncio.Future[int], status: int) -> None:
+    if not ended.done():  # whoever waits may have been cancelled
+        ended.set_result(status)
 
 
 def begin() -> EngineChild | None:
