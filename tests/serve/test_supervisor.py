@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.core.errors import EngineDied
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
@@ -65,6 +66,33 @@ def test_cancelling_old_answers_leaves_a_new_request_of_the_same_id() -> None:
         assert client._open == {"r": new}
         await new.close()
         assert not client.num_open
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+class Starved(EngineClient):
+    """A client whose first process finds no memory."""
+
+    async def _run_engine(self, _: EngineChild | None) -> PacelineError | None:
+        if self.restarts:
+            self.first_ready.set_result(Ready(**READY))
+            await asyncio.sleep(60.0)
+        return EngineDied("no memory")
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_patient_client_tries_again_to_load(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
+
+    async def scenario() -> None:
+        client = Starved(EngineConfig(model="reference"), patient=patient)
+        if patient:
+            assert (await client.first_ready).model_name == "fake"
+        else:
+            with pytest.raises(EngineDied, match="no memory"):
+                await client.first_ready
         client.kill()
         await client.stop()
 

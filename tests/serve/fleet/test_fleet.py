@@ -885,3 +885,39 @@ def test_full_replicas_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -
             assert 1 <= asked <= 4
 
     run(scenario)
+
+
+# States that heal, and states that must not --------------------------------------------------------------
+
+
+def test_an_operators_drain_outlives_the_process() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fleet.drain("0")
+            for _ in range(2):
+                assert bench.fakes[0].on_draining is not None
+                bench.fakes[0].on_draining()
+            bench.fakes[0].die()
+            bench.fakes[0].revive()
+            await asyncio.sleep(3 * TICK_S)
+            assert bench.fleet.members["0"].state == "draining"
+
+    run(scenario)
+
+
+def test_an_answer_of_two_promise_keys_is_not_audited() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3, "aab", audit=1.0, resume="any", route="round-robin") as bench:
+            await bench.ask(request := request_of("r"))
+            bench.writer("r").say("r", 2)
+            assert bench.fakes[0].rows
+            bench.fakes[1].die()
+            bench.fakes[0].die()
+            await until(lambda: "r" in bench.fakes[2].rows)
+            await bench.finish(request)
+            for fake in bench.fakes[:2]:
+                fake.revive()
+            await asyncio.sleep(4 * TICK_S)
+            assert not any("r-audit" in fake.rows for fake in bench.fakes)
+
+    run(scenario)

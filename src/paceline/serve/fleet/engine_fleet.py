@@ -336,7 +336,8 @@ class EngineFleet:
         self._dispatch.ended(answer, member)
         self._legs.end(answer, leg)
         self._legs.forget(answer)
-        self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
+        if not answer.inexact:  # no key writes it again
+            self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
         """Stop the other replica of an answer once one is ahead by so many tokens."""
@@ -465,7 +466,8 @@ class EngineFleet:
 
         In that case each finishes its own.
         """
-        member.draining = member.by_signal = True
+        member.by_signal = member.by_signal or not member.draining  # an operator's drain outlives the process
+        member.draining = True
         asyncio.get_running_loop().call_later(DRAIN_WAIT_S, self._move_all, member, "drain")
 
     def _language(self, language: Language) -> None:

@@ -65,6 +65,7 @@ class _Setup:
     cores: frozenset[int]
     watchdog_s: float
     prepare: Callable[[Ready], Awaitable[object]] | None
+    patient: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +90,15 @@ class EngineClient:
         watchdog_s: float = WATCHDOG_S,
         cores: frozenset[int] = frozenset(),
         begun: EngineChild | None = None,
+        patient: bool = False,
     ) -> None:
         """Start the engine process. prepare: awaited before an engine that has loaded counts as ready.
 
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
-        process; none: all that this one may use. begun: the first process, if it has begun already.
+        process; none: all that this one may use. begun: the first process, if it has begun already. patient: try
+        again if the first process cannot load, which may be for want of memory now.
         """
-        self._setup = _Setup(config, cores, watchdog_s, prepare)
+        self._setup = _Setup(config, cores, watchdog_s, prepare, patient)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -217,7 +220,7 @@ class EngineClient:
             self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:
                 return
-            if not self.first_ready.done():
+            if not self.first_ready.done() and not self._setup.patient:
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
