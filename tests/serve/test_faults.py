@@ -236,7 +236,7 @@ def test_broken_messages_do_not_end_the_engine(model: Path) -> None:
         socket.bind(address)
         process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdin is not None
-        process.stdin.write(json.dumps((address, "")).encode() + b"\n")
+        process.stdin.write(json.dumps((address, "", [])).encode() + b"\n")
         process.stdin.flush()
         try:
             socket.send(encode(Load(EngineConfig(model=str(model), draft="off", threads=1))))

@@ -263,7 +263,8 @@ NOT_FOR_SERVING = {"torch", "jinja2", "llguidance", "rich", "gguf", "huggingface
 ENGINE_STARTS = """
 import sys
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.worker.process import build, warm_up
+from paceline.engine.assembly.build import build
+from paceline.serve.worker.process import warm_up
 config = EngineConfig(model=sys.argv[1], draft="suffix:k=2", threads=1, kv_tokens=1024, backend="native")
 warm_up(build(config, None, lambda *_: None))
 """
