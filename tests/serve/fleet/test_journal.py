@@ -180,7 +180,7 @@ def test_a_told_token_takes_at_most_eight_bytes() -> None:
 
 
 def test_no_two_legs_share_an_id_that_an_engine_takes() -> None:
-    for name in ("r", "x" * (MAX_ID_CHARS - 12)):
+    for name in ("r", "a~b-0-0", "x" * (MAX_ID_CHARS - 12)):
         answer = Journal().begin(request_of(name), NO_ANSWERS)
         ids = [answer.continued(answer.begin_leg("0")).request_id for _ in range(200)]
         assert len(set(ids)) == 200

@@ -32,7 +32,8 @@ MOST_LISTED = 200  # open requests in a table
 
 def answer_id(leg_id: str) -> str:
     """Return the id of an answer's request, by that of a leg."""
-    return leg_id.partition(LEG_MARK)[0]
+    name, mark, number = leg_id.rpartition(LEG_MARK)
+    return name if mark and number.isdigit() else leg_id
 
 
 class WordsMissing(PacelineError):  # noqa: N818
