@@ -21,7 +21,7 @@ from paceline.serve.worker.messages import Ready, Snapshot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.serve.engines import Event, OnEvent
+    from paceline.serve.engines import Commanded, Event, OnEvent
 
 
 def token_of(request: Request, index: int) -> int:
@@ -111,7 +111,7 @@ class FakeEngines:
         self.slow = False  # requests that are cancelled are there until a pass ends
         self.leaving: set[str] = set()  # these
         self._answers: dict[str, Answers] = {}
-        self.commands = FleetCommands({})
+        self.commands: Commanded = FleetCommands({})
         self.load()
 
     def load(self) -> None:

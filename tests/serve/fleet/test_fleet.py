@@ -921,3 +921,29 @@ def test_an_answer_of_two_promise_keys_is_not_audited() -> None:
             assert not any("r-audit" in fake.rows for fake in bench.fakes)
 
     run(scenario)
+
+
+class OpenIds:
+    """Commands of an engine that has these requests open."""
+
+    version, whole_model = "first", None
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        return sum(map(chosen, self.ids))
+
+    async def send(self, command: object) -> Any:
+        raise NotImplementedError
+
+
+def test_an_answer_is_aborted_by_its_own_id_on_whatever_leg() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fakes[0].commands = OpenIds("r", "s~1")
+            bench.fakes[1].commands = OpenIds("r~12", "t")
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 2
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "s") == 1
+
+    run(scenario)
