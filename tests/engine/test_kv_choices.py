@@ -72,6 +72,19 @@ def test_the_banner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not [c for c in asked.choices if c.what == "kv type"]
 
 
+def test_a_later_engine_has_the_first_ones_kv_though_less_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [30_000_000]
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: free[0])
+    config = EngineConfig(model=TINY, backend="native", draft="off", limits=Limits(8, 4096), sharers=2)
+    first = build.build(config)
+    free[0] = 3_000_000
+    alone, equal = build.build(config), build.build(first.settled.pin(config)) if first.settled else None
+    assert equal is not None
+    assert alone.max_len < first.max_len == equal.max_len
+    assert alone.promise != first.promise == equal.promise
+    assert equal.settled == first.settled
+
+
 def test_other_backends_have_one_type() -> None:
     with pytest.raises(ConfigError, match="has no --kv i8"):
         _ = EngineConfig(backend="reference", kv="i8")

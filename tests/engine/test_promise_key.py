@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
 
 from paceline.core.promise import Promise, fingerprint
 from paceline.engine.assembly import build, promise_key
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.promise_key import self_test
+from paceline.engine.assembly.promise_key import language_digest, self_test
+from paceline.model.template_source import TemplateSource
+from paceline.model.tokenizer import Tokenizer
 from tests.engine.same_text import (
     PLAIN,
     SHARP,
@@ -20,7 +24,7 @@ from tests.engine.same_text import (
     make_engine,
     target,
 )
-from tests.tiny import tiny_config, tiny_weights
+from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 
 @pytest.mark.parametrize("types", ["int8", "int4", "bf16"])
@@ -52,6 +56,27 @@ def test_one_weight_that_is_off_is_seen() -> None:
     assert sums[0] != sums[1]
 
 
+class FixedText:
+    """Source of a template."""
+
+    is_kept: ClassVar[bool] = False
+
+    def __init__(self, template: str, special: dict[str, str]) -> None:
+        self._template = TemplateSource(template, special)
+
+    def tokenizer(self) -> RawTokenizer:
+        raise NotImplementedError
+
+    def tokenizer_digest(self) -> str:
+        return "one"
+
+    def template(self) -> TemplateSource:
+        return self._template
+
+    def sampling(self) -> dict[str, object]:
+        return {}
+
+
 def make_config() -> EngineConfig:
     return EngineConfig(draft="off", backend="reference", weights="f64", kv="f64", kv_tokens=512)
 
@@ -71,3 +96,13 @@ def test_the_key_depends_on_every_fact() -> None:
     assert len(keys) == 2 + len(fields(Promise))
     assert fingerprint(plain.key("")) == f"fp_{plain.key('')[:16]}"
     assert fingerprint("") is None
+
+
+def test_the_digest_of_a_language_has_end_tokens_and_special_tokens() -> None:
+    tokenizer, text = tiny_tokenizer(), FixedText("{{ bos_token }}", {"bos_token": "<s>"})
+    other_end = Tokenizer(tokenizer.raw, eos_ids=(*tokenizer.eos_ids, 7), bos_id=tokenizer.bos_id)
+    other_begin = Tokenizer(tokenizer.raw, eos_ids=tokenizer.eos_ids, bos_id=9)
+    digests = [language_digest(text, one) for one in (tokenizer, other_end, other_begin)]
+    digests.append(language_digest(FixedText("{{ bos_token }}", {"bos_token": "<t>"}), tokenizer))
+    assert len(set(digests)) == 4
+    assert language_digest(text, tokenizer) == digests[0]

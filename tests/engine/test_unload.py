@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,3 +97,12 @@ def test_a_fixed_drafter_stays_whatever_it_does() -> None:
     spoil(engine)
     run(engine, REQUESTS[:6])
     assert NAME in engine.drafting.drafters
+
+
+def test_an_answer_that_goes_on_needs_no_drafter_that_was_unloaded() -> None:
+    request = REQUESTS[0]
+    whole = run(make_engine("off", CACHING), [request])[request.request_id].token_ids
+    engine = make_engine(AUTO, CACHING)
+    engine.unload(NAME)
+    rest = replace(request, told=tuple(whole[:5]), speculation=Speculation(NAME))
+    assert tuple(run(engine, [rest])[request.request_id].token_ids) == tuple(whole[5:])

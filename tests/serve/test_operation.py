@@ -245,7 +245,7 @@ def test_each_key_of_a_file_has_its_role_its_salt_and_its_counts(model: Path, tm
         ("", "must hold 1 to"),
         ("ann:secret", "line 1 is not"),
         (f"ann:{'0' * 64}\nann:{'1' * 64}", "line 2: the name 'ann' is there twice"),
-        (f"ann:{'0' * 64}:root", "the role must be"),
+        (f"ann:{'0' * 64}:root", "the role must be one of all, metrics, admin"),
         (f"a b:{'0' * 64}", "line 1 is not"),
     ],
 )
@@ -284,7 +284,7 @@ def test_plain_digests_and_the_flag_s_key_fit_too(tmp_path: Path) -> None:
     )
     found = ring.find(b"sesame")
     assert found is not None
-    assert not found.name
+    assert (found.name, found.role) == ("", "admin")
 
 
 # Lines -----------------------------------------------------------------------------------------------

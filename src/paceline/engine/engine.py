@@ -67,7 +67,7 @@ class Engine(Verbs):
         if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size, request.told)
-        self._check_speculation(request)
+        request = self._speculated(request)
         if request.scores_prompt and not self.target.scores_prompts:
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
@@ -79,14 +79,20 @@ class Engine(Verbs):
             self._stats.resumed_tokens += len(request.told)
         self.outputs.open(self.scheduler.add(request), checker)
 
-    def _check_speculation(self, request: Request) -> None:
-        """Raise `RequestError` if a request names a drafter that is not loaded."""
+    def _speculated(self, request: Request) -> Request:
+        """Return a request whose drafter is loaded. Raises `RequestError`.
+
+        An answer that goes on does so without a drafter that was unloaded here: the text is the same.
+        """
         known = (AUTO, OFF, *self.drafting.drafters)
         if request.speculation and (name := request.speculation.draft) not in known:
+            if request.told and name in self.drafting.names:
+                return replace(request, speculation=replace(request.speculation, draft=AUTO))
             why = "was unloaded, as it never paid" if name in self.drafting.names else "is not"
             raise RequestError(
                 f"drafter {name!r} {why} here; speculation.draft may be {', '.join(known)}", "speculation"
             )
+        return request
 
     def _check_grammar(self, request: Request) -> None:
         """Compile a request's grammar. Raises `RequestError`, also for told tokens that do not fit."""

@@ -24,7 +24,7 @@ from paceline.core.params import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_ID_CHARS = 128
+MAX_ID_CHARS = 140  # 128 of a request, and the number of a leg of its answer
 MAX_SALT_CHARS = 256
 MAX_PROMPT_TOKENS = 1 << 24
 

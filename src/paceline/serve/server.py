@@ -281,8 +281,8 @@ def _engines(
     options, waiting = config.fleet, [begun]
 
     def new_engine(of_one: EngineConfig, cores: frozenset[int]) -> EngineClient:
-        first = waiting.pop() if waiting else None
-        return EngineClient(of_one, on_progress, tokenizer_cache.of, config.watchdog_s, cores, first)
+        patient, first = not waiting, waiting.pop() if waiting else None  # the first tells why it cannot load
+        return EngineClient(of_one, on_progress, tokenizer_cache.of, config.watchdog_s, cores, first, patient)
 
     if options.replicas > 1:
         return start_fleet(options, engine, new_engine)

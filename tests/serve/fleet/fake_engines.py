@@ -6,19 +6,22 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EngineDied
+from msgspec.structs import replace as with_fields
+
+from paceline.core.errors import EngineDied, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.engine.stats import Gauges, Stats
 from paceline.serve.engines import Answers
 from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.fleet.journal import answer_id
 from paceline.serve.worker.messages import Ready, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.serve.engines import Event, OnEvent
+    from paceline.serve.engines import Commanded, Event, OnEvent
 
 
 def token_of(request: Request, index: int) -> int:
@@ -105,9 +108,10 @@ class FakeEngines:
         self.ready: Ready | None = None
         self.rows: dict[str, Row] = {}
         self.submitted: list[Request] = []
-        self.full = False
+        self.slow = False  # requests that are cancelled are there until a pass ends
+        self.leaving: set[str] = set()  # these
         self._answers: dict[str, Answers] = {}
-        self.commands = FleetCommands({})
+        self.commands: Commanded = FleetCommands({})
         self.load()
 
     def load(self) -> None:
@@ -128,14 +132,20 @@ class FakeEngines:
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         for request in requests:
             self.submitted.append(request)
-            self.rows[request.request_id] = Row(replace(request, told=()), list(request.told))
-            self._answers[request.request_id] = answers
+            if request.request_id in self.leaving:
+                answers.index.clear()
+                asyncio.get_running_loop().call_soon(answers.put, RequestError("request id is in use"))
+                continue
+            self.rows[answer_id(request.request_id)] = Row(replace(request, told=()), list(request.told))
+            self._answers[answer_id(request.request_id)] = answers
         return answers
 
     async def cancel(self, answers: Answers) -> None:
         for request_id in tuple(answers.index):
-            self.rows.pop(request_id, None)
-            self._answers.pop(request_id, None)
+            if self._answers.get(answer_id(request_id)) is answers:
+                del self.rows[answer_id(request_id)], self._answers[answer_id(request_id)]
+            if self.slow:
+                self.leaving.add(request_id)
         answers.index.clear()
 
     async def watch(self, *, on: bool) -> None:
@@ -166,13 +176,15 @@ class FakeEngines:
         return outcome
 
     def tell(self, outcome: Outcome) -> None:
-        answers = self._answers.get(outcome.request_id)
+        name = answer_id(outcome.request_id)
+        answers = self._answers.get(name)
         if answers is not None:
-            answers.put((answers.index[outcome.request_id], outcome))
+            (request_id,) = answers.index
+            answers.put((answers.index[request_id], with_fields(outcome, request_id=request_id)))
             if outcome.finish_reason is not None:
-                self._answers.pop(outcome.request_id, None)
-                self.rows.pop(outcome.request_id, None)
-                answers.index.pop(outcome.request_id, None)
+                self._answers.pop(name, None)
+                self.rows.pop(name, None)
+                answers.index.clear()
 
     def refuse(self, request_id: str, error: Any) -> None:
         answers = self._answers.pop(request_id)

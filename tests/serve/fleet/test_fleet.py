@@ -7,16 +7,22 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace as with_fields
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.nouns import Outcome
+from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
-from paceline.serve.fleet.member import SILENT_S, TICK_S
-from tests.serve.fleet.fake_engines import FakeEngines, Heard, request_of, whole_answer
+from paceline.serve.fleet.journal import AnswerLeg
+from paceline.serve.fleet.local import start_fleet
+from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
+from paceline.serve.worker.messages import Ready
+from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -548,5 +554,396 @@ def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
             for index in range(4):
                 await bench.ask(request_of(f"r{index}"))
             assert [fake.num_open for fake in bench.fakes] == [2, 2]
+
+    run(scenario)
+
+
+# Legs that are left over ---------------------------------------------------------------------------------
+
+
+async def hedged(bench: Bench, request: Request) -> tuple[FakeEngines, FakeEngines]:
+    """Let both replicas write an answer; return the first one first."""
+    ready_to_hedge(bench)
+    await bench.ask(request)
+    first = bench.writer(request.request_id)
+    await until(lambda: all(request.request_id in fake.rows for fake in bench.fakes))
+    return first, bench.fakes[1 - bench.fakes.index(first)]
+
+
+def test_a_refusal_by_one_writer_leaves_the_answer_to_the_other() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            first, second = await hedged(bench, request := request_of("r"))
+            first.say("r", 2)
+            second.refuse("r", RequestError("not here"))
+            await bench.finish(request)
+            assert bench.heard["r"].error is None
+            assert all(member.num_legs == 0 for member in bench.fleet.members.values())
+
+    run(scenario)
+
+
+def test_an_answer_that_ends_leaves_no_writer_behind() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            first, second = await hedged(bench, request_of("r"))
+            first.say("r", 5)
+            second.tell(with_fields(second.rows["r"].more(3), finish_reason="stop"))
+            assert bench.heard["r"].last is not None
+            await settle()
+            assert all(member.num_legs == 0 for member in bench.fleet.members.values())
+            assert not any(fake.rows for fake in bench.fakes)
+
+    run(scenario)
+
+
+# Replicas that are unequal -------------------------------------------------------------------------------
+
+
+def test_replicas_get_the_kv_that_the_first_one_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READY, "settled", Settled("int8", "i8", 4096))
+
+    async def scenario() -> None:
+        configs: list[EngineConfig] = []
+
+        def new_engine(config: EngineConfig, _: frozenset[int]) -> FakeEngines:
+            configs.append(config)
+            return FakeEngines()
+
+        fleet = start_fleet(ReplicaOptions(replicas=3), EngineConfig(backend="native"), new_engine)
+        await until(lambda: len(configs) == 3)
+        assert [config.kv_tokens for config in configs] == [None, 4096, 4096]
+        assert [config.kv for config in configs] == [None, "i8", "i8"]
+        await fleet.stop()
+
+    run(scenario)
+
+
+def test_new_requests_go_to_the_promise_key_that_most_replicas_have() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3, "abb") as bench:
+            assert bench.fleet.ready is not None and bench.fleet.ready.promise == "b"
+            for index in range(6):
+                await bench.ask(request_of(f"r{index}"))
+            assert [len(fake.submitted) for fake in bench.fakes] == [0, 3, 3]
+
+    run(scenario)
+
+
+def test_no_prompt_goes_to_who_came_back_with_another_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            dies = bench.writer("r")
+            other = bench.fakes[1 - bench.fakes.index(dies)]
+            other.die()
+            other.promise = "two"
+            other.revive()
+            await until(lambda: "another promise key" in caplog.text)
+            dies.die()
+            await asyncio.sleep(3 * TICK_S)
+            assert "r" not in other.rows
+            dies.revive()
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_clients_are_told_the_length_that_all_replicas_take() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            for fake, max_len in zip(bench.fakes, (900, 700, 800), strict=True):
+                fake.ready = Ready(**READY | {"max_len": max_len}, promise="one")
+            assert bench.fleet.ready is not None and bench.fleet.ready.max_len == 700
+
+    run(scenario)
+
+
+# Slow, and hanging ---------------------------------------------------------------------------------------
+
+
+async def silenced(bench: Bench, request_id: str) -> FakeEngines:
+    """Let an answer's replica be silent until the answer has left it; return that replica."""
+    silent = bench.writer(request_id)
+    bench.fleet.members[str(bench.fakes.index(silent))].silent_s = SILENT_S + TICK_S
+    await until(lambda: request_id not in silent.rows)
+    return silent
+
+
+def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            member = bench.fleet.members["0"]
+            member.measured = Costs(1 / 40, (0.12,))
+            leg = AnswerLeg("r", "0", "one", 0, 0, backlog=5000)
+            member.begin(leg)
+            member.silent_s = 12.8  # a pass over 512 tokens
+            member.tick(0.0)
+            assert member.state == "up"
+            member.silent_s = 45.0
+            member.tick(0.0)
+            assert member.state == "silent"
+            member.heard(leg)
+            member.silent_s = SILENT_STEPS * 0.12 + TICK_S
+            member.tick(0.0)
+            assert member.state == "silent", "nothing is left to prefill"
+            member.end(leg)
+
+    run(scenario)
+
+
+def test_replicas_that_are_only_slow_are_no_strikes() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            await bench.ask(request := request_of("r"))
+            for _ in range(3):
+                (await silenced(bench, "r")).beat()
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            assert bench.heard["r"].last is None
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_a_request_that_hangs_every_replica_is_a_poison_pill() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            heard = await bench.ask(request_of("r"))
+            for _ in range(3):
+                hangs = await silenced(bench, "r")
+                hangs.die()  # its watchdog has killed it
+                hangs.revive()
+                await until(lambda: heard.last is not None or any("r" in fake.rows for fake in bench.fakes))
+            await until(lambda: heard.last is not None)
+            assert heard.last is not None and heard.last.finish_reason == "error"
+
+    run(scenario)
+
+
+def test_a_bug_in_one_look_does_not_end_the_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[Member] = []
+
+    def look(_: EngineFleet, member: Member) -> None:
+        looks.append(member)
+        raise KeyError(len(looks))
+
+    async def scenario() -> None:
+        async with fleet_of(1):
+            await until(lambda: len(looks) >= 3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineFleet, "_look_at", look)
+        run(scenario)
+    assert caplog.text.count("a look at the replicas failed") == 1
+
+
+# The same request at the same replica twice --------------------------------------------------------------
+
+
+def test_an_answer_comes_back_while_its_last_leg_there_still_ends() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            for fake in bench.fakes:
+                fake.slow = True
+            writer = bench.writer("r")
+            writer.say("r", 2)
+            here = bench.fakes.index(writer)
+            await bench.fleet.move("r", str(1 - here))
+            await settle()
+            await bench.fleet.move("r", str(here))
+            await settle()
+            assert bench.writer("r") is writer
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_a_move_to_who_takes_nothing_leaves_the_answer_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no(*_: object) -> Answers:
+        raise EngineDied("it has just died")
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(request := request_of("r"))
+            writer = bench.writer("r")
+            there = 1 - bench.fakes.index(writer)
+            monkeypatch.setattr(bench.fakes[there], "submit", no)
+            await bench.fleet.move("r", str(there))
+            await settle()
+            assert bench.writer("r") is writer
+            await bench.finish(request)
+
+    run(scenario)
+
+
+# Refusals, and what was promised -------------------------------------------------------------------------
+
+
+def test_an_answer_that_one_replica_took_outlives_the_refusal_of_another() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            await bench.ask(request := request_of("r"))
+            dies = bench.writer("r")
+            dies.say("r", 2)
+            dies.die()
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            bench.writer("r").refuse("r", RequestError("drafter unloaded"))
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_an_answer_that_no_replica_takes_any_more_is_told_why() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            heard = await bench.ask(request_of("r"))
+            bench.writer("r").say("r", 2)
+            bench.writer("r").die()
+            for fake in bench.fakes:
+                if fake.ready is None:
+                    fake.revive()
+            error = RequestError("not here")
+            for _ in range(3):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                bench.writer("r").refuse("r", error)
+            assert heard.error is error
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("why", ["drain", "hang", "signal"])
+def test_with_resume_off_who_is_only_left_finishes_what_it_began(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "DRAIN_WAIT_S", 0.0)
+
+    async def scenario() -> None:
+        async with fleet_of(2, resume="off", route="round-robin") as bench:
+            told, untold = request_of("told"), request_of("untold")
+            await bench.ask(told)
+            writer = bench.writer("told")
+            writer.say("told", 2)
+            for name in ("between", "untold"):  # the second of these has the same replica
+                await bench.ask(request_of(name))
+            assert "untold" in writer.rows
+            member = bench.fleet.members[str(bench.fakes.index(writer))]
+            if why == "drain":
+                assert bench.fleet.drain(member.name) == 1
+            elif why == "signal":
+                assert writer.on_draining is not None
+                writer.on_draining()
+            else:
+                member.silent_s = SILENT_S + TICK_S
+            await until(lambda: "untold" not in writer.rows)
+            await settle()
+            assert "told" in writer.rows
+            await bench.finish(told)
+            await bench.finish(untold)
+
+    run(scenario)
+
+
+def test_a_replica_that_was_full_once_is_asked_again_when_another_dies() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request := request_of("r"))
+            full = bench.writer("r")
+            full.refuse("r", QueueFull("full"))
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            bench.writer("r").die()
+            await until(lambda: "r" in full.rows)
+            assert heard.error is None
+            await bench.finish(request)
+
+    run(scenario)
+
+
+def test_full_replicas_are_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "FULL_WAIT_S", 0.2)
+
+    async def scenario() -> None:
+        async with fleet_of(2, resume_wait_s=0.6) as bench:
+            heard = await bench.ask(request_of("r"))
+            dies = bench.writer("r")
+            dies.say("r", 2)
+            dies.die()
+            asked = 0
+            while heard.error is None:
+                await asyncio.sleep(0)
+                for fake in bench.fakes:
+                    if "r" in fake.rows:
+                        asked += 1
+                        fake.refuse("r", QueueFull("full"))
+            assert isinstance(heard.error, QueueFull)
+            assert 1 <= asked <= 4
+
+    run(scenario)
+
+
+# States that heal, and states that must not --------------------------------------------------------------
+
+
+def test_an_operators_drain_outlives_the_process() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fleet.drain("0")
+            for _ in range(2):
+                assert bench.fakes[0].on_draining is not None
+                bench.fakes[0].on_draining()
+            bench.fakes[0].die()
+            bench.fakes[0].revive()
+            await asyncio.sleep(3 * TICK_S)
+            assert bench.fleet.members["0"].state == "draining"
+
+    run(scenario)
+
+
+def test_an_answer_of_two_promise_keys_is_not_audited() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3, "aab", audit=1.0, resume="any", route="round-robin") as bench:
+            await bench.ask(request := request_of("r"))
+            bench.writer("r").say("r", 2)
+            assert bench.fakes[0].rows
+            bench.fakes[1].die()
+            bench.fakes[0].die()
+            await until(lambda: "r" in bench.fakes[2].rows)
+            await bench.finish(request)
+            for fake in bench.fakes[:2]:
+                fake.revive()
+            await asyncio.sleep(4 * TICK_S)
+            assert not any("r-audit" in fake.rows for fake in bench.fakes)
+
+    run(scenario)
+
+
+class OpenIds:
+    """Commands of an engine that has these requests open."""
+
+    version, whole_model = "first", None
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
+
+    async def abort(self, chosen: Callable[[str], bool]) -> int:
+        return sum(map(chosen, self.ids))
+
+    async def send(self, command: object) -> Any:
+        raise NotImplementedError
+
+
+def test_an_answer_is_aborted_by_its_own_id_on_whatever_leg() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fakes[0].commands = OpenIds("r", "s~1")
+            bench.fakes[1].commands = OpenIds("r~12", "t")
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 2
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "s") == 1
 
     run(scenario)

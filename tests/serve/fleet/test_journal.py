@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paceline.core.figures import Spent
 from paceline.core.nouns import Outcome, TokenLogprobs
+from paceline.engine.wire import MAX_ID_CHARS
 from paceline.serve.engines import Answers
-from paceline.serve.fleet.journal import Journal, WordsMissing
+from paceline.serve.fleet.journal import Journal, WordsMissing, answer_id
 from tests.serve.fleet.fake_engines import Heard, Row, request_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class AnAnswer(RuleBasedStateMachine):
     @rule()
     def begin_a_leg(self) -> None:
         leg = self.answer.begin_leg("replica")
-        self.rows[id(leg)] = Row(self.request, list(self.answer.continued().told))
+        self.rows[id(leg)] = Row(self.request, list(self.answer.continued(leg).told))
 
     @precondition(lambda self: self.goes_on and self.answer.legs)
     @rule(which=st.integers(0, 1), count=st.integers(1, 5))
@@ -99,7 +100,7 @@ class AnAnswer(RuleBasedStateMachine):
         """However it went, one more leg brings the rest."""
         if self.goes_on:
             leg = self.answer.begin_leg("last")
-            row = Row(self.request, list(self.answer.continued().told))
+            row = Row(self.request, list(self.answer.continued(leg).told))
             self.rows[id(leg)] = row
             while self.goes_on:
                 self.hear(leg, row.more(4))
@@ -131,7 +132,8 @@ def test_the_counts_of_a_dead_replica_are_not_lost() -> None:
     answer.news(leg, row.more(2))
     answer.news(leg, row.more(2))
     answer.end_leg(leg)
-    leg, row = answer.begin_leg("1"), Row(request, list(answer.continued().told))
+    leg = answer.begin_leg("1")
+    row = Row(request, list(answer.continued(leg).told))
     news = answer.news(leg, row.more(5))
     assert news is not None and news.figures is not None
     assert (news.figures.decode_passes, news.figures.legs) == (3, 2)
@@ -175,3 +177,13 @@ def test_a_told_token_takes_at_most_eight_bytes() -> None:
     for start in range(0, 4000, 2):
         answer.news(leg, Outcome("r", (start, start + 1), "", start=start))
     assert (answer.told.__sizeof__() - empty) / 4000 <= 8
+
+
+def test_no_two_legs_share_an_id_that_an_engine_takes() -> None:
+    for name in ("r", "a~b-0-0", "x" * (MAX_ID_CHARS - 12)):
+        answer = Journal().begin(request_of(name), NO_ANSWERS)
+        ids = [answer.continued(answer.begin_leg("0")).request_id for _ in range(200)]
+        assert len(set(ids)) == 200
+        assert max(map(len, ids)) <= MAX_ID_CHARS
+        assert ids[0] == name
+        assert {answer_id(leg_id) for leg_id in ids} == {name}

@@ -20,7 +20,7 @@ from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.built_again import rebuilders
-from paceline.engine.assembly.config import OFF, ON
+from paceline.engine.assembly.config import OFF, ON, Settled
 from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
 from paceline.engine.assembly.placement import place
 from paceline.engine.assembly.promise_key import language_digest, promise_of
@@ -131,6 +131,7 @@ class Built:
     promise: Promise = field(default_factory=Promise)
     rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
     fingerprint: str = ""  # of the KV of the files' weights
+    settled: Settled | None = None
 
 
 def build(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Built:
@@ -179,7 +180,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         kv_type=kv_type,
         why_kv=why_kv,
         content=_content(model),
-        language=language_digest(model.text),
+        language=language_digest(model.text, tokenizer),
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -239,7 +240,8 @@ def assemble(
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
     rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
-    return Built(engine, *about, promise, rebuild, fingerprint)
+    settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
+    return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:
@@ -487,9 +489,7 @@ def _describe_kv(engine: Engine, why: str, loaded: Loaded, files: PageFiles | No
     if loaded.why_kv:
         yield Choice("kv type", loaded.kv_type, f"{loaded.why_kv}; --kv sets it")
     if files is not None:
-        yield Choice(
-            "kv disk", describe_disk(files), "as asked: prefixes are read from there where that is faster"
-        )
+        yield Choice("kv disk", describe_disk(files), "as asked: prefixes are read from there where faster")
 
 
 def _describe_drafters(drafters: Sequence[Drafter], why: str) -> Iterator[Choice]:

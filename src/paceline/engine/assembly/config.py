@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -155,6 +155,19 @@ class EngineConfig:
     def kv_type(self) -> str:
         """Type of the KV cache that will be used."""
         return self.backend_spec.kv_type(self.kv, self.weight_type)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Choices by free memory, for engines that are to be equals of the first."""
+
+    weights: str
+    kv: str
+    kv_tokens: int
+
+    def pin(self, config: EngineConfig) -> EngineConfig:
+        """Return a config that leaves an engine none of these choices."""
+        return replace(config, weights=self.weights, kv=self.kv, kv_tokens=self.kv_tokens)
 
 
 def _check_kinds(config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import ConfigError
 from paceline.serve.api.error_forms import error_response
 from paceline.serve.api.errors import ApiError
+from paceline.serve.api.keys import ADMIN
 from paceline.serve.observe.access import RECORD
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _HOST = re.compile(
     r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?"
 )  # an IPv6 address or a name, and a port
 SALT = "paceline.salt"  # key of the scope under which routes find the salt of the request's key
+ROLE = "paceline.role"  # likewise the role of the key; absent where the server has no keys
 MISSING = 401  # status where no key that is known came
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -99,11 +101,25 @@ class AuthMiddleware:
             return ApiError(MISSING, message, code="invalid_api_key")
         if found.role == "metrics" and scope["path"] != "/metrics":
             return ApiError(403, "this key may only read /metrics", code="key_not_allowed")
+        scope[ROLE] = found.role
         if found.name:
             scope[SALT] = found.cache_salt
             if (record := scope.get(RECORD)) is not None:
                 record.key = found.name
         return None
+
+
+class ForAdmins:
+    """ASGI wrapper of a route that keys of other roles than `admin` may not use."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on. Raises `ApiError` 403."""
+        if scope.get(ROLE, ADMIN) != ADMIN:
+            raise ApiError(403, "a fleet is operated with a key of role admin", code="key_not_allowed")
+        await self._app(scope, receive, send)
 
 
 def _given_key(scope: Scope) -> bytes:

@@ -4,8 +4,9 @@ One a line:
 
     NAME:HASH or NAME:HASH:ROLE
 
-HASH is `sha256$SALT$HEX`, of the salt and the key together, or the plain SHA-256 of the key in hex. ROLE is `all`,
-or `metrics` for a key that may only read /metrics. A key is 256 random bits, so one pass of SHA-256 is enough.
+HASH is `sha256$SALT$HEX`, of the salt and the key together, or the plain SHA-256 of the key in hex. ROLE is `all`;
+`admin` for a key that may operate a fleet, too; or `metrics` for one that may only read /metrics. A key is 256
+random bits, so one pass of SHA-256 is enough.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 1024
 MAX_KEY_BYTES = 1024  # of a key in a request
-ROLES = ("all", "metrics")
+ADMIN = "admin"
+ROLES = ("all", "metrics", ADMIN)
 PREFIX = "pk-"  # of our own keys
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LINE = re.compile(
@@ -95,7 +97,7 @@ def _stored(text: str, where: str) -> StoredKey:
         raise ConfigError(f"{where} is not NAME:HASH or NAME:HASH:ROLE; `paceline key new NAME` makes one")
     role = found["role"] or "all"
     if role not in ROLES:
-        raise ConfigError(f"{where}: the role must be {' or '.join(ROLES)}, not {role!r}")
+        raise ConfigError(f"{where}: the role must be one of {', '.join(ROLES)}, not {role!r}")
     return StoredKey(found["name"], found["salt"] or "", found["digest"], role)
 
 
@@ -134,7 +136,7 @@ class KeyRing:
 
 
 def _single(api_key: str) -> StoredKey:
-    return StoredKey("", "", hashlib.sha256(api_key.encode()).hexdigest())
+    return StoredKey("", "", hashlib.sha256(api_key.encode()).hexdigest(), ADMIN)
 
 
 def salted(own: str, asked: str) -> str:

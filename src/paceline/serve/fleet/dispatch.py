@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from paceline.control.routing import RouteChoice
     from paceline.serve.fleet.fleet_metrics import FleetMetrics
     from paceline.serve.fleet.fleet_options import ReplicaOptions
-    from paceline.serve.fleet.journal import OngoingAnswer
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.fleet.member import Member
+    from paceline.serve.worker.messages import Ready
 
 ANY = "any"  # value of --resume
 
@@ -46,19 +47,31 @@ class Dispatch:
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 
-    def second(self, answer: OngoingAnswer, first: str) -> tuple[Member, RouteChoice] | None:
+    def second(self, answer: OngoingAnswer, first: AnswerLeg) -> tuple[Member, RouteChoice] | None:
         """Return a second replica, with the first one's promise key; None if there is none."""
-        ready = self._members[first].ready
-        if ready is None:
-            return None
-        answer.promise = ready.promise  # from now on, as either may speak first
-        return self._chosen(answer, {first}, silent=False, promise=ready.promise)
+        answer.promise = first.promise  # from now on, as either may speak first
+        return self._chosen(answer, {first.replica}, silent=False, promise=first.promise)
+
+    def any_left(self, answer: OngoingAnswer) -> bool:
+        """Return whether a replica may have an answer, now or when back in service."""
+        banned = self._banned(answer)
+        return any(not member.serves or name not in banned for name, member in self._members.items())
+
+    def _banned(self, answer: OngoingAnswer) -> set[str]:
+        members = self._members
+        return {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
+
+    def key_for_new(self, ready: Ready) -> str:
+        """Return the promise key that a new answer's replicas must have; empty: any.
+
+        ready: what clients are told of the fleet. The prompt was made with its tokenizer.
+        """
+        return "" if self._any_promise else ready.promise
 
     def _chosen(
         self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
     ) -> tuple[Member, RouteChoice] | None:
-        members = self._members
-        banned = {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
+        members, banned = self._members, self._banned(answer)
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)

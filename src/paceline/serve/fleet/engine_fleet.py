@@ -17,12 +17,13 @@ from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestEr
 from paceline.core.nouns import Outcome
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
-from paceline.serve.fleet.dispatch import Dispatch
+from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
-from paceline.serve.fleet.journal import Journal, WordsMissing
-from paceline.serve.fleet.member import TICK_S, Member, summed, tell_costs
+from paceline.serve.fleet.journal import HANG, WordsMissing
+from paceline.serve.fleet.legs import MOST_STRIKES, Legs
+from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
-POISON = "this request ended every engine that took it, so it is given up"
-MIXED = "replica %s has another promise key than others: none of them can go on with the other's answers"
-FAULTS = frozenset({"death", "hang", "broken"})  # reasons to blame a request
+MIXED = "replica %s has another promise key than others: %s"
+ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
 MOVES = frozenset({"drain", "move"})
+LEAVES = MOVES | {HANG}  # reasons to leave a replica that may live
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 
 
@@ -59,10 +60,9 @@ class EngineFleet:
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
-        self._journal = Journal()
+        self._legs = Legs(self.members, self.spawn)
         self._hedging = Hedging() if options.hedge != "off" else None
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
-        self._waiting: dict[str, float] = {}  # request id -> when its answer is given up
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
         self.spawn(self._watch_replicas())
@@ -88,13 +88,13 @@ class EngineFleet:
 
     @property
     def ready(self) -> Ready | None:
-        """Message of a ready replica; None while there is none."""
-        return next((ready for m in self.members.values() if m.serves and (ready := m.ready)), None)
+        """Message that is true of replicas for new requests; None without any."""
+        return common_ready(self.members.values())
 
     @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
-        return len(self._journal.open)
+        return len(self._legs.journal.open)
 
     @property
     def restarts(self) -> int:
@@ -108,10 +108,11 @@ class EngineFleet:
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
-        if self.ready is None:
+        if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
-        begun = [self._journal.begin(request, answers) for request in requests]
+        promise = self._dispatch.key_for_new(ready)
+        begun = [self._legs.journal.begin(request, answers, promise) for request in requests]
         if self._hedging is not None:
             self._hedging.num_requests += len(begun)
         try:
@@ -128,9 +129,8 @@ class EngineFleet:
         answers.index.clear()
         legs = []
         for request_id in still_open:
-            self._waiting.pop(request_id, None)
-            if (answer := self._journal.end(request_id)) is not None:
-                legs += [self._end_leg(answer, leg) for leg in tuple(answer.legs)]
+            if (answer := self._legs.journal.end(request_id)) is not None:
+                legs += [self._legs.end(answer, leg) for leg in tuple(answer.legs)]
         for at_replica in legs:
             if at_replica is not None:
                 await at_replica.close()
@@ -164,10 +164,10 @@ class EngineFleet:
             member.engines.abandon()
 
     def _fail_open(self) -> None:
-        for answer in tuple(self._journal.open.values()):
+        for answer in tuple(self._legs.journal.open.values()):
             for leg in tuple(answer.legs):
-                self._end_leg(answer, leg)
-            self._fail(answer, EngineDied(STOPPING))
+                self._legs.end(answer, leg)
+            self._legs.fail(answer, EngineDied(STOPPING))
 
     # For operators -----------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class EngineFleet:
 
     async def move(self, request_id: str, name: str) -> None:
         """Give an answer to another replica. Raises `RequestError`."""
-        member, answer = self._member(name), self._journal.open.get(request_id)
+        member, answer = self._member(name), self._legs.journal.open.get(request_id)
         if answer is None:
             raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
         promise = member.ready.promise if member.ready is not None else None
@@ -187,7 +187,7 @@ class EngineFleet:
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
-        self._leave(answer)
+        self._legs.leave(answer)
         if not await self._begin_leg(answer, member, "move"):
             await self._place(answer, "move")
 
@@ -197,7 +197,7 @@ class EngineFleet:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the table of open requests."""
-        return self._journal.figures()
+        return self._legs.journal.figures()
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -212,7 +212,7 @@ class EngineFleet:
         why: it goes on for this reason; None: it is new.
         """
         tried = set(answer.full)
-        while self._is_open(answer) and not answer.legs:
+        while self._legs.is_open(answer) and not answer.legs:
             found = self._dispatch.choose(answer, tried, silent=True)
             if found is None:
                 self._wait(answer, why)
@@ -229,15 +229,14 @@ class EngineFleet:
         if ready is None:
             return False
         fresh = self._dispatch.fresh_tokens(answer, member)
-        leg = answer.begin_leg(member.name)
+        leg = answer.begin_leg(member.name, ready.promise)
         leg.began_s, leg.wait_s, leg.backlog = time.monotonic(), member.wait_s(fresh), fresh
         member.begin(leg)
-        answer.inexact |= bool(answer.promise) and ready.promise != answer.promise
         try:
-            at_replica = await member.engines.submit([answer.continued()], partial(self._on_event, answer, leg))
+            at_replica = await member.engines.submit([answer.continued(leg)], partial(self._on_event, answer, leg))
         except EngineDied:
             if leg in answer.legs:
-                self._end_leg(answer, leg)
+                self._legs.end(answer, leg)
                 return False
             return True
         if leg not in answer.legs:  # it has ended meanwhile
@@ -259,31 +258,29 @@ class EngineFleet:
     def _wait(self, answer: OngoingAnswer, why: str | None) -> None:
         """Keep an answer until there is a replica for it, or end it."""
         if answer.refused is not None and not answer.told:
-            self._fail(answer, answer.refused)
+            self._legs.fail(answer, answer.refused)
             return
         if answer.strikes >= MOST_STRIKES - 1 and self.ready is not None:  # all that are left are banned
-            self._give_up(answer)
+            self._legs.give_up(answer)
             return
         answer.why = why
         answer.full.clear()
-        deadline_s = time.monotonic() + self.options.resume_wait_s
-        self._waiting.setdefault(answer.request.request_id, deadline_s)
+        answer.waits = True
+        answer.retry_s = 0.0 if answer.refused is None else time.monotonic() + FULL_WAIT_S
+        if answer.deadline_s is None:
+            answer.deadline_s = time.monotonic() + self.options.resume_wait_s
 
     def _retry_waiting(self) -> None:
         now_s = time.monotonic()
-        for request_id, deadline_s in tuple(self._waiting.items()):
-            answer = self._journal.open.get(request_id)
-            if answer is None or answer.legs:
-                del self._waiting[request_id]
-            elif self._dispatch.choose(answer, silent=True) is not None:
-                del self._waiting[request_id]
+        for answer in tuple(self._legs.journal.open.values()):
+            if not answer.waits or answer.deadline_s is None:
+                continue
+            found = now_s >= answer.retry_s and self._dispatch.choose(answer, silent=True) is not None
+            if now_s >= answer.deadline_s and (answer.refused is not None or not found):
+                self._legs.fail(answer, answer.refused or EngineDied(RESTARTING))
+            elif found:
+                answer.waits = False
                 self.spawn(self._place(answer, answer.why))
-            elif now_s >= deadline_s:
-                del self._waiting[request_id]
-                self._fail(answer, EngineDied(RESTARTING))
-
-    def _is_open(self, answer: OngoingAnswer) -> bool:
-        return self._journal.open.get(answer.request.request_id) is answer
 
     # Events of legs ----------------------------------------------------------------------------------
 
@@ -315,6 +312,9 @@ class EngineFleet:
             log.warning("%s", error)
             self._lost(answer, leg, "death", error)
             return
+        if not spoke:
+            answer.forget_refusals()
+            answer.deadline_s = None
         if not spoke and self._hedging is not None:
             self._hedging.first_token(leg.wait_s, time.monotonic() - leg.began_s)
         if news is not None:
@@ -322,12 +322,10 @@ class EngineFleet:
 
     def _send_on(self, answer: OngoingAnswer, leg: AnswerLeg, news: Outcome) -> None:
         member = self.members[leg.replica]
-        if not answer.promise and member.ready is not None:
-            answer.promise = member.ready.promise
         if answer.lost_s is not None:
             self.metrics.resume_s.observe(time.monotonic() - answer.lost_s)
             answer.lost_s = None
-        self._put(answer, news)
+        self._legs.put(answer, news)
         if news.finish_reason is not None:
             self._finished(answer, leg, member)
         elif len(answer.legs) > 1:
@@ -336,120 +334,112 @@ class EngineFleet:
     def _finished(self, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> None:
         self._settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, member)
-        self._end_leg(answer, leg)
-        self._forget(answer)
-        self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
+        self._legs.end(answer, leg)
+        self._legs.forget(answer)
+        if not answer.inexact:  # no key writes it again
+            self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
         """Stop the other replica of an answer once one is ahead by so many tokens."""
         for other in tuple(answer.legs):
             if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
                 self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
-                self._drop(answer, other)
+                self._legs.drop(answer, other)
 
     def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
 
         what: to tell the client in that case.
         """
-        member, gave = self.members[leg.replica], leg.gave
-        if isinstance(what, RequestError) and not isinstance(what, QueueFull):
-            self._end_leg(answer, leg)
-            self._fail(answer, what)
+        self._legs.drop(answer, leg)
+        process = (leg.replica, self.members[leg.replica].engines.restarts)
+        if not isinstance(what, QueueFull):
+            answer.banned.add(process)
+        if isinstance(what, RequestError):
+            self._refused(answer, leg, what)
             return
-        self._drop(answer, leg)
-        if isinstance(what, QueueFull):
-            answer.refused = what
-            answer.full.add(leg.replica)
-            if not answer.legs:
-                self.spawn(self._place(answer, answer.why))
-            return
-        answer.banned.add((leg.replica, member.engines.restarts))
-        if why in FAULTS:
-            answer.strikes = 1 if gave else answer.strikes + 1
+        answer.forget_refusals()
+        answer.strike(leg, why, process)
         if answer.legs:  # the other one of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
-        if self.options.resume == "off" or (why == "broken" and self._dispatch.choose(answer) is None):
-            self._fail(answer, what)
+        if self._ends(answer, why) or (why == "broken" and self._dispatch.choose(answer) is None):
+            self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
-            self._give_up(answer)
+            self._legs.give_up(answer)
         else:
             self.spawn(self._place(answer, why))
 
-    def _give_up(self, answer: OngoingAnswer) -> None:
-        name = answer.request.request_id
-        log.error("request %s: %s", name, POISON)
-        what = Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens)
-        self._fail(answer, what)
+    def _refused(self, answer: OngoingAnswer, leg: AnswerLeg, error: RequestError) -> None:
+        """Ask another replica, or tell the client.
 
-    def _leave(self, answer: OngoingAnswer) -> None:
-        """Give up all replicas of an answer, none of which is to blame."""
-        answer.lost_s = time.monotonic()
-        for leg in tuple(answer.legs):
-            self._drop(answer, leg)
-
-    def _drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
-        at_replica = self._end_leg(answer, leg)
-        if at_replica is not None:
-            self.spawn(at_replica.close())
-
-    def _end_leg(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
-        """Forget a leg; return what its replica may still have to cancel."""
-        answer.end_leg(leg)
-        self.members[leg.replica].end(leg)
-        return leg.answers
-
-    def _fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
-        """End an answer with an error."""
-        if not self._is_open(answer):
+        This one may be full, or have unloaded a drafter.
+        """
+        if isinstance(error, QueueFull):
+            answer.refused = error
+            answer.full.add(leg.replica)
+        elif not answer.legs and (not answer.num_legs or not self._dispatch.any_left(answer)):
+            self._legs.fail(answer, error)
             return
-        if isinstance(what, Outcome):
-            self._put(answer, what)
-        else:
-            answer.answers.put(what)
-        self._forget(answer)
+        if not answer.legs:
+            self.spawn(self._place(answer, answer.why))
 
-    def _put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
-        answers = answer.answers
-        answers.put((answers.index[answer.request.request_id], outcome))
+    def _ends(self, answer: OngoingAnswer, why: str) -> bool:
+        """Return whether an answer ends with its replica.
 
-    def _forget(self, answer: OngoingAnswer) -> None:
-        request_id = answer.request.request_id
-        self._journal.end(request_id)
-        self._waiting.pop(request_id, None)
-        answer.answers.index.pop(request_id, None)
+        Not if the replica is only left, and nothing was told.
+        """
+        return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
 
     # Watching replicas -------------------------------------------------------------------------------
 
     async def _watch_replicas(self) -> None:
-        last_s = time.monotonic()
+        last_s, told = time.monotonic(), set[str]()
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            for member in tuple(self.members.values()):
-                member.tick(now_s - last_s)
-                self._look_at(member)
+            try:
+                await self._tick(now_s - last_s)
+            except Exception as error:  # a bug of ours must not end hang detection, waits and drains
+                if (kind := type(error).__name__) not in told:
+                    told.add(kind)
+                    log.exception("a look at the replicas failed; told once")
             last_s = now_s
-            self._retry_waiting()
-            await self._hedge()
-            if self.options.audit:
-                await self._audits.work(self.members.values())
+
+    async def _tick(self, elapsed_s: float) -> None:
+        for member in tuple(self.members.values()):
+            member.tick(elapsed_s)
+            self._look_at(member)
+        self._retry_waiting()
+        await self._hedge()
+        if self.options.audit:
+            await self._audits.work(self.members.values())
 
     def _look_at(self, member: Member) -> None:
+        gone = (member.name, member.incarnation)
         if member.replaced():
             self._dispatch.forget(member.name)
+            self._legs.blame(gone)
+        if member.loaded():
+            keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
+            if len(keys) > 1:
+                log.warning(MIXED, member.name, ALONE if self.options.resume != ANY else "texts differ")
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
-        if hangs and member.num_legs and (count := self._move_all(member, "hang")):
+        if hangs and member.num_legs and (count := self._move_all(member, HANG)):
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
 
     def _move_all(self, member: Member, why: str) -> int:
-        """Move the answers that another replica can go on with; return their number."""
+        """Move the answers that another replica can go on with; return their number.
+
+        With --resume off those of which something was told stay: the replica may well finish them.
+        """
         count = 0
-        for answer, leg in self._journal.on(member.name):
-            if leg in answer.legs and self._dispatch.choose(answer, {member.name}) is not None:
+        for answer, leg in self._legs.journal.on(member.name):
+            if self._ends(answer, why) or leg not in answer.legs:
+                continue
+            if self._dispatch.choose(answer, {member.name}) is not None:
                 self._lost(answer, leg, why, EngineDied(RESTARTING))
                 count += 1
         return count
@@ -457,8 +447,8 @@ class EngineFleet:
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
         hedging = self._hedging
-        for answer, leg in () if hedging is None else hedging.late(self._journal.open.values()):
-            found = self._dispatch.second(answer, leg.replica)
+        for answer, leg in () if hedging is None else hedging.late(self._legs.journal.open.values()):
+            found = self._dispatch.second(answer, leg)
             if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
                 hedging.num_hedged += 1
 
@@ -476,7 +466,8 @@ class EngineFleet:
 
         In that case each finishes its own.
         """
-        member.draining = member.by_signal = True
+        member.by_signal = member.by_signal or not member.draining  # an operator's drain outlives the process
+        member.draining = True
         asyncio.get_running_loop().call_later(DRAIN_WAIT_S, self._move_all, member, "drain")
 
     def _language(self, language: Language) -> None:
@@ -488,9 +479,6 @@ class EngineFleet:
         if done.cancelled():
             return
         failed = done.exception()
-        keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
-        if failed is None and keys - {done.result().promise}:
-            log.warning(MIXED, member.name)
         if self.first_ready.done():
             if failed is not None:
                 log.error("replica %s could not be started: %s", member.name, failed)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
+from paceline.serve.fleet.journal import answer_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +35,8 @@ class FleetCommands:
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
-        return sum([await member.engines.commands.abort(chosen) for member in self._members.values()])
+        members = tuple(self._members.values())
+        return sum([await m.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id))) for m in members])
 
     async def send(self, command: Command) -> Obeyed:
         """Return one of the replies.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline.core.errors import RequestError
 from paceline.engine.wire import BAD_MESSAGE, RequestId
+from paceline.serve.api.auth import ForAdmins
 from paceline.serve.api.openai_format import to_json
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ _move_body = msgspec.json.Decoder(MoveBody).decode
 
 
 def fleet_routes(fleet: EngineFleet) -> list[Route]:
-    """Return the routes, which ask for the key as all others do."""
+    """Return the routes. Of a file's keys only those of role `admin` may use them."""
 
     async def figures(_: HttpRequest) -> Response:
         return _json({"replicas": fleet.replicas(), "requests": fleet.requests()})
@@ -61,10 +63,11 @@ def fleet_routes(fleet: EngineFleet) -> list[Route]:
         await fleet.move(body.request, body.replica)
         return _json({"request": body.request, "replica": body.replica})
 
+    admins = [Middleware(ForAdmins)]
     return [
-        Route("/v1/fleet", figures, methods=["GET"]),
-        Route("/v1/fleet/drain", drain, methods=["POST"]),
-        Route("/v1/fleet/move", move, methods=["POST"]),
+        Route("/v1/fleet", figures, methods=["GET"], middleware=admins),
+        Route("/v1/fleet/drain", drain, methods=["POST"], middleware=admins),
+        Route("/v1/fleet/move", move, methods=["POST"], middleware=admins),
     ]
 
 

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
+FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
+HANG = "hang"  # is one only if the process was then replaced
+LEG_MARK = "~"  # before the number of a leg in its id
 MOST_LISTED = 200  # open requests in a table
+
+
+def answer_id(leg_id: str) -> str:
+    """Return the id of an answer's request, by that of a leg."""
+    name, mark, number = leg_id.rpartition(LEG_MARK)
+    return name if mark and number.isdigit() else leg_id
 
 
 class WordsMissing(PacelineError):  # noqa: N818
@@ -35,7 +44,9 @@ class WordsMissing(PacelineError):  # noqa: N818
 class AnswerLeg:
     """The part of an answer that one replica writes."""
 
+    request_id: str  # at the replica: no two legs of an answer share one
     replica: str
+    promise: str  # its promise key
     num_tokens: int  # of the answer, up to its last outcome
     num_chars: int
     began_s: float = 0.0  # time.monotonic()
@@ -59,15 +70,20 @@ class OngoingAnswer:
     spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
     legs: list[AnswerLeg] = field(default_factory=list)  # that write: one, or two of a hedged request
     num_legs: int = 0  # that gave something
-    promise: str = ""  # promise key that it began under; empty: nothing has been told
+    num_begun: int = 0  # legs so far
+    promise: str = ""  # promise key that its replicas must have; empty: any, as nothing has been told
     inexact: bool = False  # it went on under another one
     banned: set[tuple[str, int]] = field(
         default_factory=set
     )  # (replica, its restarts) that must not have it again
     strikes: int = 0  # replicas in a row that ended with it and gave nothing
+    hung: set[tuple[str, int]] = field(default_factory=set)  # that were silent with it; no strikes while they live
     broken: bool = False  # a replica found no finite logit
     refused: PacelineError | None = None  # by a replica that is full
     full: set[str] = field(default_factory=set)  # such replicas
+    waits: bool = False  # for a replica
+    deadline_s: float | None = None  # time.monotonic() when it is given up unless a replica has told an outcome
+    retry_s: float = 0.0  # time.monotonic() before which no replica is asked
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
@@ -77,9 +93,13 @@ class OngoingAnswer:
         """Tokens of the answer so far, those told with the request included."""
         return len(self.request.told) + len(self.told)
 
-    def begin_leg(self, replica: str) -> AnswerLeg:
+    def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
-        leg = AnswerLeg(replica, len(self.told), self.num_chars)
+        name = self.request.request_id
+        if self.num_begun:
+            name += f"{LEG_MARK}{self.num_begun}"
+        self.num_begun += 1
+        leg = AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
         self.legs.append(leg)
         return leg
 
@@ -90,9 +110,25 @@ class OngoingAnswer:
             earlier = self.spent
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
 
-    def continued(self) -> Request:
-        """Return the request that goes on where the client is."""
-        return replace(self.request, told=self.request.told + tuple(self.told)) if self.told else self.request
+    def strike(self, leg: AnswerLeg, why: str, process: tuple[str, int]) -> None:
+        """Count a strike if its replica has ended with it.
+
+        A slow one is none. process: replica and its restarts.
+        """
+        if why == HANG:
+            self.strikes *= not leg.gave
+            self.hung = (set() if leg.gave else self.hung) | {process}
+        elif why in FAULTS:
+            self.strikes = 1 if leg.gave else self.strikes + 1
+
+    def forget_refusals(self) -> None:
+        """Note that replicas that were full need not be so any more."""
+        self.refused = None
+        self.full.clear()
+
+    def continued(self, leg: AnswerLeg) -> Request:
+        """Return the request of a leg, which goes on where the client is."""
+        return replace(self.request, request_id=leg.request_id, told=self.request.told + tuple(self.told))
 
     def news(self, leg: AnswerLeg, outcome: Outcome) -> Outcome | None:
         """Return what an outcome adds, and count it as sent; None if nothing.
@@ -116,6 +152,8 @@ class OngoingAnswer:
             return None
         self.num_legs += not leg.gave
         leg.gave = True
+        self.promise = self.promise or leg.promise
+        self.inexact = self.inexact or leg.promise != self.promise
         self.scored = self.scored or outcome.prompt_logprobs is not None
         self.told.extend(ids)
         self.num_chars += len(text)
@@ -147,9 +185,9 @@ class Journal:
     def __init__(self) -> None:
         self.open: dict[str, OngoingAnswer] = {}
 
-    def begin(self, request: Request, answers: Answers) -> OngoingAnswer:
-        """Open a request."""
-        self.open[request.request_id] = answer = OngoingAnswer(request, answers)
+    def begin(self, request: Request, answers: Answers, promise: str = "") -> OngoingAnswer:
+        """Open a request. promise: key of the replicas that may have it; empty: any."""
+        self.open[request.request_id] = answer = OngoingAnswer(request, answers, promise=promise)
         return answer
 
     def end(self, request_id: str) -> OngoingAnswer | None:

@@ -16,7 +16,7 @@ MIN_DISK_BYTES = 1 << 20  # that an engine takes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.config import EngineConfig, Settled
     from paceline.serve.engines import Engines
     from paceline.serve.fleet.fleet_options import ReplicaOptions
 
@@ -27,20 +27,21 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
     """Start a local fleet. new_engine: starts a process on some cores. Raises `ConfigError`.
 
     The first replica starts alone: it measures what steps cost while nothing else runs, and packs the weights; the
-    others read both.
+    others read both. They have its types and its number of KV tokens, too, though less memory is free by then.
     """
     options.check_law(engine.law)
     first, *others = options.dealt()
     fleet = EngineFleet(options)
 
-    def add(number: int, cores: frozenset[int]) -> None:
-        fleet.add(str(number), new_engine(replica_config(engine, number, options.replicas), cores), cores)
+    def add(number: int, cores: frozenset[int], settled: Settled | None = None) -> None:
+        config = replica_config(engine, number, options.replicas)
+        fleet.add(str(number), new_engine(config if settled is None else settled.pin(config), cores), cores)
 
     async def add_others() -> None:
         with suppress(PacelineError, asyncio.CancelledError):  # whoever waits for the first one tells of it
-            await asyncio.shield(fleet.first_ready)
+            ready = await asyncio.shield(fleet.first_ready)
             for number, cores in enumerate(others, 1):
-                add(number, cores)
+                add(number, cores, ready.settled)
 
     add(0, first)
     fleet.spawn(add_others())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import Ready
 
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
-SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer
+SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer ...
+SILENT_CHUNKS = 3  # ... or so many predicted passes over prompts: nothing is told during one
 TICK_S = 0.1  # between two looks at the replicas
 
 
@@ -46,6 +48,7 @@ class Member:
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
+    known: int = -1  # restarts before the engine that the fleet has last seen ready
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
@@ -93,6 +96,19 @@ class Member:
         by_rows = self.costs.step_s_by_rows
         return by_rows[min(max(self.num_legs, 1), len(by_rows)) - 1]
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that it has still to compute."""
+        snapshot = self.engines.snapshot
+        return max(self.backlog, 0 if snapshot is None else snapshot.backlog_tokens)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a message after which it counts as hanging."""
+        chunk = 0 if self.ready is None else min(self.prompt_tokens, self.ready.prefill_tokens)
+        chunk_s = chunk * self.costs.prefill_s + self.step_s
+        return max(SILENT_S, SILENT_STEPS * self.step_s, SILENT_CHUNKS * chunk_s)
+
     def take(self, snapshot: Snapshot) -> None:
         """Take a snapshot of its counters, which is a sign of life, too."""
         self._beat()
@@ -105,15 +121,13 @@ class Member:
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
         self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
-        self.silent = self.silent_s > max(SILENT_S, SILENT_STEPS * self.step_s)
+        self.silent = self.silent_s > self.patience_s
 
     def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
         """Return what routing reads."""
-        ready, snapshot = self.ready, self.engines.snapshot
-        told = 0 if snapshot is None else snapshot.backlog_tokens
+        ready = self.ready
         promise = "" if ready is None else ready.promise
-        backlog = max(self.backlog, told)
-        return ReplicaView(self.name, alive, promise, self.num_legs, backlog, *self.costs, hit_pages)
+        return ReplicaView(self.name, alive, promise, self.num_legs, self.prompt_tokens, *self.costs, hit_pages)
 
     def wait_s(self, num_tokens: int) -> float:
         """Return the predicted seconds until so many more prompt tokens are computed."""
@@ -143,6 +157,13 @@ class Member:
         self.incarnation = self.engines.restarts
         self._beat()
         self.draining, self.by_signal = self.draining and not self.by_signal, False
+        return True
+
+    def loaded(self) -> bool:
+        """Return True once after an engine has become ready."""
+        if self.ready is None or self.engines.restarts == self.known:
+            return False
+        self.known = self.engines.restarts
         return True
 
     def _beat(self) -> None:
@@ -180,6 +201,18 @@ class Member:
             "resumes": self.num_resumed,
             "promise": "" if ready is None else ready.promise,
         }
+
+
+def common_ready(members: Iterable[Member]) -> Ready | None:
+    """Return the message with the promise key of most replicas in service, if any.
+
+    Of these messages the one with the shortest texts, which all of them take.
+    """
+    found = [ready for m in members if m.serves and (ready := m.ready) is not None]
+    if not found:
+        return None
+    (promise, _), *_ = Counter(ready.promise for ready in found).most_common(1)
+    return min((ready for ready in found if ready.promise == promise), key=lambda ready: ready.max_len)
 
 
 def tell_costs(members: Collection[Member], stats: Stats) -> None:

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `paceline key new`."""
     parser.add_argument("name", metavar="NAME", help="name of the key in logs and metrics")
-    parser.add_argument("--role", choices=ROLES, default="all", help="metrics: may only read /metrics")
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default="all",
+        help="metrics: may only read /metrics; admin: may operate a fleet, too",
+    )
 
 
 def run(args: Namespace) -> int:

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from threading import Thread
 
 COMMAND = [sys.executable, "-m", "paceline.serve.worker.process"]
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
@@ -51,7 +52,7 @@ class EngineChild:
         try:
             handle = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # another system, or it has ended
-            return await asyncio.to_thread(self._process.wait)
+            return await self._wait_in_thread()
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(handle, ended.set)
         try:
@@ -60,6 +61,18 @@ class EngineChild:
             loop.remove_reader(handle)
             os.close(handle)
         return self._process.wait()
+
+    async def _wait_in_thread(self) -> int:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def wait() -> None:
+            status = self._process.wait()
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(_tell, ended, status)
+
+        Thread(target=wait, daemon=True).start()
+        return await ended
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
@@ -74,6 +87,11 @@ class EngineChild:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
+
+
+def _tell(ended: asyncio.Future[int], status: int) -> None:
+    if not ended.done():  # whoever waits may have been cancelled
+        ended.set_result(status)
 
 
 def begin() -> EngineChild | None:

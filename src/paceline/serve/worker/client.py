@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -65,6 +65,7 @@ class _Setup:
     cores: frozenset[int]
     watchdog_s: float
     prepare: Callable[[Ready], Awaitable[object]] | None
+    patient: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -89,13 +90,15 @@ class EngineClient:
         watchdog_s: float = WATCHDOG_S,
         cores: frozenset[int] = frozenset(),
         begun: EngineChild | None = None,
+        patient: bool = False,
     ) -> None:
         """Start the engine process. prepare: awaited before an engine that has loaded counts as ready.
 
         watchdog_s: a ready engine that hangs for this long is replaced; 0: it is waited for. cores: of the
-        process; none: all that this one may use. begun: the first process, if it has begun already.
+        process; none: all that this one may use. begun: the first process, if it has begun already. patient: try
+        again if the first process cannot load, which may be for want of memory now.
         """
-        self._setup = _Setup(config, cores, watchdog_s, prepare)
+        self._setup = _Setup(config, cores, watchdog_s, prepare, patient)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -149,7 +152,8 @@ class EngineClient:
         still_open = list(answers.index)
         answers.index.clear()
         for request_id in still_open:
-            self._open.pop(request_id, None)
+            if self._open.get(request_id) is answers:
+                del self._open[request_id]
         for request_id in still_open:
             if self._engine is not None:
                 with suppress(EngineDied):
@@ -209,11 +213,14 @@ class EngineClient:
                 failed = await self._run_engine(begun)
             except OSError as error:
                 failed = EngineDied(f"the engine process cannot be started: {error}")
+            except Exception as error:  # a bug of ours ends one process, not all that would come after it
+                log.exception("the engine's messages could not be handled")
+                failed = EngineDied(f"internal error: {type(error).__name__}")
             begun = None
             self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:
                 return
-            if not self.first_ready.done():
+            if not self.first_ready.done() and not self._setup.patient:
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
@@ -322,6 +329,8 @@ class EngineClient:
 
     def _ready(self, engine: EngineProcess, message: Ready) -> None:
         engine.ready = message
+        if message.settled is not None:  # later processes get the same KV, whatever is free then
+            self._setup = replace(self._setup, config=message.settled.pin(self._setup.config))
         if not self.first_ready.done():
             self.first_ready.set_result(message)
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from paceline.core.nouns import Outcome
 from paceline.core.pass_notes import StepNote
-from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import Failed, Message, RequestId, Submit
 from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
@@ -105,6 +105,8 @@ class Ready(Message, frozen=True):
     sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
     profile: StepProfile | None = None  # None: nobody has measured it
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
+    settled: Settled | None = None
+    prefill_tokens: int = 512  # of prompts in one pass, at most
 
 
 class Draining(Message, frozen=True):

@@ -249,6 +249,8 @@ def _ready(built: Built, promise: str) -> Ready:
         sampling=dict(built.sampling),
         profile=profile_of(built.engine),
         promise=promise,
+        settled=built.settled,
+        prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
     )
 
 

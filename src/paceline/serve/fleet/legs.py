@@ -1,0 +1,101 @@
+"""Open answers and their legs: how each begins to count, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as with_fields
+
+from paceline.core.nouns import Outcome
+from paceline.serve.fleet.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from paceline.core.errors import PacelineError
+    from paceline.serve.engines import Answers
+    from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
+    from paceline.serve.fleet.member import Member
+
+log = logging.getLogger(__name__)
+
+MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
+POISON = "this request ended every engine that took it, so it is given up"
+
+
+class Legs:
+    """The journal with the replicas' counts of legs.
+
+    An answer that ends leaves no leg behind.
+    """
+
+    def __init__(
+        self, members: Mapping[str, Member], spawn: Callable[[Coroutine[Any, Any, object]], None]
+    ) -> None:
+        """spawn: runs something beside."""
+        self.journal = Journal()
+        self._members, self._spawn = members, spawn
+
+    def is_open(self, answer: OngoingAnswer) -> bool:
+        """Return whether an answer is still written, or waits."""
+        return self.journal.open.get(answer.request.request_id) is answer
+
+    def end(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
+        """Forget a leg; return what its replica may still have to cancel."""
+        answer.end_leg(leg)
+        self._members[leg.replica].end(leg)
+        return leg.answers
+
+    def drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
+        """Forget a leg, and cancel it at its replica."""
+        at_replica = self.end(answer, leg)
+        if at_replica is not None:
+            self._spawn(at_replica.close())
+
+    def leave(self, answer: OngoingAnswer) -> None:
+        """Give up all replicas of an answer, none of which is to blame."""
+        answer.lost_s = time.monotonic()
+        for leg in tuple(answer.legs):
+            self.drop(answer, leg)
+
+    def put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
+        """Tell the client an outcome."""
+        answers, request_id = answer.answers, answer.request.request_id
+        if outcome.request_id != request_id:
+            outcome = with_fields(outcome, request_id=request_id)
+        answers.put((answers.index[request_id], outcome))
+
+    def fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
+        """End an answer with an error."""
+        if not self.is_open(answer):
+            return
+        if isinstance(what, Outcome):
+            self.put(answer, what)
+        else:
+            answer.answers.put(what)
+        self.forget(answer)
+
+    def give_up(self, answer: OngoingAnswer) -> None:
+        """End an answer that ends its replicas."""
+        name = answer.request.request_id
+        log.error("request %s: %s", name, POISON)
+        self.fail(answer, Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens))
+
+    def blame(self, process: tuple[str, int]) -> None:
+        """Count a strike for answers that a process, now replaced, hung with."""
+        for answer in tuple(self.journal.open.values()):
+            if process in answer.hung:
+                answer.hung.remove(process)
+                answer.strikes += 1
+                if answer.strikes >= MOST_STRIKES:
+                    self.give_up(answer)
+
+    def forget(self, answer: OngoingAnswer) -> None:
+        """Close an answer that has ended, with all its legs."""
+        request_id = answer.request.request_id
+        self.journal.end(request_id)
+        answer.answers.index.pop(request_id, None)
+        for leg in tuple(answer.legs):
+            self.drop(answer, leg)

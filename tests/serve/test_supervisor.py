@@ -1,0 +1,99 @@
+"""The supervisor of an engine process, with processes that are functions."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from paceline.core.errors import EngineDied
+from paceline.core.system import RestartBackoff
+from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.serve.engines import Answers
+from paceline.serve.worker.client import EngineClient, EngineProcess
+from paceline.serve.worker.messages import Ready
+from tests.serve.fleet.fake_engines import READY
+
+if TYPE_CHECKING:
+    from paceline.core.errors import PacelineError
+    from paceline.serve.worker.child import EngineChild
+
+
+class Scripted(EngineClient):
+    """A client whose processes do what a test says: load and end, or fail with a bug of ours."""
+
+    async def _run_engine(self, _: EngineChild | None) -> PacelineError | None:
+        if not self.first_ready.done():
+            self.first_ready.set_result(None)  # type: ignore[arg-type]  # nobody reads it
+            raise KeyError("a bug")
+        await asyncio.sleep(60.0)
+        return None
+
+
+def test_a_bug_while_a_process_is_heard_ends_no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
+
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        while not client.restarts:
+            await asyncio.sleep(0.005)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_later_processes_are_asked_for_the_kv_of_the_first() -> None:
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference", backend="native"))
+        engine = EngineProcess(socket=None, process=None, watchdog=None)  # type: ignore[arg-type]
+        client._ready(engine, Ready(**READY, settled=Settled("int8", "i8", 4096)))
+        config = client._setup.config
+        assert (config.weights, config.kv, config.kv_tokens) == ("int8", "i8", 4096)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_cancelling_old_answers_leaves_a_new_request_of_the_same_id() -> None:
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        old, new = Answers(client, {"r": 0}), Answers(client, {"r": 0})
+        client._open["r"] = new
+        await old.close()
+        assert client._open == {"r": new}
+        await new.close()
+        assert not client.num_open
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+class Starved(EngineClient):
+    """A client whose first process finds no memory."""
+
+    async def _run_engine(self, _: EngineChild | None) -> PacelineError | None:
+        if self.restarts:
+            self.first_ready.set_result(Ready(**READY))
+            await asyncio.sleep(60.0)
+        return EngineDied("no memory")
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_patient_client_tries_again_to_load(patient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
+
+    async def scenario() -> None:
+        client = Starved(EngineConfig(model="reference"), patient=patient)
+        if patient:
+            assert (await client.first_ready).model_name == "fake"
+        else:
+            with pytest.raises(EngineDied, match="no memory"):
+                await client.first_ready
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
