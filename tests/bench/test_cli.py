@@ -37,7 +37,8 @@ def test_help_names_every_command_and_imports_none_of_them():
     assert done.stdout.endswith("set()\n")
 
 
-WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion", "key new")
+OF_FLEETS = ("fleet", "fleet drain", "fleet move")
+WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion", "key new", *OF_FLEETS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -53,7 +53,7 @@ async def journal_s() -> float:
     await asyncio.sleep(0)
     params = SamplingParams(max_tokens=TOKENS + 1)
     await fleet.submit([Request("r", (1, 2, 3), params, 1)], lambda _: None)
-    answer = fleet._journal.open["r"]
+    answer = fleet._legs.journal.open["r"]
     (leg,) = answer.legs
     outcomes = [engines.rows["r"].more(1) for _ in range(TOKENS)]
     begin_s = process_time()

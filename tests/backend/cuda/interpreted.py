@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -13,6 +14,8 @@ from paceline.backend.cuda import products, rowwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 
 NARROW = {"fp8e4nv": (products.FP8, torch.uint8), "bf16": (torch.bfloat16, torch.uint16)}
@@ -45,12 +48,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what Triton 3.9.0's interpreter does wrong and no GPU does.
 
-    Rounding to fp8 and bfloat16 loses the carry of a mantissa into the exponent, NaN in fp8 is read as 480, and a
-    dot multiplies the bits of bfloat16.
+    Rounding to fp8 and bfloat16 loses the carry of a mantissa into the exponent, NaN in fp8 is read as 480, a dot
+    multiplies the bits of bfloat16, and on some processors its sums depend on the shape of the tile.
     """
     from triton.runtime import interpreter
 
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def converted(array: Any, source: Any, target: Any, rounding: Any) -> Any:
         if source.name == "fp8e4nv":
@@ -62,17 +65,23 @@ def mend_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = array if source.name == "fp32" else convert(array, source, tl.float32, rounding)
         return torch.from_numpy(wide.view("float32")).to(dtype).view(bits).numpy()
 
-    def multiplied(self: Any, a: Any, b: Any, *args: Any) -> Any:
+    def multiplied(_: Any, a: Any, b: Any, d: Any, *__: Any) -> Any:
         wide = [
-            interpreter.TensorHandle(convert(x.data, x.dtype, tl.float32, None).view("float32"), tl.float32)
-            if x.dtype.name == "bf16"
-            else x
+            converted(x.data, x.dtype, tl.float32, None).view("float32") if x.dtype.name in NARROW else x.data
             for x in (a, b)
         ]
-        return dot(self, *wide, *args)
+        return interpreter.TensorHandle(_in_order(*wide, d.data.dtype) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
+
+
+def _in_order(a: NDArray[Any], b: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """Return a matrix product whose sums are taken in the order of the inner index, whatever the shapes."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., :, i, None].astype(dtype) * b[..., i, None, :].astype(dtype)
+    return total
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.backend.cuda.attention import DeviceKV, _work_items, attend, new_kv, plan_attention
 from paceline.backend.cuda.kernel_launch import interpreted
-from tests.backend.cuda.interpreted import poison
+from tests.backend.cuda.interpreted import mend_interpreter, poison
 from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
 
 SCALE = 0.1
@@ -21,6 +21,7 @@ SCALE = 0.1
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interpreted()
+    mend_interpreter(monkeypatch)
     poison(monkeypatch)
 
 
