@@ -71,6 +71,20 @@ def test_a_later_start_parses_no_header_and_finds_the_same(tmp_path: Path, parse
     assert b"tokenizer.ggml.tokens" not in kept.read_bytes(), "no list of the vocabulary"
 
 
+def test_a_later_start_finds_the_end_tokens_of_harmony(tmp_path: Path, parsed: list[Path]) -> None:
+    """A kept header lacks the list that they stand in."""
+    vocabulary, texts = byte_level_metadata(), ["<|channel|>", "<|return|>", "<|call|>"]  # beside its <|end|>
+    tokens = vocabulary["tokenizer.ggml.tokens"] + texts
+    types = vocabulary["tokenizer.ggml.token_type"] + [3] * len(texts)
+    extra = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    extra["tokenizer.ggml.eos_token_id"] = tokens.index("<|end|>")
+    config = tiny_config(vocab_size=len(tokens))
+    path = write_gguf(tmp_path / "m.gguf", config, tiny_weights(config), extra=vocabulary | extra)
+    first, later = start(path).config.eos_ids, start(path).config.eos_ids
+    assert parsed == [path]
+    assert first == later == (tokens.index("<|return|>"), tokens.index("<|call|>"))
+
+
 def test_a_text_needs_no_header_either_while_the_tokenizer_is_kept(tmp_path: Path, parsed: list[Path]) -> None:
     path = write(tmp_path / "m.gguf")
     ids = load_tokenizer(start(path)).encode(TEXT)

@@ -82,6 +82,21 @@ def test_an_answer_with_a_call_comes_back_as_it_was_written() -> None:
     assert again == begun + written + "<|call|><|start|>assistant"
 
 
+def test_long_messages_are_told_apart_when_they_come_whole() -> None:
+    thoughts, city = "So. " * 1000, "R" * 3000
+    answer = parsed(
+        f"<|channel|>analysis<|message|>{thoughts}<|end|><|start|>assistant to=functions.weather<|channel|>"
+        f'commentary json<|message|>{{"city": "{city}"}}<|call|>'
+    )
+    assert (answer.reasoning, answer.content) == (thoughts.strip(), "")
+    assert json.loads(answer.calls[0].arguments) == {"city": city}
+
+
+@pytest.mark.parametrize("text", ["t", "to", "to="])
+def test_an_answer_that_begins_as_a_recipient_does_is_not_lost(text: str) -> None:
+    assert parsed(text).content == ("" if text in harmony.HEADERS else text)
+
+
 def test_calls_of_one_message_stand_with_their_results() -> None:
     calls = [call("weather", {"city": "Rome"}, id="a"), call("now", {}, id="b")]
     results = [{"role": "tool", "content": text, "tool_call_id": of} for of, text in (("b", "9:00"), ("a", "20"))]

@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -214,6 +215,19 @@ def _try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole, or leave what is there. Raises `OSError`."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        part = Path(file.name)
+        try:
+            file.write(data)
+            file.flush()
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def file_size(path: Path) -> int:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.system import file_size
+from paceline.core.system import file_size, replace_file
 from paceline.model.files.pull import cache_folder
 from paceline.model.files.source_files import state_of
 
@@ -47,9 +46,7 @@ def digest_of(path: Path) -> str:
         file = contents_file()
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
-                json.dump(kept, part)
-            Path(part.name).replace(file)
+            replace_file(file, json.dumps(kept).encode())
     return digest
 
 

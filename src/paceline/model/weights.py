@@ -201,7 +201,8 @@ def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
     if table is not None and kept_tokenizer(digest) is not None:
         return Tokenizer(None, spelling=table, whole=partial(_whole_tokenizer, model.path, digest))
     tokenizer = Tokenizer(model.text.tokenizer())
-    keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
+    if model.text.tokenizer_digest() == digest:  # else its file was replaced meanwhile
+        keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
     return tokenizer
 
 

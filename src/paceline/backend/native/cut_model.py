@@ -15,6 +15,7 @@ from paceline.backend.native.load import (
     compile_decoder,
     draft_weight_type,
     own_bytes,
+    pack_inputs,
     pack_target_head,
     team_of,
     wanted_matrices,
@@ -68,7 +69,9 @@ class NativeCutModel:
         self._compiled = compile_decoder(
             c,
             team,
-            entry=Entry(target.tables.embed),
+            entry=Entry(
+                target.tables.embed, of_layers=pack_inputs(weights, wanted, team) if c.layer_input_size else None
+            ),
             output=Output(self._head, as_float32(weights["final_norm"]), self._vocabulary.mapped_ids),
             layers=[pack_layer(i, layer_shapes(c, i), weights, weight_type, team) for i in range(c.num_layers)],
         )

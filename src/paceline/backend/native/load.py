@@ -81,7 +81,7 @@ def pack_decoder(
     compiled = compile_decoder(
         config,
         team,
-        entry=Entry(embed, of_layers=_pack_inputs(weights, wanted, team) if config.layer_input_size else None),
+        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, team) if config.layer_input_size else None),
         output=Output(head, tables.final_norm),
         layers=[
             pack_layer(i, layer_shapes(config, i), weights, weight_type, team) for i in range(config.num_layers)
@@ -98,7 +98,7 @@ def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callab
     return partial(decoder.adopt, fresh)
 
 
-def _pack_inputs(
+def pack_inputs(
     weights: Mapping[str, NDArray[floating]], wanted: Mapping[str, Wanted], team: kernels.ThreadPool
 ) -> PackedLayer:
     """Return what makes each token's own inputs to the layers."""

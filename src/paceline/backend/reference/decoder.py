@@ -165,7 +165,7 @@ class ReferenceDecoder:
     def adopt(self, fresh: ReferenceDecoder) -> None:
         """Compute with the weights of another decoder of the same shape, between passes."""
         self.embed, self.head, self.final_norm = fresh.embed, fresh.head, fresh.final_norm
-        self.layers, self.rotations = fresh.layers, fresh.rotations
+        self.layers, self.rotations, self.inputs = fresh.layers, fresh.rotations, fresh.inputs
 
     def describe(self) -> str:
         """Return what it is, for the user."""

@@ -13,6 +13,7 @@ from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor, open_gguf
 from paceline.model.files.gguf_tokenizer import (
     end_ids,
+    harmony_ids,
     special_texts,
     tokenizer_digest,
     tokenizer_from_gguf,
@@ -194,7 +195,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         layer_input_size=read.integer("embedding_length_per_layer_input", 0),
         max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
-        eos_ids=end_ids(file.metadata, _ids(file, *END_KEYS)),
+        eos_ids=end_ids(file.facts.harmony if file.facts else harmony_ids(file.metadata), _ids(file, *END_KEYS)),
     )
     config.check()
     _check_vocabulary(file, config)

@@ -15,11 +15,12 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MAX_TOKEN_CHARS = 1 << 10
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
+_HARMONY = (*_HARMONY_ENDS, "<|channel|>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,13 @@ class VocabularyFacts(msgspec.Struct, frozen=True):
     num_tokens: int
     digest: str  # of what `tokenizer_from_gguf` reads
     special: dict[str, str]  # as `special_texts`
+    harmony: dict[str, int]  # as `harmony_ids`
 
 
 def vocabulary_facts(metadata: dict[str, Any]) -> VocabularyFacts:
     """Return the facts about a vocabulary. Raises `BadModelFile`."""
-    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special_texts(metadata))
+    special, harmony = special_texts(metadata), harmony_ids(metadata)
+    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special, harmony)
 
 
 def tokenizer_digest(metadata: dict[str, Any]) -> str:
@@ -210,17 +213,23 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
         )
 
 
-def end_ids(metadata: dict[str, Any], named: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens that end an answer. named: those that the file names.
+def harmony_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of tokens of harmony by their texts, those that a vocabulary has."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return {text: tokens.index(text) for text in _HARMONY if text in tokens} if isinstance(tokens, list) else {}
+
+
+def end_ids(harmony: Mapping[str, int], named: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens that end an answer.
+
+    harmony: as `harmony_ids`. named: those that the file names.
 
     In harmony, the format of gpt-oss, the end of a call ends an answer, and the end of a message does not.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not all(token in tokens for token in (*_HARMONY_ENDS, "<|channel|>")):
+    if not {*_HARMONY_ENDS, "<|channel|>"} <= harmony.keys():
         return tuple(named)
-    of_message = tokens.index("<|end|>") if "<|end|>" in tokens else None
-    ends = [*named, *(tokens.index(token) for token in _HARMONY_ENDS)]
-    return tuple(dict.fromkeys(i for i in ends if i != of_message))
+    ends = [*named, *(harmony[token] for token in _HARMONY_ENDS)]
+    return tuple(dict.fromkeys(i for i in ends if i != harmony.get("<|end|>")))
 
 
 def special_texts(metadata: dict[str, Any]) -> dict[str, str]:

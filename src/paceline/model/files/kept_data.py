@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.core.system import replace_file
 from paceline.model.files.packed_cache import build_mark
 from paceline.model.files.pull import cache_folder
 
@@ -54,9 +54,7 @@ class KeptData:
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(hashlib.sha256(data).digest() + data)
-            Path(file.name).replace(path)
+            replace_file(path, hashlib.sha256(data).digest() + data)
             for old in list(_newest_first(path.parent))[MAX_KEPT:]:
                 old.unlink(missing_ok=True)
         except OSError as error:

@@ -49,6 +49,8 @@ class EngineChild:
 
         A thread for each process would leave none of the loop's few threads to a server with many replicas.
         """
+        if (status := self.returncode) is not None:  # its number may be another process's now
+            return status
         try:
             handle = os.pidfd_open(self.pid)
         except (AttributeError, OSError):  # another system, or it has ended

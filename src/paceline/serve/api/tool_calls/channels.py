@@ -52,19 +52,19 @@ class ChannelReader:
 
     def finish(self) -> list[AnswerEvent]:
         """Return what was held back; a header that was cut is left out."""
-        if self._header is not None:
-            self._text(self._header, self._held)
+        if self._header is not None or not self._held.lstrip().startswith(HEADERS):
+            self._text(self._header or Header("content"), self._held)
         if self._body is not None:
             self._body.finish(self._sink)
         return self._taken()
 
     def _begin(self, text: str) -> str | None:
         """Take a header; return the message behind it, None if more has to come first."""
-        begun = text.lstrip()
+        head, marker, rest = text.partition(MESSAGE)
+        begun = head.lstrip()
         if not any(begun.startswith(h) or h.startswith(begun) for h in HEADERS) or len(begun) > MAX_HEADER_CHARS:
             self._header = Header("content")
             return text
-        head, marker, rest = text.partition(MESSAGE)
         if not marker:
             self._held = text
             return None
