@@ -33,6 +33,17 @@ def test_chunks_and_page_order_do_not_matter(family: str, chunk: int) -> None:
     torch.testing.assert_close(logits_of(decoder, IDS, chunk, pages), whole, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_adopts_all_weights_of_another(family: str) -> None:
+    decoder = build(family)
+    newer = ReferenceDecoder(decoder.config, tiny_weights(decoder.config, seed=1), torch.float64)
+    before = logits_of(decoder, IDS[:20])
+    decoder.adopt(newer)
+    after = logits_of(decoder, IDS[:20])
+    assert torch.equal(after, logits_of(newer, IDS[:20]))
+    assert not torch.equal(after, before)
+
+
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=8), st.randoms())
 def test_rows_of_a_mixed_batch_see_only_themselves(rows: list[tuple[int, int]], random: object) -> None:
