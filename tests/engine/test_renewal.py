@@ -45,8 +45,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_model(old), write_model(new, seed=1)
 
 
-def opened(model: Path, backend: str = "native", weights: str = "int8", draft: str = "ngram:k=3") -> LLM:
+def opened(
+    model: Path, backend: str = "native", weights: str = "int8", draft: str = "ngram:k=3", **more: Any
+) -> LLM:
     options: dict[str, Any] = {"threads": 1} if backend == "native" else {}
+    options |= more
     return LLM(str(model), backend=backend, weights=weights, draft=draft, num_rows=4, max_len=256, **options)
 
 
@@ -109,6 +112,24 @@ def test_an_open_answer_goes_on_as_if_its_tokens_were_told_to_the_newer_model(
         engine.add(Request("r", PROMPT, SCORED, seed=5, told=tuple(token_ids[:start])))
         rest = [token for o in stepped(engine) for token in o.token_ids]
     assert rest == token_ids[start:]
+
+
+def test_scores_of_a_prompt_are_of_one_version(models: tuple[Path, Path], backend) -> None:
+    request = Request("r", PROMPT, replace(SCORED, prompt_logprobs=0), seed=5)
+    with (
+        opened(models[0], *backend, prefill_tokens=16) as llm,
+        opened(models[1], *backend, prefill_tokens=16) as fresh,
+    ):
+        llm.built.engine.add(request)
+        llm.built.engine.step()
+        llm.built.engine.settle()
+        assert llm.built.engine.outputs.responses["r"].prompt_logprobs, "some are known already"
+        llm.update_weights(models[1], "newer")
+        fresh.built.engine.add(request)
+        found, expected = (
+            next(o.prompt_logprobs for o in stepped(one.built.engine) if o.prompt_logprobs) for one in (llm, fresh)
+        )
+    assert found == expected
 
 
 def stepped(engine: Engine) -> Iterator[Any]:
