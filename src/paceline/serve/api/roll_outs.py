@@ -9,12 +9,14 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
+from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.weight_source import TAGS, WeightSource, check_version
+from paceline.serve.api.auth import ForAdmins
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.fields import Body
 from paceline.serve.api.generate_format import RollOutId, named
@@ -77,7 +79,7 @@ class RollOuts:
         self._number = 0  # of updates without a version of their own
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the routes; commands are for keys of role `admin`."""
         posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
@@ -87,9 +89,10 @@ class RollOuts:
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._resume,
         }
+        admins = [Middleware(ForAdmins)]
         return [
-            *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
-            Route("/flush_cache", self._flush, methods=["GET", "POST"]),
+            *(Route(path, route, methods=["POST"], middleware=admins) for path, route in posts.items()),
+            Route("/flush_cache", self._flush, methods=["GET", "POST"], middleware=admins),
             Route("/get_weight_version", self._version, methods=["GET"]),
             Route("/get_model_info", self._about, methods=["GET"]),
             Route("/get_server_info", self._about, methods=["GET"]),
