@@ -107,6 +107,7 @@ class TestArguments:
         [
             ({}, "api_key"),
             ({"insecure": "true", "rl": "true"}, "api_key"),
+            ({"api_key": "k", "rl": "true", "fronts": "2"}, "fronts=1"),
             ({"insecure": "true", "replica": "2"}, "did you mean 'replicas'"),
             ({"insecure": "true", "autoscaling": "many"}, "1-4"),
             ({"insecure": "true", "weights": "int3"}, "int3"),

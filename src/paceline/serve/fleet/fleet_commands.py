@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import EngineDied, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
 
@@ -49,8 +49,8 @@ class FleetCommands:
         replies = await asyncio.gather(
             *(member.engines.commands.send(command) for member in members), return_exceptions=True
         )
+        done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
         for reply in replies:
             if isinstance(reply, BaseException):
-                raise reply
-        done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
+                raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
         return done[0]

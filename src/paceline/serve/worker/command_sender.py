@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
@@ -12,12 +12,28 @@ from paceline.serve.worker.commands import Obeyed, UpdateWeights
 from paceline.serve.worker.messages import Cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from paceline.serve.worker.commands import Command
     from paceline.serve.worker.messages import ToEngine
 
+ResultT = TypeVar("ResultT")
+_RUNNING: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
 LOST = "the engine process ended before it could obey; it is being restarted, so try again"
+
+
+async def to_its_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Await work that goes on though its caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    _RUNNING.add(task)
+    task.add_done_callback(_ended)
+    return await asyncio.shield(task)
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _RUNNING.discard(task)
+    if not task.cancelled():
+        task.exception()  # the caller may be gone
 
 
 class CommandSender:

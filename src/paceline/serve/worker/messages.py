@@ -107,6 +107,7 @@ class Ready(Message, frozen=True):
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
     settled: Settled | None = None
     prefill_tokens: int = 512  # of prompts in one pass, at most
+    num_weights: int = 0  # of the model
 
 
 class Draining(Message, frozen=True):

@@ -29,6 +29,7 @@ from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
+from paceline.model.config import num_weights
 from paceline.serve.worker.commands import COMMANDS
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -251,6 +252,7 @@ def _ready(built: Built, promise: str) -> Ready:
         promise=promise,
         settled=built.settled,
         prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
+        num_weights=num_weights(built.engine.target.config),
     )
 
 
