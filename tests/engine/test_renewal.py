@@ -18,9 +18,10 @@ from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNot
 from paceline.core.nouns import Request
 from paceline.core.weight_source import WeightSource
 from paceline.engine.renewal import renew
+from paceline.model.content_key import content_key
 from paceline.model.heads.config import read_config
 from paceline.model.renewed import renewed
-from paceline.model.weights import load_model
+from paceline.model.weights import LazyWeights, load_model
 from tests.draft.heads import head_values, random_weights, write_head
 from tests.engine.same_text import PLAIN, Answer, Settings, assert_same, make_engine, run
 from tests.engine.test_overlapped_loop import overlapped
@@ -203,6 +204,21 @@ def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tm
     assert (found.weights["layers.1.mlp_down"] == new[name]).all()
     others = [n for n in old.weights if n != "layers.1.mlp_down"]
     assert all((found.weights[n] == old.weights[n]).all() for n in others)
+
+
+def test_a_file_whose_tensors_all_came_again_does_not_count(models: tuple[Path, Path], tmp_path: Path) -> None:
+    old, new, name = tensors(models[0]), tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
+    save_file({name: new[name]}, tmp_path / "2.safetensors")
+    source, keys = WeightSource(tensors=str(tmp_path)), []
+    for tensor in (old[name], None):
+        if tensor is not None:
+            save_file({name: tensor}, tmp_path / "1.safetensors")
+        else:
+            (tmp_path / "1.safetensors").unlink()
+        weights = renewed(lambda: load_model(models[0]), source).weights
+        assert isinstance(weights, LazyWeights)
+        keys.append(content_key(weights.sources))
+    assert keys[0] == keys[1], "a replica that restarts later has the same promise key"
 
 
 # Drafters that share tables ------------------------------------------------------------------------
