@@ -17,6 +17,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
 from paceline.core.nouns import Request
 from paceline.core.weight_source import WeightSource
+from paceline.engine.assembly import owner
 from paceline.engine.renewal import renew
 from paceline.model.content_key import content_key
 from paceline.model.heads.config import read_config
@@ -255,6 +256,70 @@ def test_a_head_that_cannot_be_built_again_is_unloaded(models: tuple[Path, Path]
         (found,) = llm.generate([PROMPT], SCORED)
         assert found.figures.drafted_tokens == 0
         llm.built.engine.check()
+
+
+# What fails late ---------------------------------------------------------------------------------
+
+
+def test_a_drafter_for_which_memory_lacks_is_unloaded(models: tuple[Path, Path], head: Path, backend) -> None:
+    def lacking() -> Any:
+        raise MemoryError
+
+    with opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm:
+        llm.built.rebuild["eagle3"] = lacking
+        assert llm.update_weights(models[1], "newer").unloaded == ("eagle3",)
+        assert llm.weight_version == "newer"
+
+
+@pytest.mark.parametrize("where", ["settle", "release_rows"])
+def test_an_update_that_breaks_off_leaves_the_old_version(
+    llm: LLM, models: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    (before,) = llm.generate([PROMPT], SCORED)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.built.engine, where, broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            llm.update_weights(models[1], "newer")
+    (after,) = llm.generate([PROMPT], SCORED)
+    assert (after.token_ids, after.figures.weights) == (before.token_ids, ((0, "default"),))
+    assert llm.weight_version == "default"
+
+
+def test_weights_are_taken_though_the_engine_does_not_wake(
+    llm: LLM, models: tuple[Path, Path], backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    llm.release_memory(("weights",))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "assemble", no_room)
+        llm.update_weights(models[1], "newer")
+    assert llm.weight_version == "newer"
+    llm.resume_memory(("weights",))
+    llm.release_memory(("weights",))
+    llm.resume_memory(("weights",))  # from the newer source
+    with opened(models[1], *backend) as fresh:
+        (expected,) = fresh.generate([PROMPT], SCORED)
+    assert llm.generate([PROMPT], SCORED)[0].token_ids == expected.token_ids
+
+
+def test_files_that_changed_meanwhile_have_another_mark(
+    llm: LLM, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    latest = shutil.copytree(models[1], tmp_path / "latest")
+    llm.update_weights(latest, "latest")
+    before = llm._owned.mark
+    llm.release_memory(("weights",))
+    llm.resume_memory(("weights",))
+    assert llm._owned.mark == before
+    llm.release_memory(("weights",))
+    shutil.copy(models[0] / "model.safetensors", latest)
+    llm.resume_memory(("weights",))
+    assert llm._owned.mark != before, "pages on disk of the first are not the second's"
 
 
 # In any loop -------------------------------------------------------------------------------------
