@@ -48,6 +48,11 @@ class CommandSender:
         self._reply: asyncio.Future[Obeyed] | None = None
 
     @property
+    def obeying(self) -> bool:
+        """True while the engine carries out a command, of which it tells nothing before its end."""
+        return self._reply is not None
+
+    @property
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
         return None if self.weights is None else self.weights.source.model
@@ -60,7 +65,13 @@ class CommandSender:
         return len(found)
 
     async def send(self, command: Command) -> Obeyed:
-        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
+        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed.
+
+        A command whose caller is cancelled keeps its turn until its reply has come, so that no other gets it.
+        """
+        return await to_its_end(self._exchange(command))
+
+    async def _exchange(self, command: Command) -> Obeyed:
         async with self._turn:
             self._reply = asyncio.get_running_loop().create_future()
             try:
