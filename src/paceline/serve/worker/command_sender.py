@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import error_of
-from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.commands import GoOn, Obeyed, Pause, UpdateWeights
 from paceline.serve.worker.messages import Cancel
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class CommandSender:
         """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
         self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
+        self.paused = False  # an engine that restarts has to be so, too
         self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
@@ -83,6 +84,8 @@ class CommandSender:
             raise error_of(reply.kind, reply.error)
         if isinstance(command, UpdateWeights):
             self.weights = command
+        elif isinstance(command, Pause | GoOn):
+            self.paused = isinstance(command, Pause)
         return reply
 
     def take(self, reply: Obeyed) -> None:

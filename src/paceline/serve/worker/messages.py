@@ -24,6 +24,7 @@ class Load(Message, frozen=True):
 
     config: EngineConfig
     weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
+    paused: bool = False  # so was that one
 
 
 class Cancel(Message, frozen=True):
