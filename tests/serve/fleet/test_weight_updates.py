@@ -14,7 +14,7 @@ from paceline.core.errors import BadModelFile, EngineDied, PacelineError, Partly
 from paceline.serve.api import roll_outs
 from paceline.serve.app import make_app
 from paceline.serve.fleet.fleet_commands import FleetCommands
-from paceline.serve.fleet.member import Member
+from paceline.serve.fleet.member import SILENT_S, TICK_S, Member
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
@@ -147,5 +147,22 @@ def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
         commands[0].errors = [BadModelFile("both")]
         with pytest.raises(BadModelFile, match="both"):
             await fleet.send(FlushCache())
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_obeys_is_not_silent() -> None:
+    async def scenario() -> None:
+        engine, commands = FakeEngines(), FakeCommands()
+        engine.commands = commands
+        member = Member("0", engine)
+        commands.obeying = True
+        for _ in range(int(2 * SILENT_S / TICK_S)):
+            member.tick(TICK_S)
+        assert not member.silent
+        commands.obeying = False
+        for _ in range(int(2 * SILENT_S / TICK_S)):
+            member.tick(TICK_S)
+        assert member.silent
 
     asyncio.run(scenario())

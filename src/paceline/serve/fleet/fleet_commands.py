@@ -29,6 +29,11 @@ class FleetCommands:
         return "+".join(found) or FIRST_VERSION
 
     @property
+    def obeying(self) -> bool:
+        """True while a replica carries out a command."""
+        return any(m.engines.commands.obeying for m in self._members.values())
+
+    @property
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
         return next((m.engines.commands.whole_model for m in self._members.values()), None)

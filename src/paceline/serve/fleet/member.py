@@ -120,7 +120,8 @@ class Member:
 
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
-        self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
+        unheard = self.ready is None or self.engines.commands.obeying
+        self.silent_s = 0.0 if unheard else self.silent_s + min(elapsed_s, 2 * TICK_S)
         self.silent = self.silent_s > self.patience_s
 
     def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
