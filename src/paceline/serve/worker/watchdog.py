@@ -50,8 +50,8 @@ class Watchdog:
     def tick(self, elapsed_s: float, *, obeying: bool = False) -> None:
         """Note that time has passed.
 
-        A long tick counts as a short one: this process was late itself. obeying: it carries out a command, of which
-        it tells nothing, so that silence is no sign as long as it computes.
+        A long tick counts as a short one: this process was late itself. obeying: it carries out a command, of
+        which it tells nothing, so that silence is no sign as long as it computes.
         """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
         self._silent_s = 0.0 if obeying else self._silent_s + elapsed_s
