@@ -12,6 +12,7 @@ import pytest
 
 from paceline.core.nouns import Outcome
 from paceline.engine.wire import Submit, encode
+from paceline.ray.engine_host import EngineHost
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.worker.commands import GoOn, Pause
@@ -87,6 +88,31 @@ def test_the_policy_remembers_half_a_minute() -> None:
     assert len(state["snapshots"]) == 2
     _, state = policy(Context(load(1, 1), 1, 131.0, state))
     assert [at_s for at_s, _ in state["snapshots"]] == [120.0, 131.0]
+
+
+class OpenAnswers:
+    """Answers of a request that runs."""
+
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
+    async def work() -> tuple[bool, bool]:
+        host = EngineHost("default", {})
+        lost, other = OpenAnswers(), OpenAnswers()
+        host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
+        host._lines["front"] = older = FrontLine()
+        piece = asyncio.ensure_future(anext(aiter(host.attach("front"))))
+        while host._lines.get("front") in (None, older):
+            await asyncio.sleep(0)
+        host._lines["front"].put(Down())
+        assert read_from_host(await piece) == [Down()]
+        return lost.closed, other.closed
+
+    assert asyncio.run(work()) == (True, False)
 
 
 def test_neither_server_nor_engine_imports_ray() -> None:
