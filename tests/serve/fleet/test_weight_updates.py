@@ -11,20 +11,24 @@ import pytest
 from safetensors.numpy import save
 
 from paceline.core.errors import BadModelFile, EngineDied, PacelineError, PartlyObeyed
+from paceline.core.weight_source import WeightSource
 from paceline.serve.api import roll_outs
 from paceline.serve.app import make_app
+from paceline.serve.fleet import fleet_commands
+from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.member import SILENT_S, TICK_S, Member
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.weight_updates import WeightUpdates
-from paceline.serve.worker.commands import FlushCache
+from paceline.serve.worker.commands import FlushCache, UpdateWeights
 from tests.serve.fleet.fake_commands import FakeCommands, names_in
 from tests.serve.fleet.fake_engines import FakeEngines
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 PATH = "/update_weights_from_tensor"
 MORE = {"more": "true"}
@@ -39,6 +43,11 @@ def staged(updates: WeightUpdates, *names: str) -> None:
     path = updates.spool.room()
     write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
     updates.spool.stage(path)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
 
 
 def client_of(commands: FakeCommands) -> httpx.AsyncClient:
@@ -166,3 +175,37 @@ def test_a_replica_that_obeys_is_not_silent() -> None:
         assert member.silent
 
     asyncio.run(scenario())
+
+
+def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_commands, "AGAIN_S", 0.01)
+
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines = [FakeEngines(), FakeEngines()]
+        first, later = FakeCommands(), FakeCommands()
+        engines[0].commands, engines[1].commands = first, later
+        fleet.add("0", engines[0])
+        update = UpdateWeights(WeightSource(model="newer"), "v7")
+        await fleet.commands.send(update)
+        assert fleet.members["0"].serves
+        later.errors = [BadModelFile("not here yet")]
+        later.gate.clear()
+        member = fleet.add("1", engines[1])
+        assert not member.serves
+        assert member.state == "behind"
+        assert fleet.commands.whole_model == "newer"
+        later.gate.set()
+        await until(lambda: member.serves)
+        assert later.sent == [update, update], "it was sent again"
+        assert later.version == "v7"
+        later.version = "default"  # a process that came back without
+        await until(lambda: member.behind)
+        await until(lambda: not member.behind)
+        assert later.version == "v7"
+        assert first.sent == [update]
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
