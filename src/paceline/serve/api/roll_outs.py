@@ -77,6 +77,7 @@ class RollOuts:
     def __init__(self, client: Engines) -> None:
         self._client = client
         self._updates = WeightUpdates()
+        self._num_weights = 0  # of the model, as far as it is known
         self._number = 0  # of updates without a version of their own
 
     def routes(self) -> list[Route]:
@@ -150,9 +151,9 @@ class RollOuts:
 
     async def _save(self, chunks: AsyncIterator[bytes]) -> None:
         """Write a body to a file, off the event loop. A part of one is removed. Raises `PacelineError`."""
-        if (ready := self._client.ready) is None:
-            raise EngineDied("the engine is not ready; try again later")
-        spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * ready.num_weights
+        if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
+            self._num_weights = ready.num_weights
+        spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights
         path = spool.room()
         try:
             with path.open("wb") as file:
