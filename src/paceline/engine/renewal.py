@@ -83,7 +83,7 @@ def recompute(scheduler: Scheduler) -> None:
 
 
 def rename(scheduler: Scheduler, fingerprint: str) -> None:
-    """Let pages from here on have hashes of another fingerprint."""
+    """Give pages from here on another fingerprint in their hashes."""
     scheduler.fingerprint = fingerprint
     for state in scheduler.requests.values():
         state.hashes = [root_hash(fingerprint, state.request.salt)]

@@ -41,7 +41,10 @@ class TensorSpool:
         return Path(self._folder.name)
 
     def room(self) -> Path:
-        """Return the place of a further file: `stage` it once it is whole, or `drop` it."""
+        """Return the place of a further file.
+
+        `stage` it once it is whole, or `drop` it.
+        """
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
         self._sizes[path] = 0

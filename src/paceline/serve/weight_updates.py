@@ -1,4 +1,4 @@
-"""Newer weights for an engine: one update at a time, with the files that it needs."""
+"""Updates of an engine's weights, one at a time, with their files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 class WeightUpdates:
-    """Updates of an engine, and the files of tensors for as long as an engine may read them.
+    """Updates of an engine, one at a time.
 
-    An update goes on though its caller is cancelled, as the engine may take the weights all the same.
+    Files of tensors stay for as long as an engine may read them. An update goes on though its caller is
+    cancelled, as the engine may take the weights all the same.
     """
 
     def __init__(self) -> None:

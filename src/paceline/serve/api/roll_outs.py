@@ -150,7 +150,10 @@ class RollOuts:
         return await _told(self._updates.from_staged(self._client.commands, version))
 
     async def _save(self, chunks: AsyncIterator[bytes]) -> None:
-        """Write a body to a file, off the event loop. A part of one is removed. Raises `PacelineError`."""
+        """Write a body to a file, off the event loop. Raises `RequestError`.
+
+        A body that breaks off leaves no file.
+        """
         if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
             self._num_weights = ready.num_weights
         spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights

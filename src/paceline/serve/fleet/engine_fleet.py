@@ -80,7 +80,7 @@ class EngineFleet:
         return member
 
     def _level(self, member: Member) -> None:
-        """Keep a replica out of service until it has the weights of the fleet's last update."""
+        """Keep a replica out of service until it has the fleet's last weights."""
         if not member.behind and self.commands.lag(member):
             member.behind = True
             self.spawn(self.commands.bring_up(member))

@@ -78,11 +78,11 @@ class FleetCommands:
         return done[0]
 
     def lag(self, member: Member) -> bool:
-        """Return True if a replica came, or came back, with other weights than the fleet's last update."""
+        """Return True if a replica has other weights than the fleet's last."""
         return not self._num_sending and self._is_behind(member)
 
     async def bring_up(self, member: Member) -> None:
-        """Send a replica the fleet's last update until it has it; from then on it serves."""
+        """Send a replica the fleet's last update until it has it."""
         while (last := self.last) is not None and self._is_behind(member):
             if member.ready is None:
                 await asyncio.sleep(LOADS_S)

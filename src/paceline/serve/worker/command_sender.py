@@ -50,7 +50,7 @@ class CommandSender:
 
     @property
     def obeying(self) -> bool:
-        """True while the engine carries out a command, of which it tells nothing before its end."""
+        """True while the engine carries out a command, and tells nothing."""
         return self._reply is not None
 
     @property

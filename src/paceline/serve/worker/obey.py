@@ -49,7 +49,10 @@ class Commands:
         return hashlib.sha256(versioned(self._promise, mark).encode()).hexdigest() if mark else self._promise
 
     def begin(self, load: Load) -> None:
-        """Come to where the engine before this one was. Weights that are gone are waited for."""
+        """Take on the state of the engine before this one.
+
+        Weights that are gone are waited for.
+        """
         self.paused = load.paused
         if load.weights is None:
             return
