@@ -17,10 +17,12 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
 from paceline.core.nouns import Request
 from paceline.core.weight_source import WeightSource
+from paceline.engine.assembly import owner
 from paceline.engine.renewal import renew
+from paceline.model.content_key import content_key
 from paceline.model.heads.config import read_config
 from paceline.model.renewed import renewed
-from paceline.model.weights import load_model
+from paceline.model.weights import LazyWeights, load_model
 from tests.draft.heads import head_values, random_weights, write_head
 from tests.engine.same_text import PLAIN, Answer, Settings, assert_same, make_engine, run
 from tests.engine.test_overlapped_loop import overlapped
@@ -45,8 +47,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_model(old), write_model(new, seed=1)
 
 
-def opened(model: Path, backend: str = "native", weights: str = "int8", draft: str = "ngram:k=3") -> LLM:
+def opened(
+    model: Path, backend: str = "native", weights: str = "int8", draft: str = "ngram:k=3", **more: Any
+) -> LLM:
     options: dict[str, Any] = {"threads": 1} if backend == "native" else {}
+    options |= more
     return LLM(str(model), backend=backend, weights=weights, draft=draft, num_rows=4, max_len=256, **options)
 
 
@@ -109,6 +114,24 @@ def test_an_open_answer_goes_on_as_if_its_tokens_were_told_to_the_newer_model(
         engine.add(Request("r", PROMPT, SCORED, seed=5, told=tuple(token_ids[:start])))
         rest = [token for o in stepped(engine) for token in o.token_ids]
     assert rest == token_ids[start:]
+
+
+def test_scores_of_a_prompt_are_of_one_version(models: tuple[Path, Path], backend) -> None:
+    request = Request("r", PROMPT, replace(SCORED, prompt_logprobs=0), seed=5)
+    with (
+        opened(models[0], *backend, prefill_tokens=16) as llm,
+        opened(models[1], *backend, prefill_tokens=16) as fresh,
+    ):
+        llm.built.engine.add(request)
+        llm.built.engine.step()
+        llm.built.engine.settle()
+        assert llm.built.engine.outputs.responses["r"].prompt_logprobs, "some are known already"
+        llm.update_weights(models[1], "newer")
+        fresh.built.engine.add(request)
+        found, expected = (
+            next(o.prompt_logprobs for o in stepped(one.built.engine) if o.prompt_logprobs) for one in (llm, fresh)
+        )
+    assert found == expected
 
 
 def stepped(engine: Engine) -> Iterator[Any]:
@@ -184,6 +207,21 @@ def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tm
     assert all((found.weights[n] == old.weights[n]).all() for n in others)
 
 
+def test_a_file_whose_tensors_all_came_again_does_not_count(models: tuple[Path, Path], tmp_path: Path) -> None:
+    old, new, name = tensors(models[0]), tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
+    save_file({name: new[name]}, tmp_path / "2.safetensors")
+    source, keys = WeightSource(tensors=str(tmp_path)), []
+    for tensor in (old[name], None):
+        if tensor is not None:
+            save_file({name: tensor}, tmp_path / "1.safetensors")
+        else:
+            (tmp_path / "1.safetensors").unlink()
+        weights = renewed(lambda: load_model(models[0]), source).weights
+        assert isinstance(weights, LazyWeights)
+        keys.append(content_key(weights.sources))
+    assert keys[0] == keys[1], "a replica that restarts later has the same promise key"
+
+
 # Drafters that share tables ------------------------------------------------------------------------
 
 
@@ -218,6 +256,70 @@ def test_a_head_that_cannot_be_built_again_is_unloaded(models: tuple[Path, Path]
         (found,) = llm.generate([PROMPT], SCORED)
         assert found.figures.drafted_tokens == 0
         llm.built.engine.check()
+
+
+# What fails late ---------------------------------------------------------------------------------
+
+
+def test_a_drafter_for_which_memory_lacks_is_unloaded(models: tuple[Path, Path], head: Path, backend) -> None:
+    def lacking() -> Any:
+        raise MemoryError
+
+    with opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm:
+        llm.built.rebuild["eagle3"] = lacking
+        assert llm.update_weights(models[1], "newer").unloaded == ("eagle3",)
+        assert llm.weight_version == "newer"
+
+
+@pytest.mark.parametrize("where", ["settle", "release_rows"])
+def test_an_update_that_breaks_off_leaves_the_old_version(
+    llm: LLM, models: tuple[Path, Path], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    (before,) = llm.generate([PROMPT], SCORED)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.built.engine, where, broken)
+        with pytest.raises(RuntimeError, match="broken"):
+            llm.update_weights(models[1], "newer")
+    (after,) = llm.generate([PROMPT], SCORED)
+    assert (after.token_ids, after.figures.weights) == (before.token_ids, ((0, "default"),))
+    assert llm.weight_version == "default"
+
+
+def test_weights_are_taken_though_the_engine_does_not_wake(
+    llm: LLM, models: tuple[Path, Path], backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    llm.release_memory(("weights",))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "assemble", no_room)
+        llm.update_weights(models[1], "newer")
+    assert llm.weight_version == "newer"
+    llm.resume_memory(("weights",))
+    llm.release_memory(("weights",))
+    llm.resume_memory(("weights",))  # from the newer source
+    with opened(models[1], *backend) as fresh:
+        (expected,) = fresh.generate([PROMPT], SCORED)
+    assert llm.generate([PROMPT], SCORED)[0].token_ids == expected.token_ids
+
+
+def test_files_that_changed_meanwhile_have_another_mark(
+    llm: LLM, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    latest = shutil.copytree(models[1], tmp_path / "latest")
+    llm.update_weights(latest, "latest")
+    before = llm._owned.mark
+    llm.release_memory(("weights",))
+    llm.resume_memory(("weights",))
+    assert llm._owned.mark == before
+    llm.release_memory(("weights",))
+    shutil.copy(models[0] / "model.safetensors", latest)
+    llm.resume_memory(("weights",))
+    assert llm._owned.mark != before, "pages on disk of the first are not the second's"
 
 
 # In any loop -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from paceline.core.nouns import Outcome
 from paceline.engine.wire import Submit, encode
+from paceline.ray.engine_host import EngineHost
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.worker.commands import GoOn, Pause
@@ -89,6 +90,31 @@ def test_the_policy_remembers_half_a_minute() -> None:
     assert [at_s for at_s, _ in state["snapshots"]] == [120.0, 131.0]
 
 
+class OpenAnswers:
+    """Answers of a request that runs."""
+
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
+    async def work() -> tuple[bool, bool]:
+        host = EngineHost("default", {})
+        lost, other = OpenAnswers(), OpenAnswers()
+        host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
+        host._lines["front"] = older = FrontLine()
+        piece = asyncio.ensure_future(anext(aiter(host.attach("front"))))
+        while host._lines.get("front") in (None, older):
+            await asyncio.sleep(0)
+        host._lines["front"].put(Down())
+        assert read_from_host(await piece) == [Down()]
+        return lost.closed, other.closed
+
+    assert asyncio.run(work()) == (True, False)
+
+
 def test_neither_server_nor_engine_imports_ray() -> None:
     code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -107,6 +133,7 @@ class TestArguments:
         [
             ({}, "api_key"),
             ({"insecure": "true", "rl": "true"}, "api_key"),
+            ({"api_key": "k", "rl": "true", "fronts": "2"}, "fronts=1"),
             ({"insecure": "true", "replica": "2"}, "did you mean 'replicas'"),
             ({"insecure": "true", "autoscaling": "many"}, "1-4"),
             ({"insecure": "true", "weights": "int3"}, "int3"),

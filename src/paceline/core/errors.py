@@ -72,6 +72,10 @@ class EngineDied(PacelineError):  # noqa: N818
     """The engine process is gone."""
 
 
+class PartlyObeyed(EngineDied):
+    """A command that some replicas obeyed and others did not."""
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return an error message's end: `; did you mean 'x'?`, or all known names."""
     choices = sorted(known)

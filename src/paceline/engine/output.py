@@ -200,6 +200,8 @@ class OutputQueue:
         self.weight_version = version
         for response in self.responses.values():
             response.written_by(version)
+            if response.prompt_logprobs is not None:  # all are computed anew
+                response.prompt_logprobs = []
 
     def score_prompt(self, request_id: str, scores: PromptScores) -> None:
         """Add scores of a prompt that are not known yet.

@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import PacelineError
 from paceline.engine.pages import root_hash
 
 if TYPE_CHECKING:
@@ -55,10 +54,11 @@ def renew(
     fingerprint: that of the newer KV. rebuild: makers of the drafters that share tables with the target.
     """
     engine.settle()
-    engine.outputs.renew(version)
-    recompute(engine.scheduler, fingerprint)
+    recompute(engine.scheduler)
     engine.release_rows()
     put_in_place()
+    rename(engine.scheduler, fingerprint)
+    engine.outputs.renew(version)
     rebuilt, unloaded = [], []
     drafters = engine.drafting.drafters
     for name in [name for name, d in drafters.items() if name in rebuild and d.needs.kv_bytes_per_token]:
@@ -70,7 +70,7 @@ def renew(
     return Renewal(tuple(rebuilt), kept, tuple(unloaded))
 
 
-def recompute(scheduler: Scheduler, fingerprint: str) -> None:
+def recompute(scheduler: Scheduler) -> None:
     """Send every request back to the queue, and empty the prefix cache.
 
     No pass may be in flight.
@@ -79,17 +79,21 @@ def recompute(scheduler: Scheduler, fingerprint: str) -> None:
         pass
     for state in reversed(scheduler.running[:]):
         scheduler.preempt(state)
+    scheduler.pool.forget()
+
+
+def rename(scheduler: Scheduler, fingerprint: str) -> None:
+    """Give pages from here on another fingerprint in their hashes."""
     scheduler.fingerprint = fingerprint
     for state in scheduler.requests.values():
         state.hashes = [root_hash(fingerprint, state.request.salt)]
-    scheduler.pool.forget()
 
 
 def _rebuild(engine: Engine, name: str, make: Callable[[], Drafter]) -> bool:
     """Replace a drafter by a new one; unload it and return False if that fails."""
     try:
         engine.drafting.rebuild(name, make)
-    except PacelineError as error:
+    except Exception as error:  # the newer weights are in place already
         log.warning("drafter %s does not fit the newer weights, so it is unloaded: %s", name, error)
         engine.unload(name)
         return False

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.core.weight_source import WeightSource
     from paceline.model.config import ModelConfig
+    from paceline.model.files.safetensors_file import StoredTensor
     from paceline.model.files.stored import Stored
     from paceline.model.weights import LoadedModel
 
@@ -43,10 +44,11 @@ def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedMod
         raise ModelNotFound(f"{source.model} is no folder or .gguf file of this machine")
     if source.tensors is not None:
         files = _files_in(Path(source.tensors))
-        found: dict[str, Stored] = {}
+        found: dict[str, StoredTensor] = {}
         for file in files:
             found |= open_safetensors(file.path)
-        model = with_tensors(model, found, files)
+        used = {tensor.path for tensor in found.values()}  # files of which no tensor counts make no difference
+        model = with_tensors(model, found, tuple(file for file in files if file.path in used))
     return model
 
 

@@ -39,6 +39,8 @@ def app(args: Mapping[str, Any]) -> Any:
             f"unknown argument {unknown!r}{suggest(unknown, known)}" if unknown else str(error)
         ) from None
     keys_of(front)
+    if front.get("rl") and int(placement.get("fronts", 1)) != 1:
+        raise ConfigError("rl=true goes with fronts=1: the parts of an update must come to one front")
     engine = serve.deployment(
         name="Engine",
         ray_actor_options={"num_cpus": 0},

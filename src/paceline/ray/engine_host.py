@@ -77,6 +77,7 @@ class EngineHost:
 
     async def attach(self, front: str) -> AsyncIterator[bytes]:
         """Yield all messages for a front, for as long as it shows signs of life."""
+        await self.detach(front)  # nobody hears any more what an older line had open
         line = self._lines[front] = FrontLine()
         try:
             while self._lines.get(front) is line and time.monotonic() - line.beat_s < SILENCE_S:

@@ -85,7 +85,7 @@ class FrontServer:
             self.fleet.add(name, HostEngines(host, self._name))
         for name, member in list(members.items()):
             if name not in names and member.engines.dead:
-                del members[name]
+                members.pop(name).engines.kill()  # which ends its tasks
 
 
 class FrontReplica:

@@ -17,15 +17,16 @@ from contextlib import ExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
-from paceline.core.weight_source import TAGS, WeightSource, check_version
+from paceline.core.weight_source import TAGS
 from paceline.serve.asking import Asking, as_messages, config_of, visible
 from paceline.serve.engines import Disconnected
 from paceline.serve.results import Completion, Delta, OpenAnswer
-from paceline.serve.tensor_spool import TensorSpool, write_tensors
+from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.tool_chat import ChatCall, ChatExtras
+from paceline.serve.weight_updates import WeightUpdates
 from paceline.serve.worker.client import EngineClient
-from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
+from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -66,7 +67,7 @@ class AsyncLLM(Asking):
         self._open_tokens = 0  # of the prompts of open requests
         self._freed = asyncio.Event()  # some of them are open no more
         self._turn = asyncio.Lock()
-        self._spool = TensorSpool()
+        self._updates = WeightUpdates()
 
     async def __aenter__(self) -> AsyncLLM:
         return await self.start()
@@ -98,7 +99,7 @@ class AsyncLLM(Asking):
         if client is not None:
             await client.stop()
         self._tokenizers.close()
-        await asyncio.to_thread(self._spool.clear)
+        await asyncio.to_thread(self._updates.spool.clear)
 
     @property
     def prompts(self) -> Prompts:
@@ -200,21 +201,17 @@ class AsyncLLM(Asking):
         Tensors that are left out stay. Open requests go on with the newer weights, computed anew. Returns what
         became of the drafters. Raises `ModelError`, `ConfigError`; then nothing has changed.
         """
-        commands, check = self._running.commands, check_version(version)
+        commands = self._running.commands
         if not isinstance(weights, Mapping):
-            source = WeightSource(model=os.fspath(weights))
-            drafters = (await commands.send(UpdateWeights(source, check))).drafters
-            await asyncio.to_thread(self._spool.clear)
-            return drafters
+            return (await self._updates.from_place(commands, os.fspath(weights), version)).drafters
+        path = self._updates.spool.room()
         try:
-            await asyncio.to_thread(write_tensors, weights, self._spool.stage())
-            source = WeightSource(commands.whole_model, self._spool.offer())
-            drafters = (await commands.send(UpdateWeights(source, check))).drafters
+            await asyncio.to_thread(write_tensors, weights, path)
         except BaseException:
-            self._spool.drop_staged()
+            self._updates.spool.drop([path])
             raise
-        await asyncio.to_thread(self._spool.accept)
-        return drafters
+        self._updates.spool.stage(path)
+        return (await self._updates.from_staged(commands, version)).drafters
 
     async def abort(self) -> int:
         """End all that is open, with finish reason `abort`; return how many."""

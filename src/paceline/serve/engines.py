@@ -65,6 +65,11 @@ class Commanded(Protocol):
         ...
 
     @property
+    def obeying(self) -> bool:
+        """True while a command is carried out, of which nothing is told before its end."""
+        ...
+
+    @property
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
         ...

@@ -13,12 +13,10 @@ from paceline.core.errors import RequestError
 from paceline.model.files.safetensors_file import open_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
-
-MAX_SPOOL_BYTES = 1 << 40  # of all files that have come and are not used yet
 
 
 class TensorSpool:
@@ -31,7 +29,8 @@ class TensorSpool:
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._number = 0
-        self._staged: list[Path] = []  # files whose update is not complete yet
+        self._sizes: dict[Path, int] = {}  # bytes of files that come, or wait for the end of their update
+        self._staged: list[Path] = []  # whole files whose update has not begun
         self._names: dict[Path, Collection[str]] = {}  # tensors that count, by file
 
     @property
@@ -41,51 +40,76 @@ class TensorSpool:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-weights-")
         return Path(self._folder.name)
 
-    def stage(self) -> Path:
-        """Return the place of a further file of the next update."""
+    def room(self) -> Path:
+        """Return the place of a further file.
+
+        `stage` it once it is whole, or `drop` it.
+        """
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
-        self._staged.append(path)
+        self._sizes[path] = 0
         return path
 
-    def check_room(self) -> None:
-        """Raise `RequestError` if files that wait for their update take too much room."""
-        if sum(path.stat().st_size for path in self._staged if path.exists()) > MAX_SPOOL_BYTES:
-            raise RequestError(f"more than {MAX_SPOOL_BYTES} bytes of tensors came without an update")
+    def count(self, path: Path, num_bytes: int, most_bytes: int) -> None:
+        """Count bytes of a file that comes. Raises `RequestError` if more than `most_bytes` wait."""
+        self._sizes[path] = self._sizes.get(path, 0) + num_bytes
+        if sum(self._sizes.values()) > most_bytes:
+            raise RequestError(
+                f"more than {most_bytes} bytes of tensors wait for their update; send each tensor once"
+            )
 
-    def drop_staged(self) -> None:
-        """Remove the files of an update that will not be."""
-        for path in self._staged:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".safetensors").unlink(missing_ok=True)
-        self._staged = []
+    def stage(self, path: Path) -> None:
+        """Take a whole file into the next update."""
+        self._staged.append(path)
 
-    def offer(self) -> str:
-        """Put the staged files where the engine reads; return the folder. Raises `BadModelFile`."""
-        for path in self._staged:
+    def take_staged(self) -> Sequence[Path]:
+        """Return the files of an update that begins; later ones are the next update's."""
+        files, self._staged = self._staged, []
+        return files
+
+    def offer(self, files: Sequence[Path]) -> str:
+        """Put files where the engine reads; return the folder. Raises `BadModelFile`."""
+        for path in files:
             open_safetensors(path)
-        for path in self._staged:
-            path.rename(path.with_suffix(".safetensors"))
+        for path in files:
+            path.rename(_done(path))
         return str(self.folder)
 
-    def accept(self) -> None:
-        """Note that the engine has taken what was offered; remove what counts no more."""
-        for path in self._staged:
-            done = path.with_suffix(".safetensors")
-            newer = frozenset(open_safetensors(done))
-            self._names = {old: set(names) - newer for old, names in self._names.items()} | {done: newer}
-        self._staged = []
-        for path in [path for path, names in self._names.items() if not names]:
+    def accept(self, files: Sequence[Path]) -> None:
+        """Note that an engine has taken what was offered; remove what counts no more."""
+        for path in files:
+            newer = frozenset(open_safetensors(_done(path)))
+            self._names = {old: set(names) - newer for old, names in self._names.items()} | {_done(path): newer}
+            self._sizes.pop(path, None)
+        self._remove([path for path, names in self._names.items() if not names])
+
+    def drop(self, files: Sequence[Path]) -> None:
+        """Remove files that no engine has taken."""
+        for path in files:
             path.unlink(missing_ok=True)
-            del self._names[path]
+            _done(path).unlink(missing_ok=True)
+            self._sizes.pop(path, None)
+
+    def drop_accepted(self) -> None:
+        """Remove what engines have taken, as whole newer weights lie elsewhere."""
+        self._remove(list(self._names))
 
     def clear(self) -> None:
-        """Remove all files, as whole newer weights lie elsewhere."""
+        """Remove all files."""
         if self._folder is not None:
             self._folder.cleanup()
-        self._folder, self._staged, self._names = None, [], {}
+        self._folder, self._staged, self._names, self._sizes = None, [], {}, {}
+
+    def _remove(self, accepted: Sequence[Path]) -> None:
+        for path in accepted:
+            path.unlink(missing_ok=True)
+            del self._names[path]
 
 
 def write_tensors(tensors: Mapping[str, NDArray[floating]], path: Path) -> None:
     """Write arrays as a safetensors file."""
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
+
+
+def _done(path: Path) -> Path:
+    return path.with_suffix(".safetensors")

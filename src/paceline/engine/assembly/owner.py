@@ -81,9 +81,7 @@ class EngineOwner:
         check_version(version)
         newer = renewed(self._first_model, source)
         assert isinstance(newer.weights, LazyWeights)
-        report = self._take(newer, version, content_key(newer.weights.sources))
-        self._source, self._from_arrays = source, False
-        return report
+        return self._take(newer, version, content_key(newer.weights.sources), source)
 
     def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
         """Take all weights from arrays, by their names in files.
@@ -91,9 +89,7 @@ class EngineOwner:
         Raises as `update`. No array is kept.
         """
         check_version(version)
-        report = self._take(with_arrays(self._first_model(), arrays), version, secrets.token_hex(16))
-        self._source, self._from_arrays = None, True
-        return report
+        return self._take(with_arrays(self._first_model(), arrays), version, secrets.token_hex(16), None)
 
     def _first_model(self) -> LoadedModel:
         try:
@@ -101,22 +97,35 @@ class EngineOwner:
         finally:
             forget_files()
 
-    def _take(self, model: LoadedModel, version: str, digest: str) -> Renewal:
+    def _take(self, model: LoadedModel, version: str, digest: str, source: WeightSource | None) -> Renewal:
+        """Take a model's numbers. source: None for arrays."""
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
         check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
         put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
-        self.version, self.mark = version, f"{version}\0{digest}"
-        self._loaded = replace(loaded, version=self.mark)
-        self._released.discard(WEIGHTS)
-        if self._built is None:
+        mark = f"{version}\0{digest}"
+
+        def put() -> None:
             put_in_place()
-            self._wake()
-            return Renewal(rebuilt=() if self._built is None else tuple(self._built.engine.drafting.drafters))
+            self.version, self.mark = version, mark
+            self._loaded = replace(loaded, version=mark)
+            self._released.discard(WEIGHTS)
+            self._source, self._from_arrays = source, source is None
+
+        if self._built is None:
+            put()
+            return self._woken()
         built = self._built
-        fingerprint = versioned(built.fingerprint, self.mark)
-        report = renew(built.engine, put_in_place, version, fingerprint, built.rebuild)
+        report = renew(built.engine, put, version, versioned(built.fingerprint, mark), built.rebuild)
         log.warning("weights are now version %s; drafters: %s", version, describe(report))
         return report
+
+    def _woken(self) -> Renewal:
+        """Make the engine again, if it can be: the weights are taken in any case."""
+        try:
+            self._wake()
+        except Exception:
+            log.exception("the newer weights are here, but not the engine; resume its memory to try again")
+        return Renewal(rebuilt=() if self._built is None else tuple(self._built.engine.drafting.drafters))
 
     # Memory ------------------------------------------------------------------------------------------
 
@@ -127,6 +136,8 @@ class EngineOwner:
             raise RequestError("requests are open: abort them before memory is given back", "tags")
         if self._built is not None:
             self._built.engine.close()
+            if self._built.settled is not None:  # the engine has as much KV as before, whatever is free then
+                self.config = self._built.settled.pin(self.config)
         self._built = None
         self._released |= tags
         if WEIGHTS in tags:
@@ -142,10 +153,19 @@ class EngineOwner:
             loaded = load(self.config)
             if self._source is not None:
                 model = renewed(self._first_model, self._source)
+                assert isinstance(model.weights, LazyWeights)
                 self.config.backend_spec.repack(loaded.decoder, model.weights)()
+                self._mark_anew(content_key(model.weights.sources))
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
         self._wake()
+
+    def _mark_anew(self, digest: str) -> None:
+        """Note what the files hold now: a trainer may have written them again."""
+        mark = f"{self.version}\0{digest}"
+        if mark != self.mark:
+            log.warning("the files of version %s are others than they were at the update", self.version)
+        self.mark = mark
 
     def _wake(self) -> None:
         """Make the engine again if nothing is given back any more."""

@@ -118,7 +118,7 @@ class ForAdmins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on. Raises `ApiError` 403."""
         if scope.get(ROLE, ADMIN) != ADMIN:
-            raise ApiError(403, "a fleet is operated with a key of role admin", code="key_not_allowed")
+            raise ApiError(403, "this route is for keys of role admin", code="key_not_allowed")
         await self._app(scope, receive, send)
 
 

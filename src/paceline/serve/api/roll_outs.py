@@ -9,32 +9,35 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
+from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, RequestError
-from paceline.core.weight_source import TAGS, WeightSource, check_version
+from paceline.core.weight_source import TAGS
+from paceline.serve.api.auth import ForAdmins
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.fields import Body
 from paceline.serve.api.generate_format import RollOutId, named
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import read_body
-from paceline.serve.tensor_spool import TensorSpool
-from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
+from paceline.serve.weight_updates import WeightUpdates
+from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
     from typing import TypeVar
 
     from starlette.requests import Request as HttpRequest
 
     from paceline.serve.engines import Engines
+    from paceline.serve.worker.commands import Obeyed
 
     BodyT = TypeVar("BodyT", bound=Body)
 
-MAX_CHUNK_BYTES = 8 << 30  # of tensors in one body
+BYTES_PER_WEIGHT = 8  # of all tensors that wait for an update: the model twice, in float32 ...
+SPARE_BYTES = 16 << 20  # ... and what files hold beside numbers
 MAX_PATH_CHARS = 4096
 TENSORS = "application/octet-stream"  # a page of another site cannot send it unasked
 PICKLES = f"tensors come as the bytes of a safetensors file, of type {TENSORS}, never as pickles"
@@ -73,11 +76,12 @@ class RollOuts:
 
     def __init__(self, client: Engines) -> None:
         self._client = client
-        self._spool = TensorSpool()
+        self._updates = WeightUpdates()
+        self._num_weights = 0  # of the model, as far as it is known
         self._number = 0  # of updates without a version of their own
 
     def routes(self) -> list[Route]:
-        """Return the routes."""
+        """Return the routes; commands are for keys of role `admin`."""
         posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
@@ -87,9 +91,10 @@ class RollOuts:
             "/release_memory_occupation": self._release,
             "/resume_memory_occupation": self._resume,
         }
+        admins = [Middleware(ForAdmins)]
         return [
-            *(Route(path, route, methods=["POST"]) for path, route in posts.items()),
-            Route("/flush_cache", self._flush, methods=["GET", "POST"]),
+            *(Route(path, route, methods=["POST"], middleware=admins) for path, route in posts.items()),
+            Route("/flush_cache", self._flush, methods=["GET", "POST"], middleware=admins),
             Route("/get_weight_version", self._version, methods=["GET"]),
             Route("/get_model_info", self._about, methods=["GET"]),
             Route("/get_server_info", self._about, methods=["GET"]),
@@ -128,46 +133,44 @@ class RollOuts:
         body = await _body(request, _UpdateBody)
         if body.abort_all_requests:
             await self._abort_all()
-        response = await self._update(WeightSource(model=body.model_path), body.weight_version)
-        if response.status_code == 200:
-            await asyncio.to_thread(self._spool.clear)
-        return response
+        version = self._version_of(body.weight_version)
+        return await _told(self._updates.from_place(self._client.commands, body.model_path, version))
 
     async def _update_from_tensor(self, request: HttpRequest) -> Response:
         """Take one chunk; the update follows the last, which is the one without `more=true`."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != TENSORS:
             raise ApiError(415, PICKLES)
         asked = request.query_params
-        try:
-            self._spool.check_room()
-            await _save(request.stream(), self._spool.stage())
-        except BaseException:
-            self._spool.drop_staged()
-            raise
+        await self._save(request.stream())
         if asked.get("more", "").lower() in ("1", "true"):
             return _done(message="waiting for more tensors")
         if asked.get("abort_all_requests", "").lower() in ("1", "true"):
             await self._abort_all()
-        try:
-            folder = await asyncio.to_thread(self._spool.offer)
-            source = WeightSource(self._client.commands.whole_model, folder)
-            response = await self._update(source, asked.get("weight_version"))
-        except PacelineError as error:
-            response = _failed(error)
-        settle = self._spool.accept if response.status_code == 200 else self._spool.drop_staged
-        await asyncio.to_thread(settle)
-        return response
+        version = self._version_of(asked.get("weight_version"))
+        return await _told(self._updates.from_staged(self._client.commands, version))
 
-    async def _update(self, source: WeightSource, version: str | None) -> Response:
-        self._number += 1
-        command = UpdateWeights(source, check_version(f"update-{self._number}" if version is None else version))
+    async def _save(self, chunks: AsyncIterator[bytes]) -> None:
+        """Write a body to a file, off the event loop. Raises `RequestError`.
+
+        A body that breaks off leaves no file.
+        """
+        if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
+            self._num_weights = ready.num_weights
+        spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights
+        path = spool.room()
         try:
-            reply = await self._client.commands.send(command)
-        except EngineDied:
+            with path.open("wb") as file:
+                async for chunk in chunks:
+                    spool.count(path, len(chunk), most_bytes)
+                    await asyncio.to_thread(file.write, chunk)
+        except BaseException:
+            spool.drop([path])
             raise
-        except PacelineError as error:
-            return _failed(error)
-        return _done(message=f"weights are now version {reply.version}", drafters=reply.drafters)
+        spool.stage(path)
+
+    def _version_of(self, given: str | None) -> str:
+        self._number += 1
+        return f"update-{self._number}" if given is None else given
 
     async def _version(self, _: HttpRequest) -> Response:
         return _json({"weight_version": self._client.commands.version})
@@ -206,15 +209,15 @@ class RollOuts:
         return _done()
 
 
-async def _save(chunks: AsyncIterator[bytes], path: Path) -> None:
-    """Write a body to a file, off the event loop. Raises `ApiError` 413."""
-    num_bytes = 0
-    with path.open("wb") as file:
-        async for chunk in chunks:
-            num_bytes += len(chunk)
-            if num_bytes > MAX_CHUNK_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_CHUNK_BYTES} bytes; send several")
-            await asyncio.to_thread(file.write, chunk)
+async def _told(update: Coroutine[Any, Any, Obeyed]) -> Response:
+    """Return the response to an update."""
+    try:
+        reply = await update
+    except EngineDied:
+        raise
+    except PacelineError as error:
+        return _failed(error)
+    return _done(message=f"weights are now version {reply.version}", drafters=reply.drafters)
 
 
 async def _body(request: HttpRequest, kind: type[BodyT]) -> BodyT:

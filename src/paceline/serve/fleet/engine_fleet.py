@@ -76,7 +76,14 @@ class EngineFleet:
         engines.first_ready.add_done_callback(partial(self._loaded, member))
         if self._watches:
             self.spawn(engines.watch(on=True))
+        self._level(member)
         return member
+
+    def _level(self, member: Member) -> None:
+        """Keep a replica out of service until it has the fleet's last weights."""
+        if not member.behind and self.commands.lag(member):
+            member.behind = True
+            self.spawn(self.commands.bring_up(member))
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run something beside, for as long as the fleet runs."""
@@ -416,6 +423,7 @@ class EngineFleet:
             await self._audits.work(self.members.values())
 
     def _look_at(self, member: Member) -> None:
+        self._level(member)
         gone = (member.name, member.incarnation)
         if member.replaced():
             self._dispatch.forget(member.name)

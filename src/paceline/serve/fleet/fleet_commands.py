@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
+from paceline.serve.worker.commands import UpdateWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -15,12 +17,19 @@ if TYPE_CHECKING:
     from paceline.serve.fleet.member import Member
     from paceline.serve.worker.commands import Command, Obeyed
 
+log = logging.getLogger(__name__)
+
+LOADS_S = 0.1  # between two looks at a replica that loads
+AGAIN_S = 2.0  # before a replica that could not take the fleet's weights is sent them again
+
 
 class FleetCommands:
     """Sends each command to every replica; see `Commanded`."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
+        self.last: UpdateWeights | None = None  # the weights that replicas are to have; None: the first ones
+        self._num_sending = 0
 
     @property
     def version(self) -> str:
@@ -29,8 +38,15 @@ class FleetCommands:
         return "+".join(found) or FIRST_VERSION
 
     @property
+    def obeying(self) -> bool:
+        """True while a replica carries out a command."""
+        return any(m.engines.commands.obeying for m in self._members.values())
+
+    @property
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
+        if self.last is not None:
+            return self.last.source.model
         return next((m.engines.commands.whole_model for m in self._members.values()), None)
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
@@ -46,11 +62,38 @@ class FleetCommands:
         members = list(self._members.values())
         if not members or any(member.ready is None for member in members):
             raise EngineDied("not all replicas are ready; try again later")
-        replies = await asyncio.gather(
-            *(member.engines.commands.send(command) for member in members), return_exceptions=True
-        )
+        self._num_sending += 1
+        try:
+            replies = await asyncio.gather(
+                *(member.engines.commands.send(command) for member in members), return_exceptions=True
+            )
+        finally:
+            self._num_sending -= 1
+        done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
+        if done and isinstance(command, UpdateWeights):
+            self.last = command
         for reply in replies:
             if isinstance(reply, BaseException):
-                raise reply
-        done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
+                raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
         return done[0]
+
+    def lag(self, member: Member) -> bool:
+        """Return True if a replica has other weights than the fleet's last."""
+        return not self._num_sending and self._is_behind(member)
+
+    async def bring_up(self, member: Member) -> None:
+        """Send a replica the fleet's last update until it has it."""
+        while (last := self.last) is not None and self._is_behind(member):
+            if member.ready is None:
+                await asyncio.sleep(LOADS_S)
+                continue
+            try:
+                await member.engines.commands.send(last)
+            except PacelineError as error:
+                log.warning("replica %s cannot take the fleet's weights yet: %s", member.name, error)
+                await asyncio.sleep(AGAIN_S)
+        member.behind = False
+
+    def _is_behind(self, member: Member) -> bool:
+        here = self._members.get(member.name) is member
+        return here and self.last is not None and member.engines.commands.version != self.last.version

@@ -45,6 +45,7 @@ class Member:
     cores: frozenset[int] = frozenset()
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
+    behind: bool = False  # it takes none until it has the weights of the fleet's last update
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
@@ -65,7 +66,7 @@ class Member:
     @property
     def serves(self) -> bool:
         """True if it may be sent requests, though it may be silent."""
-        return not self.draining and self.engines.ready is not None
+        return not self.draining and not self.behind and self.engines.ready is not None
 
     @property
     def alive(self) -> bool:
@@ -77,7 +78,7 @@ class Member:
         """State in a word."""
         if self.engines.ready is None:
             return "down"
-        return "draining" if self.draining else "silent" if self.silent else "up"
+        return "draining" if self.draining else "behind" if self.behind else "silent" if self.silent else "up"
 
     @property
     def num_pages(self) -> int:
@@ -120,7 +121,8 @@ class Member:
 
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
-        self.silent_s = 0.0 if self.ready is None else self.silent_s + min(elapsed_s, 2 * TICK_S)
+        unheard = self.ready is None or self.engines.commands.obeying
+        self.silent_s = 0.0 if unheard else self.silent_s + min(elapsed_s, 2 * TICK_S)
         self.silent = self.silent_s > self.patience_s
 
     def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:

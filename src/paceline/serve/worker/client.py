@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
+MAX_OBEYING_S = 3600.0  # that a command may take in silence, as long as the engine computes
 WATCHDOG_S = 8.0  # without a beat of a ready engine
 
 
@@ -259,7 +260,7 @@ class EngineClient:
         """Handle the process's messages until it has ended and the last one is read."""
         ended = asyncio.create_task(engine.process.wait())
         listening = asyncio.create_task(self._load_and_handle(engine, folder))
-        watching = asyncio.create_task(_watch(engine))
+        watching = asyncio.create_task(_watch(engine, self.commands))
         try:
             await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
@@ -273,7 +274,7 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        load = Load(self._setup.config, self.commands.weights)
+        load = Load(self._setup.config, self.commands.weights, self.commands.paused)
         await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
@@ -367,14 +368,15 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 }
 
 
-async def _watch(engine: EngineProcess) -> None:
+async def _watch(engine: EngineProcess, commands: CommandSender) -> None:
     """Kill a ready engine that hangs; it is then replaced like a dead one."""
-    was_late, last_s = False, time.monotonic()
+    was_late, last_s, obeying_s = False, time.monotonic(), 0.0
     while not engine.watchdog.hung:
         await asyncio.sleep(TICK_S)
         now_s = time.monotonic()
+        obeying_s = obeying_s + now_s - last_s if commands.obeying else 0.0
         if engine.ready is not None:
-            engine.watchdog.tick(now_s - last_s)
+            engine.watchdog.tick(now_s - last_s, obeying=0.0 < obeying_s < MAX_OBEYING_S)
         last_s, late = now_s, engine.watchdog.late
         if late and not was_late and engine.process.returncode is None:
             log.error("the engine process hangs: no sign of it; new requests get 503. Its threads are:")

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import error_of
-from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.commands import GoOn, Obeyed, Pause, UpdateWeights
 from paceline.serve.worker.messages import Cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from paceline.serve.worker.commands import Command
     from paceline.serve.worker.messages import ToEngine
 
+ResultT = TypeVar("ResultT")
+_RUNNING: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
 LOST = "the engine process ended before it could obey; it is being restarted, so try again"
+
+
+async def to_its_end(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Await work that goes on though its caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    _RUNNING.add(task)
+    task.add_done_callback(_ended)
+    return await asyncio.shield(task)
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _RUNNING.discard(task)
+    if not task.cancelled():
+        task.exception()  # the caller may be gone
 
 
 class CommandSender:
@@ -27,9 +43,15 @@ class CommandSender:
         """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
         self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
+        self.paused = False  # an engine that restarts has to be so, too
         self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
+
+    @property
+    def obeying(self) -> bool:
+        """True while the engine carries out a command, and tells nothing."""
+        return self._reply is not None
 
     @property
     def whole_model(self) -> str | None:
@@ -44,7 +66,13 @@ class CommandSender:
         return len(found)
 
     async def send(self, command: Command) -> Obeyed:
-        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
+        """Return the reply to a command. Raises `PacelineError` if it could not be obeyed.
+
+        A command whose caller is cancelled keeps its turn until its reply has come, so that no other gets it.
+        """
+        return await to_its_end(self._exchange(command))
+
+    async def _exchange(self, command: Command) -> Obeyed:
         async with self._turn:
             self._reply = asyncio.get_running_loop().create_future()
             try:
@@ -56,6 +84,8 @@ class CommandSender:
             raise error_of(reply.kind, reply.error)
         if isinstance(command, UpdateWeights):
             self.weights = command
+        elif isinstance(command, Pause | GoOn):
+            self.paused = isinstance(command, Pause)
         return reply
 
     def take(self, reply: Obeyed) -> None:

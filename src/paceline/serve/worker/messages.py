@@ -24,6 +24,7 @@ class Load(Message, frozen=True):
 
     config: EngineConfig
     weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
+    paused: bool = False  # so was that one
 
 
 class Cancel(Message, frozen=True):
@@ -107,6 +108,7 @@ class Ready(Message, frozen=True):
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
     settled: Settled | None = None
     prefill_tokens: int = 512  # of prompts in one pass, at most
+    num_weights: int = 0  # of the model
 
 
 class Draining(Message, frozen=True):

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
     from paceline.engine.assembly.owner import EngineOwner
     from paceline.serve.worker.commands import Command
+    from paceline.serve.worker.messages import Load
 
 log = logging.getLogger(__name__)
 
+LOST = "the engine's process was replaced, and its weights of version {} are gone ({}): send weights again"
 Drafters = dict[str, tuple[str, ...]]
 
 
@@ -37,6 +39,7 @@ class Commands:
         """promise: key of the engine with its first weights."""
         self.owner = owner
         self.paused = False
+        self.lost = ""  # why weights that the engine before this one had are not here; it then takes no requests
         self._promise = promise
 
     @property
@@ -44,6 +47,21 @@ class Commands:
         """Promise key of the engine with its weights of now."""
         mark = self.owner.mark
         return hashlib.sha256(versioned(self._promise, mark).encode()).hexdigest() if mark else self._promise
+
+    def begin(self, load: Load) -> None:
+        """Take on the state of the engine before this one.
+
+        Weights that are gone are waited for.
+        """
+        self.paused = load.paused
+        if load.weights is None:
+            return
+        version = load.weights.version
+        try:
+            self.owner.update(load.weights.source, version)
+        except (PacelineError, OSError) as error:
+            self.lost = LOST.format(version, error)
+            log.error(self.lost)
 
     @property
     def steps(self) -> bool:
@@ -75,6 +93,7 @@ class Commands:
 
     def _update(self, command: UpdateWeights) -> Drafters:
         report = self.owner.update(command.source, command.version)
+        self.lost = ""
         return {"rebuilt": report.rebuilt, "kept": report.kept, "unloaded": report.unloaded}
 
     def _release(self, command: ReleaseMemory) -> None:

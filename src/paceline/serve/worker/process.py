@@ -29,7 +29,8 @@ from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
-from paceline.serve.worker.commands import COMMANDS
+from paceline.model.config import num_weights
+from paceline.serve.worker.commands import COMMANDS, Obeyed
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
@@ -191,6 +192,8 @@ class EngineWorker:
         try:
             if self.draining:
                 raise EngineDied("the engine is stopping; try again")
+            if self.commands.lost:
+                raise EngineDied(self.commands.lost)
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
@@ -251,6 +254,7 @@ def _ready(built: Built, promise: str) -> Ready:
         promise=promise,
         settled=built.settled,
         prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
+        num_weights=num_weights(built.engine.target.config),
     )
 
 
@@ -307,8 +311,9 @@ def _load(server: ServerConnection) -> Commands | None:
         )
         warm_up(owner.built)
         commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
-        if message.weights is not None:
-            owner.update(message.weights.source, message.weights.version)
+        commands.begin(message)
+        if commands.lost:
+            server.send(Obeyed(owner.version, commands.promise))
         return commands
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))

@@ -47,13 +47,14 @@ class Watchdog:
         """Note a message of the engine."""
         self._still_s = self._silent_s = 0.0
 
-    def tick(self, elapsed_s: float) -> None:
+    def tick(self, elapsed_s: float, *, obeying: bool = False) -> None:
         """Note that time has passed.
 
-        A long tick counts as a short one: this process was late itself.
+        A long tick counts as a short one: this process was late itself. obeying: it carries out a command, of
+        which it tells nothing, so that silence is no sign as long as it computes.
         """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
-        self._silent_s += elapsed_s
+        self._silent_s = 0.0 if obeying else self._silent_s + elapsed_s
         state, cpu_s = process_work(self.pid)
         computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or state in WAITS_FOR_MACHINE
         self._still_s = 0.0 if computes else self._still_s + elapsed_s

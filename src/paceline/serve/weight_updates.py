@@ -1,0 +1,60 @@
+"""Updates of an engine's weights, one at a time, with their files."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import PartlyObeyed
+from paceline.core.weight_source import WeightSource, check_version
+from paceline.serve.tensor_spool import TensorSpool
+from paceline.serve.worker.command_sender import to_its_end
+from paceline.serve.worker.commands import UpdateWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from paceline.serve.engines import Commanded
+    from paceline.serve.worker.commands import Obeyed
+
+
+class WeightUpdates:
+    """Updates of an engine, one at a time.
+
+    Files of tensors stay for as long as an engine may read them. An update goes on though its caller is
+    cancelled, as the engine may take the weights all the same.
+    """
+
+    def __init__(self) -> None:
+        self.spool = TensorSpool()
+        self._turn = asyncio.Lock()
+
+    async def from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
+        """Take a folder or .gguf file. Raises `PacelineError`."""
+        return await to_its_end(self._from_place(commands, place, version))
+
+    async def from_staged(self, commands: Commanded, version: str) -> Obeyed:
+        """Take the tensors of staged files. Raises `PacelineError`."""
+        return await to_its_end(self._from_files(commands, self.spool.take_staged(), version))
+
+    async def _from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
+        async with self._turn:
+            reply = await commands.send(UpdateWeights(WeightSource(model=place), check_version(version)))
+            await asyncio.to_thread(self.spool.drop_accepted)
+            return reply
+
+    async def _from_files(self, commands: Commanded, files: Sequence[Path], version: str) -> Obeyed:
+        async with self._turn:
+            try:
+                folder = await asyncio.to_thread(self.spool.offer, files)
+                source = WeightSource(commands.whole_model, folder)
+                reply = await commands.send(UpdateWeights(source, check_version(version)))
+            except PartlyObeyed:  # a replica runs on them, and reads them when it restarts
+                self.spool.accept(files)
+                raise
+            except BaseException:
+                self.spool.drop(files)
+                raise
+            await asyncio.to_thread(self.spool.accept, files)
+            return reply

@@ -1,0 +1,211 @@
+"""Updates of weights: one at a time, and their files for as long as an engine may read them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from paceline.core.errors import BadModelFile, EngineDied, PacelineError, PartlyObeyed
+from paceline.core.weight_source import WeightSource
+from paceline.serve.api import roll_outs
+from paceline.serve.app import make_app
+from paceline.serve.fleet import fleet_commands
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_commands import FleetCommands
+from paceline.serve.fleet.fleet_options import ReplicaOptions
+from paceline.serve.fleet.member import SILENT_S, TICK_S, Member
+from paceline.serve.operation import OperationOptions
+from paceline.serve.tensor_spool import write_tensors
+from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.weight_updates import WeightUpdates
+from paceline.serve.worker.commands import FlushCache, UpdateWeights
+from tests.serve.fleet.fake_commands import FakeCommands, names_in
+from tests.serve.fleet.fake_engines import FakeEngines
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+PATH = "/update_weights_from_tensor"
+MORE = {"more": "true"}
+BINARY = {"content-type": "application/octet-stream"}
+
+
+def body(*names: str) -> bytes:
+    return save({name: np.zeros(4, np.float32) for name in names})
+
+
+def staged(updates: WeightUpdates, *names: str) -> None:
+    path = updates.spool.room()
+    write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
+    updates.spool.stage(path)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def client_of(commands: FakeCommands) -> httpx.AsyncClient:
+    engine = FakeEngines()
+    engine.commands = commands
+    app, _ = make_app(engine, TokenizerCache(), page=False, operation=OperationOptions(rl=True))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers=BINARY)
+
+
+async def broken() -> AsyncIterator[bytes]:
+    yield body("b")[:20]
+    raise OSError("the connection broke")
+
+
+def test_a_chunk_that_breaks_takes_no_other_with_it() -> None:
+    async def scenario() -> list[list[str]]:
+        commands = FakeCommands()
+        async with client_of(commands) as http:
+            await http.post(PATH, content=body("a"), params=MORE)
+            with pytest.raises(OSError, match="broke"):
+                await http.post(PATH, content=broken(), params=MORE)
+            await http.post(PATH, content=body("b"), params=MORE)
+            assert (await http.post(PATH, content=body("c"))).status_code == 200
+        return commands.taken
+
+    assert asyncio.run(scenario()) == [["a", "b", "c"]]
+
+
+def test_tensors_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_outs, "SPARE_BYTES", 2 * len(body("a")))
+
+    async def scenario() -> list[int]:
+        async with client_of(FakeCommands()) as http:
+            sent = [await http.post(PATH, content=body(name), params=MORE) for name in "abc"]
+            sent += [await http.post(PATH, content=body("b")) for _ in range(2)]
+            return [response.status_code for response in sent]
+
+    assert asyncio.run(scenario()) == [200, 200, 400, 400, 400]
+
+
+def test_an_update_outlives_its_caller() -> None:
+    async def scenario() -> list[str]:
+        commands, updates = FakeCommands(), WeightUpdates()
+        commands.gate.clear()
+        staged(updates, "a")
+        task = asyncio.create_task(updates.from_staged(commands, "v1"))
+        while not commands.sent:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        commands.gate.set()
+        staged(updates, "b")
+        await updates.from_staged(commands, "v2")  # behind the other
+        assert commands.taken == [["a"], ["a", "b"]]
+        return names_in(str(updates.spool.folder))
+
+    assert asyncio.run(scenario()) == ["a", "b"]
+
+
+def test_an_update_has_the_files_that_came_before_it() -> None:
+    async def scenario() -> list[list[str]]:
+        commands, updates = FakeCommands(), WeightUpdates()
+        commands.gate.clear()
+        staged(updates, "a")
+        first = asyncio.create_task(updates.from_staged(commands, "v1"))
+        while not commands.sent:
+            await asyncio.sleep(0.001)
+        staged(updates, "b")  # while the first is obeyed
+        second = asyncio.create_task(updates.from_staged(commands, "v2"))
+        await asyncio.sleep(0.01)
+        commands.gate.set()
+        await asyncio.gather(first, second)
+        return commands.taken
+
+    assert asyncio.run(scenario()) == [["a"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(BadModelFile("no"), ["a"]), (EngineDied("no"), ["a"]), (PartlyObeyed("no"), ["a", "b"])]
+)
+def test_files_stay_while_a_replica_runs_on_them(error: PacelineError, left: list[str]) -> None:
+    async def scenario() -> list[str]:
+        commands, updates = FakeCommands(), WeightUpdates()
+        staged(updates, "a")
+        await updates.from_staged(commands, "v1")
+        commands.errors = [error]
+        staged(updates, "b")
+        with pytest.raises(type(error)):
+            await updates.from_staged(commands, "v2")
+        return names_in(str(updates.spool.folder))
+
+    assert asyncio.run(scenario()) == left
+
+
+def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngines(), FakeEngines()]
+        commands = [FakeCommands(), FakeCommands()]
+        for engine, own in zip(engines, commands, strict=True):
+            engine.commands = own
+        fleet = FleetCommands({str(i): Member(str(i), engine) for i, engine in enumerate(engines)})
+        commands[1].errors = [BadModelFile("one"), BadModelFile("both")]
+        with pytest.raises(PartlyObeyed, match="one"):
+            await fleet.send(FlushCache())
+        commands[0].errors = [BadModelFile("both")]
+        with pytest.raises(BadModelFile, match="both"):
+            await fleet.send(FlushCache())
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_obeys_is_not_silent() -> None:
+    async def scenario() -> None:
+        engine, commands = FakeEngines(), FakeCommands()
+        engine.commands = commands
+        member = Member("0", engine)
+        commands.obeying = True
+        for _ in range(int(2 * SILENT_S / TICK_S)):
+            member.tick(TICK_S)
+        assert not member.silent
+        commands.obeying = False
+        for _ in range(int(2 * SILENT_S / TICK_S)):
+            member.tick(TICK_S)
+        assert member.silent
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_commands, "AGAIN_S", 0.01)
+
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines = [FakeEngines(), FakeEngines()]
+        first, later = FakeCommands(), FakeCommands()
+        engines[0].commands, engines[1].commands = first, later
+        fleet.add("0", engines[0])
+        update = UpdateWeights(WeightSource(model="newer"), "v7")
+        await fleet.commands.send(update)
+        assert fleet.members["0"].serves
+        later.errors = [BadModelFile("not here yet")]
+        later.gate.clear()
+        member = fleet.add("1", engines[1])
+        assert not member.serves
+        assert member.state == "behind"
+        assert fleet.commands.whole_model == "newer"
+        later.gate.set()
+        await until(lambda: member.serves)
+        assert later.sent == [update, update], "it was sent again"
+        assert later.version == "v7"
+        later.version = "default"  # a process that came back without
+        await until(lambda: member.behind)
+        await until(lambda: not member.behind)
+        assert later.version == "v7"
+        assert first.sent == [update]
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -1,0 +1,50 @@
+"""An engine process that is to come back with weights whose files are gone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.core.weight_source import WeightSource
+from paceline.engine.wire import Submit
+from paceline.serve.asking import config_of
+from paceline.serve.worker import process
+from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.messages import Load, Rejected
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FakeServer:
+    """Server's end of the socket, which notes what comes."""
+
+    def __init__(self, *messages: Any) -> None:
+        self.messages, self.sent = list(messages), list[Any]()
+
+    def receive(self, _: int) -> Any:
+        return self.messages.pop(0) if self.messages else None
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> None:
+    options = {"threads": 1, "num_rows": 2, "max_len": 256, "draft": "off"}
+    gone = UpdateWeights(WeightSource(model=str(tmp_path / "step100")), "v7")
+    server: Any = FakeServer(Load(config_of(str(model), options), gone, paused=True))
+    commands = process._load(server)
+    assert commands is not None, "it does not end, only to end again"
+    assert commands.paused
+    assert Obeyed("default", commands.promise) in server.sent, "the server learns which weights it has"
+    worker = process.EngineWorker(commands, server)
+    submit = Submit.of(Request("a", (1, 2, 3), SamplingParams(max_tokens=2), seed=1))
+    worker._submit(submit)
+    assert isinstance(server.sent[-1], Rejected)
+    assert "v7" in server.sent[-1].message
+    assert "step100" in server.sent[-1].message
+    commands.obey(UpdateWeights(WeightSource(model=str(model)), "v8"))
+    worker._submit(submit)
+    assert worker.engine.has_work
+    commands.owner.close()
