@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from paceline.core.errors import EngineDied
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
@@ -66,6 +69,24 @@ def test_cancelling_old_answers_leaves_a_new_request_of_the_same_id() -> None:
         assert client._open == {"r": new}
         await new.close()
         assert not client.num_open
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_a_process_that_has_just_ended_gets_no_request() -> None:
+    """Also before its supervisor knows: a request must not be blamed for a death before it came."""
+
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        ended = SimpleNamespace(returncode=-9)
+        calm = SimpleNamespace(late=False)
+        client._engine = EngineProcess(None, ended, calm, ready=Ready(**READY))  # type: ignore[arg-type]
+        with pytest.raises(EngineDied):
+            await client.submit([Request("r", (1, 2), SamplingParams(), seed=1)])
+        assert not client.num_open
+        client._engine = None
         client.kill()
         await client.stop()
 

@@ -136,7 +136,7 @@ class EngineClient:
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send the requests of one HTTP request; see `Engines`. Raises `EngineDied` without an engine."""
         engine = self._engine
-        if engine is None or self.ready is None:
+        if engine is None or self.ready is None or engine.process.returncode is not None:  # ended just now
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         self._open |= dict.fromkeys(answers.index, answers)
