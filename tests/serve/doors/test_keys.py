@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.core.errors import ConfigError
@@ -49,8 +50,16 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
         arguments = ["serve", "--port", "0", "--model", str(model), "--threads", "1"]
         command = [*COMMAND, *arguments, "--draft", "off"]
         with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as loading:
-            assert eventually(lambda: any(Path(folder).iterdir()))
-            loading.kill()
+            try:
+                assert eventually(lambda: psutil.Process(loading.pid).children())
+                engines = psutil.Process(loading.pid).children()
+                for child in engines:
+                    child.suspend()  # one that connects at once leaves no time to look
+                assert eventually(lambda: any(Path(folder).iterdir()))
+            finally:
+                loading.kill()
+            for child in engines:
+                child.resume()
         assert len(list(Path(folder).iterdir())) == 1
         with running(model, env=environment):
             assert list(Path(folder).iterdir()) == []
