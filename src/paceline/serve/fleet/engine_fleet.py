@@ -21,7 +21,7 @@ from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
-from paceline.serve.fleet.journal import HANG, WordsMissing
+from paceline.serve.fleet.journal import DEATH, HANG, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
 
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MIXED = "replica %s has another promise key than others: %s"
 ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
 MOVES = frozenset({"drain", "move"})
+TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
 LEAVES = MOVES | {HANG}  # reasons to leave a replica that may live
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
@@ -218,6 +219,8 @@ class EngineFleet:
 
         why: it goes on for this reason; None: it is new.
         """
+        if why == DEATH:
+            await asyncio.sleep(TOGETHER_S)
         tried = set(answer.full)
         while self._legs.is_open(answer) and not answer.legs:
             found = self._dispatch.choose(answer, tried, silent=True)
@@ -298,7 +301,7 @@ class EngineFleet:
         member = self.members[leg.replica]
         member.heard(leg)
         if isinstance(event, EngineDied):
-            self._lost(answer, leg, "drain" if member.draining else "death", event)
+            self._lost(answer, leg, "drain" if member.draining else DEATH, event)
         elif isinstance(event, PacelineError):
             self._lost(answer, leg, "broken", event)
         elif not isinstance(event, Disconnected):
@@ -317,7 +320,7 @@ class EngineFleet:
             news = answer.news(leg, outcome)
         except WordsMissing as error:
             log.warning("%s", error)
-            self._lost(answer, leg, "death", error)
+            self._lost(answer, leg, DEATH, error)
             return
         if not spoke:
             answer.forget_refusals()

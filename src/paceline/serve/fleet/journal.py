@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
-FAULTS = frozenset({"death", "broken"})  # reasons to blame a request
+DEATH = "death"
+FAULTS = frozenset({DEATH, "broken"})  # reasons to blame a request
 HANG = "hang"  # is one only if the process was then replaced
 LEG_MARK = "~"  # before the number of a leg in its id
 MOST_LISTED = 200  # open requests in a table
