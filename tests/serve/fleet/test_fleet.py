@@ -15,7 +15,7 @@ from paceline.core.nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
-from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.engine_fleet import TOGETHER_S, EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.journal import AnswerLeg
@@ -241,6 +241,26 @@ def test_a_poison_pill_ends_after_three_replicas() -> None:
             await settle()
             assert sum(fake.ready is not None for fake in bench.fakes) == 1
             assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_replicas_that_die_together_are_not_blamed_on_an_answer() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            heard = await bench.ask(request_of("r"))
+            first = bench.writer("r")
+            first.say("r", 2)
+            first.die()
+            for fake in bench.fakes:  # a moment later than the fleet hears of the first
+                await asyncio.sleep(0.002)
+                assert not fake.rows, "who dies now has been sent the answer"
+                fake.die()
+            await asyncio.sleep(2 * TOGETHER_S)
+            assert heard.last is None
+            assert bench.fleet.num_open == 1
+            first.revive()
+            await until(lambda: "r" in first.rows)
 
     run(scenario)
 

@@ -28,7 +28,7 @@ from tests.serve.fleet.fake_commands import FakeCommands, names_in
 from tests.serve.fleet.fake_engines import FakeEngines
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 PATH = "/update_weights_from_tensor"
 MORE = {"more": "true"}
@@ -88,9 +88,16 @@ def test_tensors_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     assert asyncio.run(scenario()) == [200, 200, 400, 400, 400]
 
 
-def test_an_update_outlives_its_caller() -> None:
+@pytest.fixture
+def updates() -> Iterator[WeightUpdates]:
+    found = WeightUpdates()
+    yield found
+    found.spool.clear()
+
+
+def test_an_update_outlives_its_caller(updates: WeightUpdates) -> None:
     async def scenario() -> list[str]:
-        commands, updates = FakeCommands(), WeightUpdates()
+        commands = FakeCommands()
         commands.gate.clear()
         staged(updates, "a")
         task = asyncio.create_task(updates.from_staged(commands, "v1"))
@@ -108,9 +115,9 @@ def test_an_update_outlives_its_caller() -> None:
     assert asyncio.run(scenario()) == ["a", "b"]
 
 
-def test_an_update_has_the_files_that_came_before_it() -> None:
+def test_an_update_has_the_files_that_came_before_it(updates: WeightUpdates) -> None:
     async def scenario() -> list[list[str]]:
-        commands, updates = FakeCommands(), WeightUpdates()
+        commands = FakeCommands()
         commands.gate.clear()
         staged(updates, "a")
         first = asyncio.create_task(updates.from_staged(commands, "v1"))
@@ -129,9 +136,11 @@ def test_an_update_has_the_files_that_came_before_it() -> None:
 @pytest.mark.parametrize(
     ("error", "left"), [(BadModelFile("no"), ["a"]), (EngineDied("no"), ["a"]), (PartlyObeyed("no"), ["a", "b"])]
 )
-def test_files_stay_while_a_replica_runs_on_them(error: PacelineError, left: list[str]) -> None:
+def test_files_stay_while_a_replica_runs_on_them(
+    error: PacelineError, left: list[str], updates: WeightUpdates
+) -> None:
     async def scenario() -> list[str]:
-        commands, updates = FakeCommands(), WeightUpdates()
+        commands = FakeCommands()
         staged(updates, "a")
         await updates.from_staged(commands, "v1")
         commands.errors = [error]
