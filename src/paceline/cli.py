@@ -131,7 +131,8 @@ def _main(argv: list[str]) -> int:
     if args.print_config:
         sys.stdout.write(_resolved(name, parser, args, rest, section))
         return 0
-    args.begun, args.began_s = begun, began_s
+    if name in BEGUN_FIRST:
+        args.begun, args.began_s = begun, began_s
     status: int = module.run(args)
     return status
 

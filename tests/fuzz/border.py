@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from paceline.model.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from paceline.engine.scheduler import RequestState
 
 REFUSALS = (ValueError, TypeError, IndexError, OverflowError, MemoryError, RuntimeError, KeyError, AttributeError)
 NUMBERS = [0, 1, -1, 2, 3, 7, 15, 16, 17, 31, 64, 255, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40]
@@ -64,7 +66,8 @@ def _gain() -> tuple[Response, list[int], RowVerdict]:
     params = SamplingParams(max_tokens=8)
     checker = StopChecker(Request("1", (1,), params, seed=0), frozenset(), Detokenizer(pieces, strips_space=False))
     checker.take([3, 4])
-    return Response("1", checker), [3, 4], RowVerdict([3, 4])
+    response = Response("1", cast("RequestState", None), checker, decode_passes=2, started=True)
+    return response, [3, 4], RowVerdict([3, 4])
 
 
 def _array(draw: Draw) -> Any:

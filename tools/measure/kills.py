@@ -13,24 +13,19 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
-from tests.serve.conftest import COMMAND
 from tests.serve.fleet.test_local_fleet import KINDS, Streamed
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tools.served import served
 
 HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, "drain": None}
 GAPS = 5  # chunks after the harm in which the pause is looked for
@@ -161,17 +156,6 @@ class Rounds:
         return self.counts | {"pause_ms": table}
 
 
-@contextmanager
-def started(command: list[str]) -> Iterator[str]:
-    """Start the server; yield its address."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own)
-        try:
-            assert server.stdout is not None
-            yield next(found[1] for line in server.stdout if (found := re.search(r"serves at (\S+)", line)))
-        finally:
-            server.terminate()
-
-
 def main() -> int:
     """Run all rounds; the exit status is 0 if nothing was lost and nothing differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,8 +168,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    flags = ["serve", "--port", "0", "--model", args.model, "--replicas", str(args.replicas), "--no-access-log"]
-    with started([*COMMAND, *flags]) as url:
+    flags = ["--model", args.model, "--replicas", str(args.replicas), "--no-access-log"]
+    with served(flags) as url:
         rounds = Rounds(url, args)
         for number in range(args.kills):
             rounds.run(list(HARMS)[number % len(HARMS)])

@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from numpy import bool_, float64, int64
     from numpy.typing import NDArray
@@ -185,7 +185,7 @@ class CommonPages:
         counted = page_hashes[:COUNTED_PAGES]
         self._counts[0].update(counted)
         self._requests[0] += 1
-        share = max(FEW, sum(self._requests) / max(num_replicas, 1))
+        share = max(FEW, sum(self._requests) / num_replicas)
         new, old = self._counts
         common = next((i for i, page in enumerate(counted) if new[page] + old[page] <= share), len(counted))
         return len(page_hashes) if common == COUNTED_PAGES else common
@@ -243,11 +243,11 @@ ROUTES: dict[str, Callable[[], RoutingPolicy]] = {
 }
 
 
-def policy_named(name: str) -> RoutingPolicy:
+def policy_named(name: str, known: Mapping[str, Callable[[], RoutingPolicy]] = ROUTES) -> RoutingPolicy:
     """Return a routing policy. Raises `ConfigError`."""
-    if name not in ROUTES:
-        raise ConfigError(f"--route {name}: known are {', '.join(ROUTES)}")
-    return ROUTES[name]()
+    if name not in known:
+        raise ConfigError(f"--route {name}: known are {', '.join(known)}")
+    return known[name]()
 
 
 # The router --------------------------------------------------------------------------------------

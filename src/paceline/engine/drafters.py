@@ -75,13 +75,10 @@ class DrafterPool:
 
         Its place and its index stay.
         """
-        old = self.drafters[name]
-        place = self._with_stores.index(old) if old in self._with_stores else None
         self._failed_now.discard(name)
-        new = make()
+        old, new = self.drafters[name], make()
         self.drafters[name] = new
-        if place is not None:
-            self._with_stores[place] = new
+        self._with_stores = [new if kept is old else kept for kept in self._with_stores]
 
     # Rows begin and end --------------------------------------------------------------------------
 

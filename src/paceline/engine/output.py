@@ -88,6 +88,7 @@ class StopChecker(TokenwiseChecker):
 class Response:
     """The answer of an open request so far, and what speculation did for it."""
 
+    request_id: str
     state: RequestState
     checker: StopChecker
     decode_passes: int = 0
@@ -101,11 +102,6 @@ class Response:
     started: bool = False  # an outcome was made
     told_passes: int = 0  # decode passes that the client knows of
     told_drafts: int = 0  # and drafted tokens
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self.state.request.request_id
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add a pass's tokens to the answer. An error ends this request, never another."""
@@ -190,7 +186,8 @@ class OutputQueue:
     def open(self, state: RequestState, checker: StopChecker) -> None:
         """Begin the response to a request."""
         self.book.open(state.request)
-        self.responses[state.request.request_id] = response = Response(state, checker)
+        request_id = state.request.request_id
+        self.responses[request_id] = response = Response(request_id, state, checker)
         response.written_by(self.weight_version)
         if state.scores_prompt:
             response.prompt_logprobs = []
@@ -280,8 +277,8 @@ class OutputQueue:
                 response.request_id,
                 tuple(token_ids),
                 text,
-                logprobs=None if verdict.logprobs is None else _logprobs(verdict, len(token_ids)),
-                prompt_logprobs=None if response.prompt_logprobs is None else response.take_prompt_logprobs(),
+                logprobs=_logprobs(verdict, len(token_ids)),
+                prompt_logprobs=response.take_prompt_logprobs(),
                 start=response.checker.num_tokens - len(token_ids),
                 spent=response.spent(len(token_ids)),
             )

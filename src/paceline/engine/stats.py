@@ -185,10 +185,7 @@ def total(parts: Sequence[T]) -> T:
 
 def _add(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
-        return {
-            key: _add(one[key], other[key]) if key in one and key in other else (one | other)[key]
-            for key in one | other
-        }
+        return one | other | {key: _add(one[key], other[key]) for key in one.keys() & other.keys()}
     if isinstance(one, list):
         return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
     if hasattr(one, "__dataclass_fields__"):

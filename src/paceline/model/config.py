@@ -185,9 +185,7 @@ class ModelConfig:
         """Window, RoPE and heads of each layer. [num_layers]"""
         ropes = self.rope_of_window
         return tuple(
-            LayerView(
-                w, NO_ROPE if i in self.unrotated else ropes[w], self.full_heads if w == 0 else self.own_heads
-            )
+            LayerView(w, NO_ROPE if i in self.unrotated else ropes[w], self.heads_of(i))
             for i, w in enumerate(self.windows)
         )
 
@@ -208,10 +206,15 @@ class ModelConfig:
         last = {window: i for i, window in enumerate(windows[:first])}
         return (*range(first), *(last[window] for window in windows[first:]))
 
+    def heads_of(self, layer: int) -> Heads:
+        """Return the heads of one layer."""
+        slides = self.sliding is not None and layer in self.sliding.layers
+        return self.own_heads if slides else self.full_heads
+
     def kv_heads(self, num_layers: int | None = None) -> tuple[Heads, ...]:
         """Return the heads of a store's layers. num_layers: the first ones; None: all."""
         stored = min(num_layers or self.num_layers, self.num_layers - self.num_sharing)
-        return tuple(view.heads for view in self.views[:stored])
+        return tuple(self.heads_of(i) for i in range(stored))
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -293,7 +296,7 @@ def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period
 
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of one layer and their shapes, matrices as [out, in]."""
-    c, heads = config, config.views[index].heads
+    c, heads = config, config.heads_of(index)
     shares = index >= c.num_layers - c.num_sharing
     q_size, kv_size = c.num_heads * heads.dim, heads.kv_size
     shapes: dict[str, tuple[int, ...]] = {

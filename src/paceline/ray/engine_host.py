@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
     from paceline.serve.engines import Answers, Event
     from paceline.serve.worker.messages import Snapshot, ToEngine
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # between two looks at the engine's process
 UNREADY_S = 30.0  # without an engine, after which the replica counts as unhealthy

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.util import list_named_actors
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-log = logging.getLogger(__name__)
 
 FLEET = ("route", "resume", "resume_wait_s", "hedge")  # options of `ReplicaOptions` that a front takes
 LOOK_S = 0.5  # between two looks for replicas that came or went
@@ -130,4 +128,4 @@ def keys_of(options: Mapping[str, Any]) -> KeyRing:
         )
     if options.get("rl") and not key and not file:
         raise ConfigError("rl=true lets clients renew the weights: it goes with api_key, not with insecure")
-    return KeyRing(key, file)
+    return KeyRing(str(key) if key else None, Path(file) if file else None)

@@ -108,7 +108,8 @@ class HostEngines:
         still_open = list(answers.index)
         answers.index.clear()
         for request_id in still_open:
-            self._open.pop(request_id, None)
+            if self._open.get(request_id) is answers:
+                del self._open[request_id]
         if still_open and not self.dead:
             self._send([Cancel(request_id) for request_id in still_open])
 

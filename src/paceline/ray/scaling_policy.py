@@ -51,7 +51,7 @@ def _views(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaView]:
         table = _table(metrics, replica)
         if replica in prefill and table:
             tokens = round(backlog.get(replica, 0.0))
-            views.append(ReplicaView(str(replica), True, "", round(rows), tokens, prefill[replica], table, 0))
+            views.append(ReplicaView(str(replica), True, "", round(rows), tokens, prefill[replica], table))
     return views
 
 

@@ -36,6 +36,7 @@ from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.roll_outs import RollOuts
 from paceline.serve.api.structured import GrammarChecks
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
+from paceline.serve.engines import NOT_READY
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_routes import fleet_routes
 from paceline.serve.observe.access import RequestLog, RequestRecord
@@ -92,7 +93,7 @@ class AppState:
         """Return what bodies are read against. Raises `EngineDied` while there is no engine."""
         ready = self.client.ready
         if ready is None:
-            raise EngineDied("the engine is not ready; try again later")
+            raise EngineDied(NOT_READY)
         prompts = await self.tokenizer_cache.of(ready)
         names = self.served_names or (ready.model_name,)
         return Serving(prompts, names, self.lenient, fingerprint(ready.promise))
@@ -250,7 +251,7 @@ def routes_of(state: AppState) -> list[Route]:
 def _names(state: AppState) -> tuple[str, ...]:
     ready = state.client.ready
     if ready is None:
-        raise api_error_of(EngineDied("the engine is not ready; try again later"))
+        raise api_error_of(EngineDied(NOT_READY))
     return state.served_names or (ready.model_name,)
 
 

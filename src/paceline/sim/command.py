@@ -121,9 +121,7 @@ def run(args: Namespace) -> int:
     columns = ("rows", "policy", "tokens/s", "of the best", "TPOT ms", "p99", "tokens a pass", "steps")
     table(f"simulated on {args.profile}{_drafts_of(profile)}", columns, cells, num_left=2)
     if args.json:
-        Path(args.json).write_text(
-            json.dumps({"arguments": vars(args) | {"run": None}, "found": found}, default=str)
-        )
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "found": found}, default=str))
     return 0
 
 

@@ -126,7 +126,6 @@ class Tally:
     lost: int = 0
     moved: int = 0  # legs after the first
     wasted: int = 0  # tokens computed again, or for answers that were lost
-    begun_s: float = 0.0
     ended_s: float = 0.0
 
 

@@ -81,8 +81,7 @@ def run(args: Namespace, profile: Profile, rows: int, make_policy: Callable[[], 
     title = f"{args.replicas} replicas, {len(trace)} requests, simulated on {args.profile}"
     table(title, COLUMNS, [_cells(f) for f in found])
     if args.json:
-        arguments = vars(args) | {"run": None}
-        Path(args.json).write_text(json.dumps({"arguments": arguments, "found": found}, default=str))
+        Path(args.json).write_text(json.dumps({"arguments": vars(args), "found": found}, default=str))
     return 0
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.routing import ROUTES, Seconds
-from paceline.core.errors import ConfigError
+from paceline.control.routing import ROUTES, Seconds, policy_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +53,4 @@ RIVALS: dict[str, Callable[[], RoutingPolicy]] = {
 
 def any_route(name: str) -> RoutingPolicy:
     """Return a routing policy of ours or of others. Raises `ConfigError`."""
-    known = ROUTES | RIVALS
-    if name not in known:
-        raise ConfigError(f"--route {name}: known are {', '.join(known)}")
-    return known[name]()
+    return policy_named(name, ROUTES | RIVALS)

@@ -22,6 +22,7 @@ from paceline.serve.api.fields import Body
 from paceline.serve.api.generate_format import RollOutId, named
 from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import read_body
+from paceline.serve.engines import NOT_READY
 from paceline.serve.weight_updates import WeightUpdates
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
@@ -178,7 +179,7 @@ class RollOuts:
     async def _about(self, _: HttpRequest) -> Response:
         ready = self._client.ready
         if ready is None:
-            raise EngineDied("the engine is not ready; try again later")
+            raise EngineDied(NOT_READY)
         return _json(
             {
                 "model_path": self._client.commands.whole_model or ready.model_name,

@@ -72,7 +72,7 @@ class Audits:
 
     def offer(self, audit: Audit) -> None:
         """Keep a finished answer if it is drawn."""
-        if self._share and self._random.random() < self._share:
+        if self._random.random() < self._share:
             self._kept.append(audit)
 
     async def work(self, members: Iterable[Member]) -> None:

@@ -255,13 +255,12 @@ class EngineFleet:
         leg.answers = at_replica
         self._dispatch.began(answer, member)
         if why is not None:
-            self._count_resumed(answer, member, why)
+            self._count_resumed(member, why)
         return True
 
-    def _count_resumed(self, answer: OngoingAnswer, member: Member, why: str) -> None:
+    def _count_resumed(self, member: Member, why: str) -> None:
         member.num_resumed += 1
         self.metrics.resumed.labels(why).inc()
-        self.metrics.resumed_tokens.inc(len(answer.told))
         if why in MOVES:
             self.metrics.moved.inc()
 
@@ -346,7 +345,7 @@ class EngineFleet:
         self._dispatch.ended(answer, member)
         self._legs.end(answer, leg)
         self._legs.forget(answer)
-        if not answer.inexact:  # no key writes it again
+        if self.options.audit and not answer.inexact:  # no key writes an inexact one again
             self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
@@ -422,8 +421,7 @@ class EngineFleet:
             self._look_at(member)
         self._retry_waiting()
         await self._hedge()
-        if self.options.audit:
-            await self._audits.work(self.members.values())
+        await self._audits.work(self.members.values())
 
     def _look_at(self, member: Member) -> None:
         self._level(member)

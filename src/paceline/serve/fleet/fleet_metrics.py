@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,18 +23,19 @@ class FleetMetrics(Collector):
     """Counters of a fleet, which collects those of its engines as well."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
-        self._members = members
-        self.resumed = _counter("resumed", "Answers that another replica went on with", "why")
-        self.resumed_tokens = _counter("resumed_tokens", "Tokens that these had already")
-        self.hedged = _counter("hedged", "Answers that two replicas wrote, by the one ahead in the end", "won")
-        self.moved = _counter("moved", "Answers that were moved from one replica to another")
-        self.routed = _counter("routed", "Answers sent to a replica, by the reason for it", "replica", "why")
-        self.audited = _counter("audited", "Finished answers that another replica has written again")
-        self.audit_mismatches = _counter("audit_mismatches", "Audited answers that came out differently")
+        self._members, self._own = members, CollectorRegistry()
+        self.resumed = self._counter("resumed", "Answers that another replica went on with", "why")
+        self.hedged = self._counter(
+            "hedged", "Answers that two replicas wrote, by the one ahead in the end", "won"
+        )
+        self.moved = self._counter("moved", "Answers that were moved from one replica to another")
+        self.routed = self._counter("routed", "Answers sent to a replica, by the reason for it", "replica", "why")
+        self.audited = self._counter("audited", "Finished answers that another replica has written again")
+        self.audit_mismatches = self._counter("audit_mismatches", "Audited answers that came out differently")
         about = "From a replica's loss to the next token"
-        self.resume_s = Histogram("paceline_resume_seconds", about, buckets=_RESUME_SECONDS, registry=None)
+        self.resume_s = Histogram("paceline_resume_seconds", about, buckets=_RESUME_SECONDS, registry=self._own)
         about = "Time of a routing decision"
-        self.route_s = Histogram("paceline_route_seconds", about, buckets=_ROUTE_SECONDS, registry=None)
+        self.route_s = Histogram("paceline_route_seconds", about, buckets=_ROUTE_SECONDS, registry=self._own)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
@@ -47,11 +48,7 @@ class FleetMetrics(Collector):
                 whole.samples += [s._replace(labels={"replica": name} | s.labels) for s in family.samples]
         yield up
         yield from families.values()
-        for counter in (self.resumed, self.resumed_tokens, self.hedged, self.moved, self.routed):
-            yield from counter.collect()
-        for own in (self.audited, self.audit_mismatches, self.resume_s, self.route_s):
-            yield from own.collect()
+        yield from self._own.collect()
 
-
-def _counter(name: str, about: str, *labels: str) -> Counter:
-    return Counter(f"paceline_{name}", about, labels, registry=None)
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"paceline_{name}", about, labels, registry=self._own)

@@ -81,7 +81,7 @@ class EngineChild:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once, if it still runs."""
         self._process.kill()
 
     def let_go(self) -> None:

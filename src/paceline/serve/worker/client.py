@@ -162,7 +162,7 @@ class EngineClient:
 
     async def _send_to_ready(self, message: ToEngine) -> None:
         if self._engine is None or self._engine.ready is None:
-            raise EngineDied("the engine is not ready; try again later")
+            raise EngineDied(NOT_READY)
         await _send_now(self._engine.socket, message)
 
     async def watch(self, *, on: bool) -> None:
@@ -178,7 +178,7 @@ class EngineClient:
         if self._engine is None:
             self._supervisor.cancel()
         elif self._engine.ready is None:
-            _kill(self._engine.process)
+            self._engine.process.kill()
         else:
             await self._ask_to_stop(self._engine)
         await asyncio.gather(self._supervisor, return_exceptions=True)
@@ -202,7 +202,7 @@ class EngineClient:
             await _send_now(engine.socket, StopEngine())
             await asyncio.wait_for(engine.process.wait(), STOP_S)
         except (EngineDied, TimeoutError):
-            _kill(engine.process)
+            engine.process.kill()
 
     # Supervision -------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class EngineClient:
         finally:
             self._engine = None
             self.commands.fail()
-            _kill(engine.process)
+            engine.process.kill()
             await engine.process.wait()
             engine.process.let_go()
         return engine.failed
@@ -385,7 +385,7 @@ async def _watch(engine: EngineProcess, commands: CommandSender) -> None:
             log.warning("the engine process is back")
         was_late = late
     log.error("the engine process hangs; it is replaced")
-    _kill(engine.process)
+    engine.process.kill()
 
 
 def _message(data: bytes) -> ToServer | None:
@@ -415,8 +415,3 @@ def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
     socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the server bounds the open requests
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket
-
-
-def _kill(process: EngineChild) -> None:
-    if process.returncode is None:
-        process.kill()
