@@ -47,6 +47,15 @@ class Dispatch:
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 
+    def can_place(self, answer: OngoingAnswer, without: Collection[str] = (), *, silent: bool = False) -> bool:
+        """Return whether `choose` finds a replica. The router counts no request."""
+        barred = self._banned(answer).union(without)
+        left = [member for name, member in self._members.items() if name not in barred]
+        same = [member for member in left if answer.promise in ("", member.promise)]
+        if silent and any(member.serves for member in same):
+            return True
+        return any(member.alive for member in (left if self._any_promise else same))
+
     def second(self, answer: OngoingAnswer, first: AnswerLeg) -> tuple[Member, RouteChoice] | None:
         """Return a second replica, with the first one's promise key; None if there is none."""
         answer.promise = first.promise  # from now on, as either may speak first

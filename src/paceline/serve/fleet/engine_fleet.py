@@ -190,8 +190,7 @@ class EngineFleet:
         member, answer = self._member(name), self._legs.journal.open.get(request_id)
         if answer is None:
             raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
-        promise = member.ready.promise if member.ready is not None else None
-        if not member.alive or (answer.promise and promise != answer.promise):
+        if not member.alive or answer.promise not in ("", member.promise):
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
@@ -284,7 +283,7 @@ class EngineFleet:
         for answer in tuple(self._legs.journal.open.values()):
             if not answer.waits or answer.deadline_s is None:
                 continue
-            found = now_s >= answer.retry_s and self._dispatch.choose(answer, silent=True) is not None
+            found = now_s >= answer.retry_s and self._dispatch.can_place(answer, silent=True)
             if now_s >= answer.deadline_s and (answer.refused is not None or not found):
                 self._legs.fail(answer, answer.refused or EngineDied(RESTARTING))
             elif found:
@@ -372,7 +371,7 @@ class EngineFleet:
         if answer.legs:  # the other one of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
-        if self._ends(answer, why) or (why == "broken" and self._dispatch.choose(answer) is None):
+        if self._ends(answer, why) or (why == "broken" and not self._dispatch.can_place(answer)):
             self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
             self._legs.give_up(answer)
@@ -448,7 +447,7 @@ class EngineFleet:
         for answer, leg in self._legs.journal.on(member.name):
             if self._ends(answer, why) or leg not in answer.legs:
                 continue
-            if self._dispatch.choose(answer, {member.name}) is not None:
+            if self._dispatch.can_place(answer, {member.name}):
                 self._lost(answer, leg, why, EngineDied(RESTARTING))
                 count += 1
         return count

@@ -64,6 +64,11 @@ class Member:
         return self.engines.ready
 
     @property
+    def promise(self) -> str:
+        """Promise key of its engine; empty while there is none that works."""
+        return "" if self.ready is None else self.ready.promise
+
+    @property
     def serves(self) -> bool:
         """True if it may be sent requests, though it may be silent."""
         return not self.draining and not self.behind and self.engines.ready is not None
@@ -127,9 +132,9 @@ class Member:
 
     def view(self, hit_pages: int, *, alive: bool) -> ReplicaView:
         """Return what routing reads."""
-        ready = self.ready
-        promise = "" if ready is None else ready.promise
-        return ReplicaView(self.name, alive, promise, self.num_legs, self.prompt_tokens, *self.costs, hit_pages)
+        return ReplicaView(
+            self.name, alive, self.promise, self.num_legs, self.prompt_tokens, *self.costs, hit_pages
+        )
 
     def wait_s(self, num_tokens: int) -> float:
         """Return the predicted seconds until so many more prompt tokens are computed."""
@@ -201,7 +206,7 @@ class Member:
             "pages": 0 if gauges is None else gauges.num_pages,
             "restarts": self.engines.restarts,
             "resumes": self.num_resumed,
-            "promise": "" if ready is None else ready.promise,
+            "promise": self.promise,
         }
 
 
