@@ -133,24 +133,24 @@ LayerInputs inputs_of(const Shape& shape, const nb::dict& matrices, const nb::di
             vector_of(vectors["input_norm"], size, "input_norm")};
 }
 
-// The heads of each layer; none given: all are alike.
-std::vector<HeadShape> heads_of(const Shape& shape, size_t num_kv_heads, const std::vector<std::pair<size_t, size_t>>& given) {
-    std::vector<HeadShape> found(shape.num_layers, {num_kv_heads, shape.head_dim});
-    require(given.empty() || given.size() == found.size(), "every layer needs its heads");
-    for (size_t i = 0; i < given.size(); ++i) found[i] = {given[i].first, given[i].second};
-    for (const auto& [num_kv, dim] : found) {
+// The heads of each layer.
+std::vector<HeadShape> heads_of(const Shape& shape, const std::vector<std::pair<size_t, size_t>>& given) {
+    require(given.size() == shape.num_layers, "every layer needs its heads");
+    std::vector<HeadShape> found;
+    for (const auto& [num_kv, dim] : given) {
         require(0 < num_kv && num_kv <= shape.num_heads && shape.num_heads % num_kv == 0, "the heads do not fit each other");
         require(0 < dim && dim <= shape.head_dim && dim % 2 == 0, "heads are larger than the largest, or odd");
+        found.push_back({num_kv, dim});
     }
     return found;
 }
 
 // Set the layer of a store that each layer reads. Those without keys of their own come last and read one of the others.
 void set_kv_layers(std::vector<Layer>& layers, const std::vector<size_t>& given) {
-    require(given.empty() || given.size() == layers.size(), "every layer needs its keys and values");
+    require(given.size() == layers.size(), "every layer needs its keys and values");
     size_t stored = 0;
     for (size_t i = 0; i < layers.size(); ++i) {
-        layers[i].kv = given.empty() ? i : given[i];
+        layers[i].kv = given[i];
         if (layers[i].k) require(layers[i].kv == i && stored++ == i, "layers with keys of their own come first, in order");
         require(layers[i].kv < stored && layers[layers[i].kv].heads == layers[i].heads, "a layer reads keys of none before, or of other heads");
     }
@@ -190,16 +190,15 @@ std::vector<uint32_t> checked_ids(const Ids& ids, const Shape& shape) {
     return {ids.data(), ids.data() + ids.size()};
 }
 
-void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t num_kv_heads, size_t head_dim,
-                  float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
+void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t head_dim,
+                  const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
                   const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
                   const Table<float>& magnitudes,
                   const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
-                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
-                  const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, bool norms_values,
+                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
                   const nb::dict& input_matrices, const nb::dict& input_vectors) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
@@ -212,7 +211,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
     require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
     check_shape(shape);
-    const std::vector<HeadShape> own_heads = heads_of(shape, num_kv_heads, heads);
+    const std::vector<HeadShape> own_heads = heads_of(shape, heads);
     for (const HeadShape& own : own_heads) shape.kv_size = std::max(shape.kv_size, own.kv_size());
     require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
     require(head->in() == shape.hidden, "the wrong shape of the head");
@@ -257,14 +256,14 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
 void bind_decoder(nb::module_& m) {
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder
-        .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-             "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
+        .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "head_dim"_a, "heads"_a,
+             "kv_layers"_a, "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
              "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
-             "heads"_a = std::vector<std::pair<size_t, size_t>>(), "kv_layers"_a = std::vector<size_t>(), "norms_values"_a = false,
+             "norms_values"_a = false,
              "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)

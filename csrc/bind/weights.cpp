@@ -137,7 +137,7 @@ void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states,
     fuse(pool, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
 }
 
-KVStore store_of_layers(const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads) {
+void make_store(KVStore* self, const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads) {
     const KVType chosen = kv_type(type);
     require(0 < heads.size() && heads.size() <= kMaxLayers, "a model has 1 to 4096 layers");
     require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
@@ -149,13 +149,7 @@ KVStore store_of_layers(const std::string& type, size_t num_pages, const std::ve
         shapes.push_back({num_kv, dim});
     }
     require(KVStore::fits(chosen, num_pages, shapes), "a KV store of this many pages is larger than any memory");
-    return KVStore(chosen, num_pages, std::move(shapes));
-}
-
-void make_store(KVStore* self, const std::string& type, size_t num_layers, size_t num_pages, size_t num_kv_heads, size_t head_dim) {
-    require(num_layers <= kMaxLayers, "a model has 1 to 4096 layers");
-    const std::vector<std::pair<size_t, size_t>> heads(num_layers, {num_kv_heads, head_dim});
-    new (self) KVStore(store_of_layers(type, num_pages, heads));
+    new (self) KVStore(chosen, num_pages, std::move(shapes));
 }
 
 }  // namespace
@@ -211,8 +205,7 @@ void bind_weights(nb::module_& m) {
         return time_products(pool, matrices, num_tokens, repeats);
     }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
     nb::class_<KVStore>(m, "KVStore")
-        .def("__init__", &make_store, "dtype"_a, "num_layers"_a, "num_pages"_a, "num_kv_heads"_a, "head_dim"_a)
-        .def_static("of_layers", &store_of_layers, "dtype"_a, "num_pages"_a, "heads"_a)
+        .def("__init__", &make_store, "dtype"_a, "num_pages"_a, "heads"_a)
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token)
         .def_prop_ro("page_bytes", &KVStore::page_bytes)

@@ -55,9 +55,9 @@ def test_the_widest_that_types_take(types: tuple[str, str]) -> None:
 
 
 def test_a_store_too_large_to_count_is_refused() -> None:
-    for sizes in ((2, 1 << 39, 1 << 20, 64), (1 << 12, 1 << 38, 8, 64)):
+    for num_layers, num_pages, heads in ((2, 1 << 39, (1 << 20, 64)), (1 << 12, 1 << 38, (8, 64))):
         with pytest.raises(ValueError, match="larger than any memory"):
-            kernels.KVStore("f32", *sizes)
+            kernels.KVStore("f32", num_pages, [heads] * num_layers)
 
 
 BAD = {
@@ -150,7 +150,7 @@ K.Decoder(**(good | CHANGES))
         "K.time_products(K.ThreadPool(1), [None], 1, 1)",
         f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",
-        "K.KVStore('i16', 1 << 24, 4, 2, 8)",
+        "K.KVStore('i16', 4, [(2, 8)] * 4097)",
         "K.RecycledTokens().learn([1, 2, 3], np.arange(3), 2**64 - 1, 5)",
         "border._online().compiled.prices((4, 0, 64, 64), np.full(2, 2**62), 1, 1, 3)",
     ],

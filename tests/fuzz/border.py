@@ -177,7 +177,6 @@ def _decoder_arguments() -> dict[str, Any]:
     norms = {name: np.ones(HIDDEN, np.float32) for name in ("attn_norm", "mlp_norm", "input_post_norm")}
     fixed: dict[str, Any] = {"vocab": VOCAB, "hidden": HIDDEN, "intermediate": INNER, "num_heads": HEADS}
     return fixed | {
-        "num_kv_heads": KV_HEADS,
         "head_dim": DIM,
         "norm_eps": 1e-5,
         "pool": _pool(),
@@ -225,7 +224,7 @@ def _renamed() -> Any:
 
 @cache
 def _store() -> Any:
-    return kernels.KVStore("f16", 2, 4, KV_HEADS, DIM)
+    return kernels.KVStore("f16", 4, [(KV_HEADS, DIM)] * 2)
 
 
 def _inputs_arguments() -> list[Any]:

@@ -78,11 +78,7 @@ def time_products(pool: ThreadPool, matrices: list[Matrix], num_tokens: int, rep
 # Passes
 
 class KVStore:
-    def __init__(
-        self, dtype: str, num_layers: int, num_pages: int, num_kv_heads: int, head_dim: int
-    ) -> None: ...
-    @staticmethod
-    def of_layers(dtype: str, num_pages: int, heads: Sequence[tuple[int, int]]) -> KVStore: ...
+    def __init__(self, dtype: str, num_pages: int, heads: Sequence[tuple[int, int]]) -> None: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -113,8 +109,9 @@ class Decoder:
         hidden: int,
         intermediate: int,
         num_heads: int,
-        num_kv_heads: int,
         head_dim: int,
+        heads: Sequence[tuple[int, int]],
+        kv_layers: Sequence[int],
         norm_eps: float,
         pool: ThreadPool,
         embed: Matrix,
@@ -143,8 +140,6 @@ class Decoder:
         token_ids: _Ids | None = None,
         experts_per_token: int = 0,
         norms_shares: bool = True,
-        heads: Sequence[tuple[int, int]] = ...,
-        kv_layers: Sequence[int] = ...,
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,

@@ -91,7 +91,7 @@ class NativeCutModel:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        return kernels.KVStore.of_layers(self._target.kv_type, num_pages, self.config.kv_heads(num_layers))
+        return kernels.KVStore(self._target.kv_type, num_pages, self.config.kv_heads(num_layers))
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass that chooses among its tokens, ids being the target's."""

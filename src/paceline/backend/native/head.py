@@ -65,7 +65,7 @@ class NativeHead:
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
         c = self.config.layers
-        return kernels.KVStore.of_layers(self.target.kv_type, num_pages, c.kv_heads())
+        return kernels.KVStore(self.target.kv_type, num_pages, c.kv_heads())
 
     def new_tap_store(self, num_pages: int) -> HostTapStore:
         """Return an empty store of `num_pages` pages for the taps that the head reads."""

@@ -358,7 +358,6 @@ def compile_decoder(
         intermediate=(config.experts and config.experts.shared_size)
         or config.intermediate_size * config.sharing_factor,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
         head_dim=2 * angles.shape[1],
         heads=[view.heads for view in views],
         kv_layers=list(config.kv_layers),
