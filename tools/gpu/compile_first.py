@@ -26,6 +26,7 @@ from paceline.model.shapes import is_shape
 from tools.gpu.bench import load_decoder
 from tools.gpu.passes import pages_of, static_pass
 from tools.gpu.right import all_checks
+from tools.gpu.sweep import sweep_variants
 from tools.gpu.tracing import H100_PROCESSORS, META, launches
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def run(bench: GpuBench) -> None:
     models = partial(trace_models, with_pairs="pairs" in bench.asked)
     for name, trace in (("checks", trace_checks), ("models", models)):
         found |= record.attempt(name, trace, bench.sizes, processors) or {}
+    if "sweep" in bench.asked:
+        found |= record.attempt("sweep", sweep_variants, bench.sizes) or {}
     record.put("found", variants=len(found), seconds=perf_counter() - start)
     if on_gpu:
         record.attempt("compile", _compile_all, list(found.values()), record)

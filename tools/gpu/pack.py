@@ -37,7 +37,14 @@ USUAL = frozenset(
     """.split()  # noqa: SIM905 - one name after another is easier to read
 )
 # Systems whose wheels are taken, the newest first.
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_34_x86_64",
+    "manylinux_2_31_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 SOURCES = ("src", "csrc", "CMakeLists.txt", "pyproject.toml")
 RUN = Path(__file__).with_name("run_packed.sh")
 

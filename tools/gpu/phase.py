@@ -21,8 +21,9 @@ PHASES = {  # name -> seconds, in the order in which they run
     "text": 50.0,
     "peers": 90.0,
     "pairs": 120.0,
+    "sweep": 60.0,
 }
-USUAL = tuple(name for name in PHASES if name != "pairs")
+USUAL = tuple(name for name in PHASES if name not in ("pairs", "sweep"))
 MODULES = {"compile": "compile_first"}  # phases whose module has another name
 
 

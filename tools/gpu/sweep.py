@@ -1,0 +1,172 @@
+"""Phase `sweep`: other blocks of products and attention than the kernels use, timed beside those.
+
+It tells which to use next. Only where `--phases` names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from paceline.backend.cuda import attention
+from paceline.backend.cuda.kernel_launch import ELEMENTS, aligned_names, cdiv, launch, uses_kernels
+from paceline.backend.cuda.products import Blocks, product_variant, segment_of
+from paceline.core.nouns import PAGE_TOKENS
+from tools.gpu.attention_checks import SCALE, attention_case
+from tools.gpu.timing import captured, median_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from paceline.backend.cuda.kernel_launch import Variant
+    from tools.gpu.bench import GpuBench
+    from tools.gpu.sizes import Sizes
+
+SHARED_BYTES = 227 << 10  # of one program on sm_90
+REPEATS = 5
+LISTED = 8  # best ones
+# Matrices of Llama-3.1-8B: outputs, inputs.
+MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+TOKENS = (16, 64, 256)
+SEGMENTS = (1, 2, 4, 7, 8)
+FEW_TOKENS = 64  # up to which all segments are tried
+PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4))  # rows, new tokens of each
+NUM_WARPS, NUM_STAGES = (4, 8), (3, 4, 5, 6)
+
+
+def run(bench: GpuBench) -> None:
+    """Time every block of products, then of attention."""
+    for shape in MATRICES if bench.device.type == "cuda" else bench.sizes.matrices:
+        for count in TOKENS:
+            bench.record.attempt(f"product {shape} {count}", _products, bench, shape, count)
+    for rows, new in PASSES if bench.device.type == "cuda" else PASSES[:1]:
+        bench.record.attempt(f"attention {rows}x{new}", _attention, bench, rows, new)
+
+
+def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
+    """Return all kernels that are timed, for the phase that compiles."""
+    found = {}
+    for blocks, parallel in product({b for count in TOKENS for b in blocks_for(count)}, (True, False)):
+        variant = _variant(blocks, parallel=parallel)
+        found[variant.name + repr(blocks)] = variant
+    kv_heads, group, head_dim = sizes.heads[0]
+    for index, variant in enumerate(_attention_variants(kv_heads, group, head_dim)):
+        found[f"{variant.name} {index}"] = variant
+    return found
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def blocks_for(count: int) -> Iterator[Blocks]:
+    """Yield blocks for a number of tokens that fit into shared memory."""
+    tokens = (16,) if count <= 16 else (64,) if count <= 64 else (64, 128, 256)
+    steps = (64, 128, 256) if count <= 16 else (64, 128)
+    for rows, width, step, warps, stages in product((64, 128), tokens, steps, NUM_WARPS, NUM_STAGES):
+        fits = (rows + width) * step * 2 * stages <= SHARED_BYTES
+        if fits and rows * width <= 128 * 32 * warps and rows >= 16 * warps:
+            yield Blocks(rows, width, step, warps, stages)
+
+
+def _variant(blocks: Blocks, *, parallel: bool) -> Variant:
+    both = aligned_names(N=0, K=0)
+    return product_variant("plain", "bf16", blocks, parallel=parallel, bias=False, aligned=both)
+
+
+def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
+    num_rows, width = shape
+    copies = max(1, bench.sizes.copied_bytes // (32 * num_rows * width))
+    weights = torch.randn(copies, num_rows, width, device=bench.device, dtype=torch.bfloat16)
+    x = torch.randn(count, width, device=bench.device, dtype=torch.bfloat16)
+    found: list[tuple[float, str]] = []
+    library_s = _time(bench, lambda: [torch.nn.functional.linear(x, w) for w in weights]) / copies
+    usual = segment_of(*shape)
+    for blocks in blocks_for(count):
+        for segments in SEGMENTS:
+            if width % (segments * 128) or bench.record.left_s <= 0:
+                continue
+            segment = width // segments
+            if count > FEW_TOKENS and segment not in (usual, width):
+                continue
+            for parallel in (True, False) if count > FEW_TOKENS and segments > 1 else (segments > 1,):
+                work = partial(_multiply_all, weights, x, blocks, segment, parallel=parallel)
+                what = f"{tuple(blocks)} segment {segment}{' parallel' * parallel}{' usual' * (segment == usual)}"
+                found.append((_time(bench, work) / copies, what))
+    found.sort()
+    bench.record.put(
+        "products",
+        f"{num_rows}x{width} {count}",
+        library_us=library_s * 1e6,
+        usual_segment=usual,
+        bytes_per_s=2 * num_rows * width / found[0][0] if found else None,
+        best=[[round(s * 1e6, 2), what] for s, what in found[:LISTED]],
+        best_of_usual=[[round(s * 1e6, 2), what] for s, what in found if what.endswith("usual")][:LISTED],
+    )
+
+
+def _multiply_all(weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool) -> None:
+    (num_rows, width), count = weights.shape[1:], len(x)
+    if not uses_kernels(x):
+        return
+    segments = cdiv(width, segment) if parallel else 1
+    shape = (segments, count, num_rows) if parallel else (count, num_rows)
+    out = torch.empty(shape, dtype=torch.float32 if parallel else x.dtype, device=x.device)
+    grid = blocks.number(num_rows, count), segments
+    variant = _variant(blocks, parallel=parallel)
+    for w in weights:
+        launch(variant, grid, w, None, x, None, None, out, count, num_rows, width, segment)
+
+
+def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
+    try:
+        return median_s(captured(work, bench.device), bench.device, REPEATS)
+    except Exception as error:  # one that does not compile or fit
+        bench.record.errors[f"{error}"[:80]] = "a block"
+        return float("inf")
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+def _attention_variants(kv_heads: int, group: int, head_dim: int) -> list[Variant]:
+    element = ELEMENTS[torch.bfloat16]
+    usual = attention._attend_variant(element, element, kv_heads, group, head_dim, aligned_names(query_stride=0))
+    found = [usual]
+    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4, 5)):
+        if keys * head_dim * 2 * 2 * stages <= SHARED_BYTES:
+            constants = {**usual.constants, "KEYS": keys}
+            found.append(replace(usual, constants=constants, num_warps=warps, num_stages=stages))
+    return found
+
+
+def _attention(bench: GpuBench, rows: int, new: int) -> None:
+    heads, context = bench.sizes.heads[0], bench.sizes.context
+    case = attention_case(((context, new),) * rows, heads, torch.bfloat16, "bf16", bench.device)
+    layers = max(1, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))
+    kv = torch.randn((layers, *case.kv.data.shape[1:]), device=bench.device, dtype=torch.bfloat16)
+    stores = [attention.LayerKV(layer) for layer in kv]
+    found = []
+    for index, variant in enumerate(_attention_variants(*heads)):
+
+        def work() -> None:
+            plan = attention.plan_attention(case.tokens, case.group, 0)
+            for store in stores:
+                attention.attend(case.query, store, case.tokens, plan, SCALE, 0)
+
+        with patch.object(attention, "_attend_variant", lambda *_, v=variant: v):
+            seconds = _time(bench, work) / layers
+        what = variant.constants["KEYS"], variant.num_warps, variant.num_stages
+        found.append((seconds * 1e6, f"{what}{' usual' * (index == 0)}"))
+    num_bytes = rows * -(-(context + new) // PAGE_TOKENS) * PAGE_TOKENS * 2 * heads[0] * heads[2] * 2
+    bench.record.put(
+        "attention",
+        f"{rows}x{new}",
+        bytes_per_s=num_bytes / min(found)[0] * 1e6,
+        usual_us=found[0][0],
+        best=[[round(us, 2), what] for us, what in sorted(found)[:LISTED]],
+    )
