@@ -79,8 +79,7 @@ def _fill(folder: Path, root: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
-    own = build_wheel(python, root)
-    shutil.copy2(own, wheels)
+    lighten(build_wheel(python, root), wheels)
     for name in fetch_missing(python, needed(root), wheels):
         sys.stdout.write(f"with {name}\n")
     shutil.copytree(root / "tools" / "gpu", folder / "tools" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
@@ -142,6 +141,14 @@ def build_wheel(python: Path, root: Path) -> Path:
         "the wheel was not built",
     )
     return sorted(made.glob("paceline-*.whl"))[0]
+
+
+def lighten(wheel: Path, folder: Path) -> None:
+    """Copy a wheel without the default model's drafters: models by shape have none."""
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(folder / wheel.name, "w", zipfile.ZIP_DEFLATED) as light:
+        for name in whole.namelist():
+            if not name.startswith("paceline/drafters/"):
+                light.writestr(whole.getinfo(name), whole.read(name))
 
 
 def _hash(root: Path) -> str:
