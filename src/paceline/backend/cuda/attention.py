@@ -218,8 +218,8 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     block = max(16, block_of(head_dim))
-    # With more keys at once, or more stages, registers would spill.
-    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
+    # Few keys at once leave registers for two programs of 4 warps on a multiprocessor.
+    keys, stages = (16, 1) if not tensor_cores else (32, 3 if block > WIDE or fp8 else 5)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
         + unaligned_marks(aligned, "query_stride"),
@@ -254,7 +254,7 @@ def _attend_variant(
             "PART": PART_TOKENS,
         },
         aligned=aligned,
-        num_warps=8 if tensor_cores else 16,
+        num_warps=16 if not tensor_cores else 8 if block > WIDE else 4,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
