@@ -37,6 +37,7 @@ STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
 ROWS = 64  # weight rows of a block with few tokens
+TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
 SUM_BYTES = 8  # bytes to write and read one sum of a segment
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
@@ -260,7 +261,7 @@ def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
     They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
     segments are small beside the weights.
     """
-    blocks = _blocks(m.kind, ELEMENTS[x.dtype], len(x)).number(m.shape[0], len(x))
+    blocks = _blocks(m.kind, ELEMENTS[x.dtype], m.shape[0], len(x)).number(m.shape[0], len(x))
     spare = num_processors(x.device) - blocks
     small = len(x) * SUM_BYTES <= m.segment
     return m.num_segments > 1 and (spare >= blocks or (spare > 0 and small))
@@ -282,7 +283,7 @@ def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     assert width == m.shape[1], f"tokens of width {width} meet weights of width {m.shape[1]}"
     x = x.contiguous()
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
-    blocks = _blocks(m.kind, element, num_tokens)
+    blocks = _blocks(m.kind, element, num_rows, num_tokens)
     variant = product_variant(
         m.kind,
         element,
@@ -323,8 +324,9 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
     "plain": (
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
-        Blocks(ROWS, 64, 128, 4, 3),
-        Blocks(128, 128, 64, 8, 3),
+        Blocks(ROWS, 64, 128, 4, 5),
+        Blocks(128, 64, 128, 8, 4),  # of tall matrices
+        Blocks(128, 128, 64, 8, 5),
     ),
     "fp8": (
         Blocks(ROWS, 16, 128, 4, 4),
@@ -346,10 +348,14 @@ def _family(kind: Kind, element: str) -> str:
     return "float32" if element == "fp32" and kind != "fp8" else kind
 
 
-def _blocks(kind: Kind, element: str, num_tokens: int) -> Blocks:
-    """Return the smallest block that takes all tokens, or the largest there is."""
+def _blocks(kind: Kind, element: str, num_rows: int, num_tokens: int) -> Blocks:
+    """Return the smallest block that takes all tokens, or the largest there is.
+
+    Of two with as many tokens, a tall matrix takes the one of more rows.
+    """
     known = BLOCKS[_family(kind, element)]
-    return next((b for b in known if b.tokens >= num_tokens), known[-1])
+    taken = next((b for b in known if b.tokens >= num_tokens), known[-1])
+    return [b for b in known if b.tokens == taken.tokens][-1 if num_rows >= TALL else 0]
 
 
 @lru_cache
