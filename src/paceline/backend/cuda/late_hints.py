@@ -92,7 +92,7 @@ class HintTrail:
         self._hints, self._rows, self._width = hints, rows, width
         state = hints.rows.on_device
         self._length = state.length[rows]
-        newest = self._length[:, None] + torch.tensor([-2, -1], device=rows.device)
+        newest = self._length[:, None] + torch.arange(-2, 0, device=rows.device)
         tail = torch.where(newest >= 0, state.token_ids[rows[:, None], newest.clamp(min=0)], UNCHOSEN)
         self._before, self._last = tail[:, 0], tail[:, 1]
         self._match = torch.zeros(0)
