@@ -352,4 +352,4 @@ def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_toke
     moves = torch.where(here | ~samples, rows, spare)
     d.length.index_add_(0, moves, gains)
     d.computed.index_add_(0, moves, computed)
-    d.num_drafts.index_fill_(0, rows, 0)  # a graph captures no number of the host
+    d.num_drafts.index_fill_(0, rows, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -18,21 +19,25 @@ Tensors = tuple[torch.Tensor, ...]
 class Graph(Generic[T]):
     """Captured function: run again, it reads new inputs and overwrites its outputs."""
 
-    _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
+    _alive: ClassVar[WeakSet[Graph[Any]]] = WeakSet()  # those of a device share memory
 
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
         """Capture a function, after a first run that compiles its kernels.
 
         inputs: on the device; to run with them must do no harm.
         """
-        device = inputs[0].device
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        self._device = device = inputs[0].device
+        # PyTorch refuses the memory of graphs that are all gone.
+        pool = next((graph._graph.pool() for graph in self._alive if graph._device == device), None)
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
-        with captured_together() as self._followed, torch.cuda.graph(self._graph, pool=pool):
+        # Other threads may use the device meanwhile.
+        capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        with captured_together() as self._followed, capture:
             self._outputs = function(*self._inputs)
+        self._alive.add(self)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
         """Copy inputs from host or device and replay. Outputs hold until the next call."""
