@@ -9,6 +9,7 @@ the host's: padding writes there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,12 @@ from paceline import kernels
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
+from paceline.backend.cuda.record import Span
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -76,11 +78,11 @@ class RowTensors:
 
     def specs(self, rows: torch.Tensor, positions: torch.Tensor) -> ChoiceSpecs:
         """Return the target's own choices at positions of rows. [n] each"""
-        sampling = self.sampling[rows]
+        seed_lo, seed_hi, choice, _ = self.sampling[rows].t().contiguous()
         return ChoiceSpecs(
-            seed_lo=sampling[:, 0],
-            seed_hi=sampling[:, 1],
-            choice=sampling[:, 2],
+            seed_lo=seed_lo,
+            seed_hi=seed_hi,
+            choice=choice,
             position=positions,
             temperature=self.temperature[rows],
         )
@@ -119,6 +121,7 @@ class DeviceRows(Rows):
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
+        self._draftings: list[Span] = []
         self.verdict_sinks: list[VerdictSink] = []  # take what a pass chose and kept, before rows advance
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
@@ -135,6 +138,22 @@ class DeviceRows(Rows):
     def device(self) -> torch.device:
         """Device of the true state."""
         return self.on_device.length.device
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time the drafting that is enqueued within, on a GPU."""
+        if self.device.type == "cpu":
+            yield
+            return
+        span = Span()
+        yield
+        span.end()
+        self._draftings.append(span)
+
+    def take_draftings(self) -> list[Span]:
+        """Return the draftings since the last call."""
+        taken, self._draftings = self._draftings, []
+        return taken
 
     def chosen_here(self, row: int) -> bool:
         """Return True if the host chooses a row's tokens; its next pass then waits."""

@@ -27,12 +27,12 @@ class Graph(Generic[T]):
         inputs: on the device; to run with them must do no harm.
         """
         self._device = device = inputs[0].device
-        # PyTorch refuses the memory of graphs that are all gone.
-        pool = next((graph._graph.pool() for graph in self._alive if graph._device == device), None)
+        others: list[Graph[Any]] = [graph for graph in self._alive if graph._device == device]
+        pool = others[0]._graph.pool() if others else None  # PyTorch refuses that of graphs which are all gone
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
         torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
         with captured_together() as self._followed, capture:

@@ -56,7 +56,7 @@ class DraftGraphs:
 
     def run(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
         """Draft for rows, at most as many as the shape has."""
-        with on_device(self._rows.device):
+        with on_device(self._rows.device), self._rows.drafting():
             self._run_drafts(shape, drafts, captured=captured)
 
     def _run_drafts(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
