@@ -38,7 +38,7 @@ SLIDING = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
 
 
-class OnDeviceAlone(TorchDispatchMode):
+class OnDeviceAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what a graph cannot hold: looks at numbers, and numbers of the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,13 +61,17 @@ class Watched(Uncaptured[Any]):
     def __init__(self, function: Callable[..., Any], inputs: Any) -> None:
         def watched(*own: torch.Tensor) -> Any:
             Watched.begun += 1
-            with OnDeviceAlone(), pytest.MonkeyPatch.context() as patch:
+            with on_device_alone(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch, "from_numpy", None)
                 result = function(*own)
             Watched.ended += 1
             return result
 
         super().__init__(watched, inputs)
+
+
+def on_device_alone() -> OnDeviceAlone:
+    return OnDeviceAlone()  # type: ignore[no-untyped-call]
 
 
 def fake_pass() -> DevicePass:
@@ -101,9 +105,9 @@ def test_numbers_of_the_host_would_be_found() -> None:
         numbers.sum().item,
     ]
     for act in wrong:
-        with pytest.raises(AssertionError), OnDeviceAlone():
+        with pytest.raises(AssertionError), on_device_alone():
             act()
-    with OnDeviceAlone():
+    with on_device_alone():
         numbers.index_fill_(0, places, 0.5)
         numbers[:2] = 1.0
         assert torch.where(numbers > 0.7, numbers, 0).shape == (3,)

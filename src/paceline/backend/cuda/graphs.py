@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import torch
 
+from paceline.backend.cuda.device_memory import sendable
 from paceline.backend.cuda.ranks import captured_together, replayed_together
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Graph(Generic[T]):
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
         torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
         with captured_together() as self._followed, capture:
@@ -42,7 +43,7 @@ class Graph(Generic[T]):
     def __call__(self, *inputs: torch.Tensor) -> T:
         """Copy inputs from host or device and replay. Outputs hold until the next call."""
         for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+            own.copy_(sendable(given, own.device), non_blocking=True)
         with replayed_together(self._followed):
             self._graph.replay()
         return self._outputs
