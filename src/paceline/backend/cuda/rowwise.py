@@ -199,7 +199,7 @@ def _pieces(p: Product) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 
 def _row_warps(width: int) -> int:
     """Return the warps of a program that takes a whole row."""
-    return 1 if width <= 256 else 4 if width <= 4096 else 8
+    return 1 if width <= 256 else 4 if width <= 2048 else 16
 
 
 def heads_per_program(head_dim: int) -> int:

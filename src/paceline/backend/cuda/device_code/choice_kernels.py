@@ -48,8 +48,9 @@ def _gumbel(ids, k0, k1):
     # log1p(-v) by W. Kahan: the error of 1 - v is divided out.
     u = 1.0 - v
     exact = u == 1.0
-    log1p = tl.where(exact, -v, tl.log(u) * (-v / tl.where(exact, 1.0, u - 1.0)))
-    return -tl.log(tl.where(low, -log1p, -tl.log(v)))
+    log = tl.log(tl.where(low, u, v))
+    log1p = tl.where(exact, -v, log * (-v / tl.where(exact, 1.0, u - 1.0)))
+    return -tl.log(tl.where(low, -log1p, -log))
 
 
 LOOSE = ["seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"]

@@ -37,8 +37,9 @@ def norm_rows(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0)
     value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
-    normed = _normed(value, tl.load(weight + column, mask=inside, other=0.0), WIDTH, eps)
+    normed = _normed(value, scale, WIDTH, eps)
     tl.store(out + row * WIDTH + column, normed, mask=inside)
 
 
@@ -55,15 +56,20 @@ def add_then_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     DTYPE: tl.constexpr = residual.dtype.element_ty
+    row = token.to(tl.int64) * WIDTH
+    # All loads come first: none may pass a store or waits for a sum.
+    if weight is not None:
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+    if post_weight is not None:
+        post_scale = tl.load(post_weight + column, mask=inside, other=0.0)
+    before = tl.load(residual + row + column, mask=inside, other=0.0)
     value = finished_block(p, bias, token, column, inside, num_tokens, WIDTH, DTYPE, PARTS)
     if post_weight is not None:
-        value = _normed(value, tl.load(post_weight + column, mask=inside, other=0.0), WIDTH, eps)
-    row = token.to(tl.int64) * WIDTH
-    before = tl.load(residual + row + column, mask=inside, other=0.0)
+        value = _normed(value, post_scale, WIDTH, eps)
     after = (before.to(tl.float32) + value.to(tl.float32)).to(DTYPE)
     tl.store(added + row + column, after, mask=inside)
     if weight is not None:
-        result = _normed(after, tl.load(weight + column, mask=inside, other=0.0), WIDTH, eps)
+        result = _normed(after, scale, WIDTH, eps)
         tl.store(normed + row + column, result, mask=inside)
 
 
@@ -123,6 +129,8 @@ def write_heads(
     DTYPE: tl.constexpr = q.dtype.element_ty
     column = head[:, None] * D + d[None, :]
     inside = column < WIDTH
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse + d)
+    slot = tl.load(slots + token)
     first = finished_block(p, bias, token, column, inside, num_tokens, WIDTH, DTYPE, PARTS)
     second = finished_block(p, bias, token, column + D // 2, inside, num_tokens, WIDTH, DTYPE, PARTS)
     is_query = (head < HEADS)[:, None]
@@ -132,7 +140,6 @@ def write_heads(
         k_first, k_second = _normed_heads(first, second, k_norm, d, D, eps)
         first = tl.where(is_value, first, tl.where(is_query, q_first, k_first))
         second = tl.where(is_value, second, tl.where(is_query, q_second, k_second))
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse + d)
     # PyTorch rounds cosine and sine, each product and each sum to the model's type.
     cos = tl.cos(angle).to(DTYPE).to(tl.float32)[None, :]
     sin = tl.sin(angle).to(DTYPE).to(tl.float32)[None, :]
@@ -149,7 +156,7 @@ def write_heads(
     kv_head = head - HEADS  # keys, then values
     is_kv = (kv_head >= 0) & (kv_head < 2 * KV_HEADS)
     which = kv_head // KV_HEADS
-    place = (which.to(tl.int64) * num_slots + tl.load(slots + token)) * KV_HEADS + kv_head % KV_HEADS
+    place = (which.to(tl.int64) * num_slots + slot) * KV_HEADS + kv_head % KV_HEADS
     to_store = kv + place[:, None] * D + d[None, :]
     if kv_scales is not None:
         a = first.to(tl.float32)
