@@ -66,7 +66,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def sendable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a host's tensor as one that is sent without waiting for the device. It may change once it is sent."""
+    """Return a host's tensor as one that is sent without waiting for the device.
+
+    It may change once it is sent.
+    """
     pins = device.type != "cpu" and tensor.is_cpu and tensor.nbytes > _STAGED_BYTES
     return tensor.pin_memory() if pins else tensor
 

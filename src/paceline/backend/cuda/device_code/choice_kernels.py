@@ -38,7 +38,10 @@ def _absorb(k0, k1, word):
 
 @triton.jit
 def _tails(ids, k0, k1):
-    """Return whether token ids are in the lower tail, and both words of the distance to its end."""
+    """Return which token ids are in the lower tail, and the distance to its end.
+
+    The distance has two words, the higher first.
+    """
     u = ids.to(tl.uint32)
     h1 = _lowbias(_lowbias(u ^ k0) + k1)
     h2 = _murmur(_murmur(u ^ k1) + k0)
