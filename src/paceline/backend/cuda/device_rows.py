@@ -18,6 +18,7 @@ import torch
 
 from paceline import kernels
 from paceline.backend.cuda.choice import ChoiceSpecs
+from paceline.backend.cuda.device_memory import send
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.cuda.record import Span
@@ -204,12 +205,12 @@ class DeviceRows(Rows):
         temperatures = np.array([self._temperature(row) for row in rows])
         self._behind.clear()
         _scatter(d.token_ids, np.stack([np.concatenate(places), np.concatenate(tokens)]))
-        sent = torch.from_numpy(state).to(self.device, non_blocking=True)
+        sent = send(state, self.device)
         index = sent[:, 0]
         d.length.index_copy_(0, index, sent[:, 1])
         d.computed.index_copy_(0, index, sent[:, 2])
         d.sampling.index_copy_(0, index, sent[:, 3:])
-        d.temperature.index_copy_(0, index, torch.from_numpy(temperatures).to(self.device, non_blocking=True))
+        d.temperature.index_copy_(0, index, send(temperatures, self.device))
 
     def _state(self, row: int) -> tuple[int, ...]:
         request = self._request(row)
@@ -236,7 +237,7 @@ class DeviceRows(Rows):
             block[index, 0] = row
             block[index, 1] = len(token_ids)
             block[index, 2 : 2 + len(token_ids)] = token_ids
-        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
+        sent = send(block, self.device)
         self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
         self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
         self.on_device.alive.index_fill_(0, sent[:, 0], 1.0)
@@ -267,7 +268,7 @@ class DeviceRows(Rows):
 
 def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
     """Write values at places of a flattened table. [2, n]"""
-    sent = torch.from_numpy(places_and_values).to(table.device, non_blocking=True)
+    sent = send(places_and_values, table.device)
     table.view(-1).index_copy_(0, sent[0], sent[1])
 
 

@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import torch
 
+from paceline.backend.cuda.device_memory import sendable
 from paceline.backend.cuda.ranks import captured_together, replayed_together
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Graph(Generic[T]):
     def __call__(self, *inputs: torch.Tensor) -> T:
         """Copy inputs from host or device and replay. Outputs hold until the next call."""
         for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+            own.copy_(sendable(given, own.device), non_blocking=True)
         with replayed_together(self._followed):
             self._graph.replay()
         return self._outputs

@@ -24,7 +24,7 @@ Pointers are aligned to 16 bytes, but for those named in `unaligned`. Integers n
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,7 +52,9 @@ ELEMENTS = {  # Triton's names of element types
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+NO_PDL = {"PDL": False}  # constant of kernels that know how to begin early
 _listers: list[Callable[[], Iterable[Variant]]] = []
+_begins_early = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +74,7 @@ class Variant:
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
     max_registers: int = 255  # per thread
     capability: int = 80  # least compute capability that it compiles for
+    pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
 
     def load(self) -> Any:
         """Import its kernel."""
@@ -79,7 +82,9 @@ class Variant:
 
     def options(self) -> dict[str, Any]:
         """Return options of the compiler."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
+        early = {"launch_pdl": True} if self.pdl else {}
+        own = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**own, "enable_fp_fusion": self.fp_fusion, **early}
 
     def check(self, arguments: tuple[Any, ...]) -> None:
         """Assert that arguments are of the declared types."""
@@ -93,6 +98,13 @@ class Variant:
                 assert name in self.unaligned or not value.data_ptr() % ALIGNMENT, f"{where} is not aligned"
             elif name in self.aligned:
                 assert not value % ALIGNMENT, f"{where} is {value}"
+
+
+@lru_cache
+def with_pdl(variant: Variant) -> Variant:
+    """Return a variant that begins early, of a kernel with the constant PDL."""
+    constants = {**variant.constants, "PDL": True}
+    return replace(variant, name=f"{variant.name} pdl", constants=constants, capability=90, pdl=True)
 
 
 @lru_cache
@@ -145,10 +157,18 @@ def uses_kernels(tensor: torch.Tensor) -> bool:
     return (tensor.is_cuda or interpreted()) and tensor.dtype != torch.float64
 
 
+def begin_early(*, yes: bool) -> None:
+    """Launch kernels that know how with PDL. For measurements, before anything is captured."""
+    global _begins_early  # noqa: PLW0603 - of the process, like the kernels
+    _begins_early = yes
+
+
 def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
     """Run a kernel over a grid of programs; a grid without programs runs nothing."""
     if interpreted():
         variant.check(arguments)
+    if _begins_early and "PDL" in variant.constants:
+        variant = with_pdl(variant)
     if all(grid):
         variant.load()[grid](*arguments, **variant.constants, **variant.options())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from paceline.backend.cuda.device_memory import on_device
+from paceline.backend.cuda.device_memory import on_device, send
 from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, noun
 
@@ -60,16 +60,16 @@ class DraftGraphs:
             self._run_drafts(shape, drafts, captured=captured)
 
     def _run_drafts(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
-        orders = tuple(map(torch.from_numpy, orders_of(drafts, shape, self._rows.num_rows)))
+        orders = orders_of(drafts, shape, self._rows.num_rows)
         if not (captured and self.pads):
-            self._run(shape, *(each.to(self._rows.device, non_blocking=True) for each in orders))
+            self._run(shape, *(send(each, self._rows.device) for each in orders))
             return
         if shape not in self._made:
             assert self._rows.capture is not None
             nothing = orders_of((), shape, self._rows.num_rows)
             sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]
             self._made[shape] = self._rows.capture(partial(self._run, shape), sent)
-        self._made[shape](*orders)
+        self._made[shape](*map(torch.from_numpy, orders))
 
     @torch.inference_mode()
     def _run(self, shape: DraftShape, rows: torch.Tensor, stops: torch.Tensor) -> None:
