@@ -26,6 +26,7 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
 Kind = Literal["plain", "fp8", "int4"]
 PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
@@ -261,6 +262,8 @@ def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
     They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
     segments are small beside the weights.
     """
+    if takes_tiles(x, m):
+        return tiles_in_parallel(x, m)
     blocks = _blocks(m.kind, ELEMENTS[x.dtype], m.shape[0], len(x)).number(m.shape[0], len(x))
     spare = num_processors(x.device) - blocks
     small = len(x) * SUM_BYTES <= m.segment
@@ -282,6 +285,9 @@ def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     (num_tokens, width), num_rows = x.shape, m.shape[0]
     assert width == m.shape[1], f"tokens of width {width} meet weights of width {m.shape[1]}"
     x = x.contiguous()
+    if takes_tiles(x, m):
+        product = tile_product(x, m, parallel=parallel)
+        return Parts(product, m.bias, x.dtype) if parallel else product
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
     blocks = _blocks(m.kind, element, num_rows, num_tokens)
     variant = product_variant(
