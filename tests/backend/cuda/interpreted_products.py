@@ -111,7 +111,9 @@ def test_every_tile_has_the_bits_of_a_block(monkeypatch, way, tile, rows, width,
 
 def test_a_tile_is_chosen_by_waves():
     """A wave of 132 tiles: 256 tokens fill it with parts only; 2048 tokens fill it better with tiles of 192."""
-    assert best_tile(4096, 14336, 3584, 256, 132, "parts")[1] < best_tile(4096, 14336, 3584, 256, 132, "in order")[1]
+    assert (
+        best_tile(4096, 14336, 3584, 256, 132, "parts")[1] < best_tile(4096, 14336, 3584, 256, 132, "in order")[1]
+    )
     for way in ("parts", "in order"):
         assert best_tile(6144, 4096, 1024, 2048, 132, way)[0] == TILES[way][0]
 

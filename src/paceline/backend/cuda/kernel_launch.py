@@ -62,7 +62,9 @@ class Variant:
 
     name: str  # unique
     kernel: str  # module of device_code:function
-    arguments: Mapping[str, str]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none", see `descriptor_type`
+    arguments: Mapping[
+        str, str
+    ]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none", see `descriptor_type`
     constants: Mapping[str, int | float | bool | str] = field(default_factory=dict)  # its `tl.constexpr`
     aligned: frozenset[str] = frozenset()  # integers that are multiples of 16
     unaligned: frozenset[str] = frozenset()  # pointers that may begin anywhere, as slices of index tensors do

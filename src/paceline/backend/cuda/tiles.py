@@ -52,8 +52,8 @@ class Tile(NamedTuple):
         return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens + self.more)
 
 
-# Registers hold two accumulators of a tile whose segments are added in order. A step takes as long as its products,
-# its traffic in shared memory (128 bytes a cycle) or its copies (some 50 bytes a cycle), whatever is most.
+# Where segments are added in order, registers hold two accumulators, so tiles are smaller. A step takes as long as
+# its products, its traffic in shared memory (128 bytes a cycle) or its copies (some 50 bytes a cycle).
 ALONE = (Tile(128, 256, 0, 8, 4, 1024), Tile(256, 128, 0, 8, 4, 1152), Tile(128, 128, 0, 8, 3, 655))
 TILES: dict[Way, tuple[Tile, ...]] = {
     "parts": ALONE,

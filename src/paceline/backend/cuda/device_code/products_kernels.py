@@ -93,6 +93,7 @@ def block_of_program(num_tokens, N, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr
 
 @triton.jit
 def store_block(out, block, n, t, left_n, left_t, N):
+    """Store a block [n, t] from a pointer to its first element on."""
     tl.store(out + t[None, :] * N + n[:, None], block, mask=(n < left_n)[:, None] & (t < left_t)[None, :])
 
 

@@ -1,6 +1,6 @@
 """Products of many tokens, whose tiles of weights and tokens the device copies by descriptors (TMA, sm_90).
 
-Sums are those of `products_kernels`: of each segment by itself, in order. A descriptor reads 0 where there is none.
+Sums are those of `products_kernels`: of each segment by itself, in order. Where there is nothing, 0 is read.
 """
 
 import triton
