@@ -97,16 +97,15 @@ WAYS = [(way, tile) for way, known in TILES.items() for tile in known]
 
 @pytest.mark.parametrize(("way", "tile"), WAYS)
 @pytest.mark.parametrize(("rows", "width", "count"), [(136, 320, 70), (264, 448, 200)])
-def test_every_tile_has_the_bits_of_a_block(monkeypatch, way, tile, rows, width, count):
+def test_every_tile_has_the_bits_of_a_block(way, tile, rows, width, count):
     """Of a block whose steps of K are a tile's."""
     segment = width if way == "one" else 128
     m, x = matrix(rows, width, "plain", F16, segment=segment, bias=True), tokens(count, width, F16)
     got = multiply_by(tile, way, x, m)
     if way == "parts":
         got = finished(Parts(got, m.bias, F16))
-    monkeypatch.setattr(products, "takes_tiles", lambda x, m: False)
     assert products.BLOCKS["plain"][-1].step == STEP
-    assert same_bits(got, kernel_product(x, m, parallel=False))
+    assert same_bits(got, products.block_product(x, m, parallel=False))
 
 
 def test_a_tile_is_chosen_by_waves():

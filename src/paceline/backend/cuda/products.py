@@ -282,12 +282,16 @@ def _quantised_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     """Multiply with our kernels, segments in parallel or in order."""
-    (num_tokens, width), num_rows = x.shape, m.shape[0]
-    assert width == m.shape[1], f"tokens of width {width} meet weights of width {m.shape[1]}"
+    assert x.shape[1] == m.shape[1], f"tokens of width {x.shape[1]} meet weights of width {m.shape[1]}"
     x = x.contiguous()
-    if takes_tiles(x, m):
-        product = tile_product(x, m, parallel=parallel)
-        return Parts(product, m.bias, x.dtype) if parallel else product
+    multiply_kernel = tile_product if takes_tiles(x, m) else block_product
+    product = multiply_kernel(x, m, parallel=parallel)
+    return Parts(product, m.bias, x.dtype) if parallel else product
+
+
+def block_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> torch.Tensor:
+    """Multiply tokens [T, K]: [T, N] with the bias, or sums of segments [segments, T, N] float32 if parallel."""
+    (num_tokens, width), num_rows = x.shape, m.shape[0]
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
     blocks = _blocks(m.kind, element, num_rows, num_tokens)
     variant = product_variant(
@@ -305,7 +309,7 @@ def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     grid = blocks.number(num_rows, num_tokens), segments
     sizes = num_tokens, num_rows, width, m.segment
     launch(variant, grid, m.data, m.scale, tokens, token_scale, bias, out, *sizes)
-    return Parts(out, m.bias, x.dtype) if parallel else out
+    return out
 
 
 # Variants -----------------------------------------------------------------------------------------
@@ -357,11 +361,12 @@ def _family(kind: Kind, element: str) -> str:
 def _blocks(kind: Kind, element: str, num_rows: int, num_tokens: int) -> Blocks:
     """Return the smallest block that takes all tokens, or the largest there is.
 
-    Of two with as many tokens, a tall matrix takes the one of more rows.
+    Of two plain ones with as many tokens, a tall matrix takes the one of more rows.
     """
     known = BLOCKS[_family(kind, element)]
-    taken = next((b for b in known if b.tokens >= num_tokens), known[-1])
-    return [b for b in known if b.tokens == taken.tokens][-1 if num_rows >= TALL else 0]
+    fitting = [b for b in known if b.tokens >= num_tokens] or known[-1:]
+    least = [b for b in fitting if b.tokens == fitting[0].tokens]
+    return least[-1 if kind == "plain" and num_rows >= TALL else 0]
 
 
 @lru_cache
