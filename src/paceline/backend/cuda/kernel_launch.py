@@ -53,6 +53,7 @@ ELEMENTS = {  # Triton's names of element types
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+PIPELINED = "DEPBAR"  # opcode of a wait that leaves a product of matrices under way
 _listers: list[Callable[[], Iterable[Variant]]] = []
 
 

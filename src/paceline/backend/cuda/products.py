@@ -17,6 +17,7 @@ from torch.nn import functional
 from paceline.backend.cuda.kernel_launch import (
     ALIGNMENT,
     ELEMENTS,
+    PIPELINED,
     Variant,
     aligned_names,
     cdiv,
@@ -400,7 +401,11 @@ def product_variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         fp_fusion=family == "float32",  # a chain of FFMA, the same with any number of tokens
-        opcodes=(OPCODES[family].format(blocks.tokens), *(("LDGSTS",) if "K" in aligned else ())),
+        opcodes=(
+            OPCODES[family].format(blocks.tokens),
+            *(("LDGSTS",) if "K" in aligned else ()),
+            *((PIPELINED,) if family in ("plain", "fp8") else ()),
+        ),
         forbidden_opcodes=("HMMA",),
         capability=89 if kind == "fp8" else 80,
     )

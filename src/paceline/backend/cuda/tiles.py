@@ -13,6 +13,7 @@ import torch
 
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
+    PIPELINED,
     Variant,
     aligned_names,
     cdiv,
@@ -151,7 +152,7 @@ def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: fro
         aligned=aligned | {"segment"},
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        opcodes=(f"HGMMA.64x{tile.tokens}x16", "UTMALDG"),
+        opcodes=(f"HGMMA.64x{tile.tokens}x16", "UTMALDG", PIPELINED),
         forbidden_opcodes=("HMMA", "LDGSTS"),
         capability=CAPABILITY,
     )

@@ -63,6 +63,7 @@ def _segment_sum(
             total += group_sum * scale[:, None]
     else:
         kk = tl.arange(0, BLOCK_K)
+        tl.assume(start < end)  # or the assembler makes products wait for each other
         for k0 in range(start, end, BLOCK_K):
             k = k0 + kk
             inside = (n < left_n)[:, None] & (k < K)[None, :]

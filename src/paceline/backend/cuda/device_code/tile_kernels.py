@@ -15,11 +15,12 @@ def _sum_of(
     w, x, n0, t0, start, end,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32."""
+    """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32, added to 0 as other ways do it."""
+    tl.assume(start < end)  # or the assembler makes products wait for each other
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for k0 in range(start, end, BLOCK_K):
         total = tl.dot(w.load([n0, k0]), x.load([t0, k0]).T, total)
-    return total
+    return tl.zeros([BLOCK_N, BLOCK_T], tl.float32) + total
 
 
 @triton.jit
@@ -95,8 +96,7 @@ def multiply_tiles(
         out += s.to(tl.int64) * num_tokens * N
         _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
     elif WAY == "one":
-        # Added to 0 as other ways do it, which makes -0 to 0.
-        total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32) + _sum_of(w, x, n0, t0, 0, K, BLOCK_N, BLOCK_T, BLOCK_K)
+        total = _sum_of(w, x, n0, t0, 0, K, BLOCK_N, BLOCK_T, BLOCK_K)
         _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
     elif MORE_T == 0:
         total = _sums_in_order(w, x, n0, t0, K, segment, BLOCK_N, BLOCK_T, BLOCK_K)
