@@ -14,29 +14,45 @@ from unittest.mock import patch
 import torch
 
 from paceline.backend.cuda import attention
-from paceline.backend.cuda.kernel_launch import ELEMENTS, aligned_names, cdiv, launch, uses_kernels
-from paceline.backend.cuda.products import Blocks, product_variant, segment_of
+from paceline.backend.cuda.kernel_launch import (
+    ELEMENTS,
+    aligned_names,
+    cdiv,
+    launch,
+    num_processors,
+    uses_kernels,
+)
+from paceline.backend.cuda.products import BLOCKS, Blocks, Matrix, Parts, finished, product_variant, segment_of
+from paceline.backend.cuda.tiles import TILES, Tile, best_tile, multiply_by, tile_variant
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.attention_checks import SCALE, attention_case
 from tools.gpu.timing import captured, median_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from paceline.backend.cuda.kernel_launch import Variant
+    from paceline.backend.cuda.tiles import Way
     from tools.gpu.bench import GpuBench
     from tools.gpu.sizes import Sizes
 
 SHARED_BYTES = 227 << 10  # of one program on sm_90
 REPEATS = 5
 LISTED = 8  # best ones
+MIN_STAGES = 3
 # Matrices of Llama-3.1-8B: outputs, inputs.
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-TOKENS = (16, 64, 256)
+TOKENS = (128, 256, 512, 2048)
 SEGMENTS = (1, 2, 4, 7, 8)
 FEW_TOKENS = 64  # up to which all segments are tried
 PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4))  # rows, new tokens of each
 NUM_WARPS, NUM_STAGES = (4, 8), (3, 4, 5, 6)
+# Beside those that products use, and each of them with one stage less.
+OTHER_TILES: dict[Way, tuple[Tile, ...]] = {
+    "one": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
+    "parts": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
+    "in order": (Tile(64, 256, 0, 8, 5, 0), Tile(128, 64, 0, 8, 6, 0)),
+}
 
 
 def run(bench: GpuBench) -> None:
@@ -54,6 +70,9 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
     for blocks, parallel in product({b for count in TOKENS for b in blocks_for(count)}, (True, False)):
         variant = _variant(blocks, parallel=parallel)
         found[variant.name + repr(blocks)] = variant
+    for way, tile in tiles_for(OTHER_TILES):
+        variant = tile_variant("bf16", tile, way, bias=False, aligned=aligned_names(N=0, K=0))
+        found[variant.name + repr(tile)] = variant
     kv_heads, group, head_dim = sizes.heads[0]
     for index, variant in enumerate(_attention_variants(kv_heads, group, head_dim)):
         found[f"{variant.name} {index}"] = variant
@@ -64,13 +83,25 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
 
 
 def blocks_for(count: int) -> Iterator[Blocks]:
-    """Yield blocks for a number of tokens that fit into shared memory."""
-    tokens = (16,) if count <= 16 else (64,) if count <= 64 else (64, 128, 256)
+    """Yield blocks for a number of tokens that fit into shared memory; for many tokens, that of products."""
+    if count > FEW_TOKENS:
+        yield BLOCKS["plain"][-1]
+        return
+    tokens = (16,) if count <= 16 else (64,)
     steps = (64, 128, 256) if count <= 16 else (64, 128)
     for rows, width, step, warps, stages in product((64, 128), tokens, steps, NUM_WARPS, NUM_STAGES):
         fits = (rows + width) * step * 2 * stages <= SHARED_BYTES
         if fits and rows * width <= 128 * 32 * warps and rows >= 16 * warps:
             yield Blocks(rows, width, step, warps, stages)
+
+
+def tiles_for(ways: Iterable[Way]) -> Iterator[tuple[Way, Tile]]:
+    """Yield tiles of some ways, with fewer stages too."""
+    for way in ways:
+        for tile in (*TILES[way], *OTHER_TILES[way]):
+            yield way, tile
+            if tile.num_stages > MIN_STAGES:
+                yield way, tile._replace(num_stages=tile.num_stages - 1)
 
 
 def _variant(blocks: Blocks, *, parallel: bool) -> Variant:
@@ -97,6 +128,8 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
                 work = partial(_multiply_all, weights, x, blocks, segment, parallel=parallel)
                 what = f"{tuple(blocks)} segment {segment}{' parallel' * parallel}{' usual' * (segment == usual)}"
                 found.append((_time(bench, work) / copies, what))
+    if count > FEW_TOKENS and uses_kernels(x):
+        found += _tiles(bench, weights, x, usual)
     found.sort()
     bench.record.put(
         "products",
@@ -109,17 +142,45 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
     )
 
 
-def _multiply_all(weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool) -> None:
+def _tiles(bench: GpuBench, weights: torch.Tensor, x: torch.Tensor, segment: int) -> list[tuple[float, str]]:
+    """Time tiles, and tell those whose bits are not those of a block."""
+    (num_rows, width), blocks = weights.shape[1:], BLOCKS["plain"][-1]
+    matrices = [Matrix("plain", w, None, None, (num_rows, width), segment) for w in weights]
+    want = _multiply_all(weights[:1], x, blocks, segment, parallel=False)
+    chosen = {way: best_tile(num_rows, width, segment, len(x), num_processors(x.device), way)[0] for way in TILES}
+    found = []
+    for way, tile in tiles_for(("parts", "in order") if segment < width else ("one",)):
+        if bench.record.left_s <= 0:
+            break
+        work = partial(_multiply_tiles, tile, way, x, matrices)
+        seconds = _time(bench, work) / len(matrices)
+        if seconds == float("inf"):
+            continue
+        got = multiply_by(tile, way, x, matrices[0])
+        got = finished(Parts(got, None, x.dtype)) if way == "parts" else got
+        marks = " chosen" * (tile == chosen[way]) + " OTHER BITS" * (not torch.equal(got, want))
+        found.append((seconds, f"tile {tuple(tile[:5])} {way}{marks} usual"))
+    return found
+
+
+def _multiply_tiles(tile: Tile, way: Way, x: torch.Tensor, matrices: list[Matrix]) -> None:
+    for m in matrices:
+        multiply_by(tile, way, x, m)
+
+
+def _multiply_all(
+    weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool
+) -> torch.Tensor:
+    """Multiply tokens by each matrix; return the last product."""
     (num_rows, width), count = weights.shape[1:], len(x)
-    if not uses_kernels(x):
-        return
     segments = cdiv(width, segment) if parallel else 1
     shape = (segments, count, num_rows) if parallel else (count, num_rows)
     out = torch.empty(shape, dtype=torch.float32 if parallel else x.dtype, device=x.device)
     grid = blocks.number(num_rows, count), segments
     variant = _variant(blocks, parallel=parallel)
-    for w in weights:
+    for w in weights if uses_kernels(x) else ():
         launch(variant, grid, w, None, x, None, None, out, count, num_rows, width, segment)
+    return out
 
 
 def _time(bench: GpuBench, work: Callable[[], Any]) -> float:

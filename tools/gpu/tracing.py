@@ -21,6 +21,7 @@ from paceline.backend.cuda import (
     output_matrix,
     products,
     rowwise,
+    tiles,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ META = torch.device("meta")
 H100_PROCESSORS = 132
 LAUNCHING = (
     products,
+    tiles,
     rowwise,
     attention,
     choice,

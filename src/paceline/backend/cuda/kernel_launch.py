@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     Lister = TypeVar("Lister", bound=Callable[[], Iterable["Variant"]])
 
 ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
+DESCRIPTOR = "tensordesc"  # begins the types of descriptors
 # Modules of this folder that list variants.
-LISTING_MODULES = ("products", "rowwise", "attention", "choice", "judge", "late_lookup", "late_hints")
+LISTING_MODULES = ("products", "tiles", "rowwise", "attention", "choice", "judge", "late_lookup", "late_hints")
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -53,6 +54,7 @@ ELEMENTS = {  # Triton's names of element types
     torch.bool: "i1",
 }
 NO_PDL = {"PDL": False}  # constant of kernels that know how to begin early
+PIPELINED = "DEPBAR"  # opcode of a wait that leaves a product of matrices under way
 _listers: list[Callable[[], Iterable[Variant]]] = []
 _begins_early = False
 
@@ -63,7 +65,9 @@ class Variant:
 
     name: str  # unique
     kernel: str  # module of device_code:function
-    arguments: Mapping[str, str]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none"
+    arguments: Mapping[
+        str, str
+    ]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none", see `descriptor_type`
     constants: Mapping[str, int | float | bool | str] = field(default_factory=dict)  # its `tl.constexpr`
     aligned: frozenset[str] = frozenset()  # integers that are multiples of 16
     unaligned: frozenset[str] = frozenset()  # pointers that may begin anywhere, as slices of index tensors do
@@ -96,6 +100,8 @@ class Variant:
             elif isinstance(value, torch.Tensor):
                 assert kind == f"*{ELEMENTS[value.dtype]}", f"{where} is {value.dtype}"
                 assert name in self.unaligned or not value.data_ptr() % ALIGNMENT, f"{where} is not aligned"
+            elif kind.startswith(DESCRIPTOR):
+                assert kind == _type_of(value), f"{where} is {_type_of(value)}"
             elif name in self.aligned:
                 assert not value % ALIGNMENT, f"{where} is {value}"
 
@@ -111,6 +117,29 @@ def with_pdl(variant: Variant) -> Variant:
 def _kernel(path: str) -> Any:
     module, function = path.split(":")
     return getattr(import_module(f"{__package__}.device_code.{module}"), function)
+
+
+# Descriptors, by which a device copies tiles of a tensor
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor of tiles of a contiguous matrix."""
+    return described(tensor, tensor.shape, [rows, columns])
+
+
+def described(base: Any, shape: Iterable[int], block: list[int]) -> Any:
+    """Return a descriptor of `base`, of two dimensions, which may be a stand-in for a tensor."""
+    num_rows, width = shape
+    return _kernel("tile_kernels:TensorDescriptor")(base, [num_rows, width], [width, 1], block)
+
+
+def descriptor_type(element: str, rows: int, columns: int) -> str:
+    """Return Triton's name of the type of a descriptor."""
+    return f"{DESCRIPTOR}<{element}[{rows}, {columns}]>"
+
+
+def _type_of(value: Any) -> str:
+    return descriptor_type(ELEMENTS[value.base.dtype], *value.block_shape)
 
 
 def aligned_names(**sizes: int) -> frozenset[str]:
