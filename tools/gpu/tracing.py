@@ -20,6 +20,7 @@ from paceline.backend.cuda import (
     late_lookup,
     output_matrix,
     products,
+    row_launches,
     rowwise,
 )
 
@@ -36,6 +37,7 @@ LAUNCHING = (
     attention,
     choice,
     judge,
+    row_launches,
     late_hints,
     late_lookup,
     output_matrix,

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
 # Modules of this folder that list variants.
-LISTING_MODULES = ("products", "rowwise", "attention", "choice", "judge", "late_lookup", "late_hints")
+LISTING_MODULES = (
+    *("products", "rowwise", "attention", "choice", "judge"),
+    *("device_rows", "late_lookup", "late_hints"),
+)
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
