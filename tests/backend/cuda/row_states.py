@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import torch
 
-from paceline.backend.cuda import device_rows
+from paceline.backend.cuda import device_rows, late_counts, late_program
 from paceline.backend.cuda.device_rows import MAX_DRAFTS, RowTensors, StepRows
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def same(d: RowTensors) -> RowTensors:
 @contextmanager
 def by_torch() -> Iterator[None]:
     """Let PyTorch do the work of kernels over rows."""
-    with patch.object(device_rows, "uses_kernels", lambda tensor: False):
+    with ExitStack() as stack:
+        for module in (device_rows, late_counts, late_program):
+            stack.enter_context(patch.object(module, "uses_kernels", lambda tensor: False))
         yield
 
 
