@@ -19,6 +19,7 @@ from paceline.backend.cuda.rowwise import write_qkv
 from paceline.backend.seam import HintRule, Pointers
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.checks import BOUNDS, EPS, FP8_BOUND, SOME_TOKENS, Check, random_product, wide, wide_product
+from tools.gpu.rows_checks import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -193,7 +194,7 @@ def _written(
 
 
 def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
-    """Yield choices, of a draft vocabulary and with a hint, too; verdicts and pointers."""
+    """Yield choices, of a draft vocabulary and with a hint, too; verdicts, pointers and rows."""
     vocab, places = sizes.vocab_size, 12
     logits = torch.randn(places, vocab, device=device) * 3
     ids = torch.arange(vocab // 4, device=device) * 4
@@ -220,12 +221,13 @@ def choices_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
     counts = torch.arange(rows, device=device) % (depth + 1)
     first = (counts + 1).cumsum(0) - counts - 1
     chosen = torch.arange(rows * (depth + 1), device=device) * 5 % 11 - 1
-    arguments = chosen, first, counts, drafts, torch.arange(rows, device=device) % 7 > 0
+    arguments = chosen, first, counts, drafts, torch.arange(rows, device=device) % 7
     yield Check("judge", partial(_judged, arguments), partial(_judged_on_host, arguments), 0.0)
     texts = torch.arange(rows * 600, device=device).view(rows, 600).square() % 17 % 3
     lengths = torch.arange(rows, device=device) * 3 + 1
     yield Check("pointers", partial(_matched, texts, lengths), partial(_matched_on_host, texts, lengths), 0.0)
     yield Check("hints", partial(_hinted, texts, lengths), partial(_hinted_on_host, texts, lengths), 0.0)
+    yield from rows_of(device)
 
 
 def choice_rules(places: int, device: torch.device, dtype: torch.dtype) -> ChoiceSpecs:

@@ -20,6 +20,7 @@ from paceline.backend.cuda import (
     late_lookup,
     output_matrix,
     products,
+    row_launches,
     rowwise,
     tiles,
 )
@@ -38,6 +39,7 @@ LAUNCHING = (
     attention,
     choice,
     judge,
+    row_launches,
     late_hints,
     late_lookup,
     output_matrix,

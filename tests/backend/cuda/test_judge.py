@@ -24,14 +24,14 @@ def test_broken_ends_a_row_whatever_was_drafted() -> None:
     chosen = torch.tensor([5, BROKEN, 7, BROKEN])
     one = torch.tensor([0, 3])
     drafts = torch.tensor([[5, BROKEN], [9, 9]])
-    token_ids, num_tokens = judge(chosen, one, torch.tensor([2, 0]), drafts, torch.tensor([True, True]))
+    token_ids, num_tokens = judge(chosen, one, torch.tensor([2, 0]), drafts, torch.tensor([1, 1]))
     assert token_ids.tolist() == [[5, BROKEN, UNCHOSEN], [BROKEN, UNCHOSEN, UNCHOSEN]]
     assert num_tokens.tolist() == [2, 1]
 
 
 def test_a_pass_that_scores_nothing_gains_nothing() -> None:
     rows = torch.zeros(2, dtype=torch.int64)
-    token_ids, num_tokens = judge(rows[:0], rows, rows, torch.zeros(2, 3, dtype=torch.int64), rows.bool())
+    token_ids, num_tokens = judge(rows[:0], rows, rows, torch.zeros(2, 3, dtype=torch.int64), rows)
     assert token_ids.tolist() == [[UNCHOSEN] * 4] * 2
     assert num_tokens.tolist() == [0, 0]
 

@@ -36,7 +36,7 @@ def arrays(rows: Rows, spare: int = 0) -> tuple[torch.Tensor, ...]:
         torch.tensor(first),
         torch.tensor([len(drafts) for drafts, *_ in rows]),
         torch.tensor([row[:depth] for row in padded], dtype=torch.int64).view(len(rows), depth),
-        torch.tensor([samples for *_, samples in rows]),
+        torch.tensor([int(samples) for *_, samples in rows]),
     )
 
 

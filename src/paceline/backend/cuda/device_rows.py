@@ -21,7 +21,9 @@ from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_memory import send
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
+from paceline.backend.cuda.kernel_launch import Variant, lists_variants, uses_kernels
 from paceline.backend.cuda.record import Span
+from paceline.backend.cuda.row_launches import advance_by_kernel, gather_by_kernel, variants_of
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
@@ -108,6 +110,8 @@ class Gathered:
     num_drafts: torch.Tensor  # [num_rows] drafts in the pass
     first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
     specs: ChoiceSpecs  # [num_wanted]
+    drafts: torch.Tensor  # [num_rows, MAX_DRAFTS] of which the pass has the first `num_drafts`
+    margins: torch.Tensor  # [num_rows, MAX_DRAFTS]
 
 
 class DeviceRows(Rows):
@@ -289,6 +293,8 @@ def gather(
     row.
     """
     rows = step.rows
+    if uses_kernels(rows):
+        return Gathered(step, *gather_by_kernel(d, step, num_tokens, num_wanted, scratch_slot, width))
     num_drafts = torch.minimum(d.num_drafts[rows], step.max_drafts)  # [num_rows]
     counts = step.num_known + num_drafts
     cu_len = offsets(counts)
@@ -313,7 +319,7 @@ def gather(
         wanted=torch.where(place < cu_wanted[-1], wanted, 0),
     )
     specs = d.specs(rows[owner], d.length[rows[owner]] + at)
-    return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs)
+    return Gathered(step, tokens, num_drafts, cu_wanted[:-1], specs, d.drafts[rows], d.margins[rows])
 
 
 @torch.inference_mode()
@@ -360,6 +366,9 @@ def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_toke
     chooses wait for it.
     """
     step, spare = gathered.step, d.length.shape[0] - 1
+    if uses_kernels(token_ids):
+        advance_by_kernel(d, step, token_ids, num_tokens)
+        return
     rows, samples = step.rows, step.samples > 0
     here = d.sampling[rows, 3] > 0
     gains = torch.where(samples & here, num_tokens, 0)
@@ -372,4 +381,10 @@ def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_toke
     moves = torch.where(here | ~samples, rows, spare)
     d.length.index_add_(0, moves, gains)
     d.computed.index_add_(0, moves, computed)
-    d.num_drafts.index_fill_(0, rows, 0)
+    d.num_drafts.index_fill_(0, rows, 0)  # a graph captures no number of the host
+
+
+@lists_variants
+def variants() -> list[Variant]:
+    """Return the variants of kernels over rows."""
+    return variants_of(MAX_DRAFTS)

@@ -22,7 +22,7 @@ def judge(
     """Keep each row's drafts while the target chooses them; add its next choice.
 
     chosen: [num_scored] target token ids or BROKEN, of row i from `first_place[i]` on, one for each draft and one
-    more; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] bool, False: a row gains nothing.
+    more; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] int64, 0: a row gains nothing.
     Returns token ids [num_rows, depth + 1], UNCHOSEN behind a row's last, and their numbers [num_rows]. BROKEN
     ends a row's list and is its last.
     """
@@ -33,7 +33,7 @@ def judge(
     place = torch.arange(drafts.shape[1] + 1, device=chosen.device)
     token = chosen[(first_place[:, None] + place).clamp(0, len(chosen) - 1)]
     kept = (token[:, :-1] == drafts) & (token[:, :-1] >= 0) & (place[:-1] < num_drafts[:, None])
-    num_tokens = torch.where(samples, kept.cumprod(1).sum(1) + 1, 0)
+    num_tokens = torch.where(samples > 0, kept.cumprod(1).sum(1) + 1, 0)
     return torch.where(place < num_tokens[:, None], token, UNCHOSEN), num_tokens
 
 
@@ -46,27 +46,24 @@ def _judge_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, depth = drafts.shape
     token_ids, num_tokens = drafts.new_empty(num_rows, depth + 1), torch.empty_like(num_drafts)
-    rows = chosen, first_place, num_drafts, drafts, samples.view(torch.uint8), token_ids, num_tokens
+    rows = chosen, first_place, num_drafts, drafts, samples, token_ids, num_tokens
     launch(_judge_variant(), (cdiv(num_rows, ROWS),), *rows, num_rows, depth)
     return token_ids, num_tokens
 
 
 @lru_cache
 def _judge_variant() -> Variant:
-    of_rows = ("chosen", "first_place", "num_drafts", "drafts")
+    of_rows = ("chosen", "first_place", "num_drafts", "drafts", "samples")
     return Variant(
         name="keep_while_chosen",
         kernel="judge_kernels:keep_while_chosen",
         arguments={
-            **dict.fromkeys(of_rows, "*i64"),
-            "samples": "*u8",
-            "token_ids": "*i64",
-            "num_tokens": "*i64",
+            **dict.fromkeys((*of_rows, "token_ids", "num_tokens"), "*i64"),
             "num_rows": "i32",
             "depth": "i32",
         },
         constants={"UNCHOSEN": UNCHOSEN, "ROWS": ROWS},
-        unaligned=frozenset((*of_rows, "samples")),
+        unaligned=frozenset(of_rows),
     )
 
 

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
 DESCRIPTOR = "tensordesc"  # begins the types of descriptors
 # Modules of this folder that list variants.
-LISTING_MODULES = ("products", "tiles", "rowwise", "attention", "choice", "judge", "late_lookup", "late_hints")
+LISTING_MODULES = (
+    *("products", "tiles", "rowwise", "attention", "choice", "judge"),
+    *("device_rows", "late_lookup", "late_hints"),
+)
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

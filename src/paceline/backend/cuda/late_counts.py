@@ -10,6 +10,8 @@ import torch
 
 from paceline.backend.cuda.device_memory import on_device, send
 from paceline.backend.cuda.device_rows import MAX_DRAFTS
+from paceline.backend.cuda.kernel_launch import uses_kernels
+from paceline.backend.cuda.row_launches import keep_by_kernel
 from paceline.core.nouns import MOST_MARGIN, noun
 
 if TYPE_CHECKING:
@@ -103,6 +105,9 @@ def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, marg
     token_ids: [n, deepest] a negative one is no draft, nor is a later one. margins: [n, deepest] float64, NaN
     where not known.
     """
+    if uses_kernels(token_ids):
+        keep_by_kernel(state, o, token_ids, margins)
+        return
     deepest = token_ids.shape[1]
     alive = survival(margins, o.stops)
     state.drafts[o.rows, :deepest] = token_ids.clamp(min=0)

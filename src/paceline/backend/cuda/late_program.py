@@ -17,8 +17,10 @@ from paceline.backend.cuda.choice import choose
 from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_rows import offsets, owners
+from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.late_counts import DraftGraphs, DraftShape, keep_drafts
 from paceline.backend.cuda.late_hints import LateHints
+from paceline.backend.cuda.row_launches import BegunRows, begin_by_kernel, guesses_by_kernel, pack_by_kernel
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
@@ -82,9 +84,9 @@ class _Drafted(NamedTuple):
 
     rows: torch.Tensor  # [n]
     depth: torch.Tensor  # [n]
-    length: torch.Tensor  # [n] committed tokens
-    missing: torch.Tensor  # [n] of these without entries
-    hints: HintTrail | None
+    begun: BegunRows
+    pages: torch.Tensor  # [n, num_pages]
+    hints: HintTrail | None = None
 
 
 class Program:
@@ -107,7 +109,7 @@ class Program:
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
         self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
-        self._all_pages = self._num_pages = rows.pages.shape[1]
+        self._all_pages = rows.pages.shape[1]
         self._graphs = DraftGraphs(rows, self._draft_on_device)
         self._hints = LateHints(rows, hints) if hints.gain or hints.recycles else None
         rows.tap_sinks.append(runner.write_taps)
@@ -132,9 +134,10 @@ class Program:
         sent = self._send([list(counts), list(counts.values())])
         rows = sent[0]
         start = self._start(rows)
-        self._num_pages = self._all_pages
+        d = self._begin(rows, sent[1], 1, self._all_pages)
+        d = d._replace(begun=d.begun._replace(start=start, missing=sent[1]))
         with on_device(self._rows.device):
-            self._run_known(rows, start, sent[1], sum(counts.values()), wanted=False)
+            self._runner.run_late(self._pack(d, sum(counts.values())).wanting(rows[:0]))
         self._entries.index_copy_(0, rows, start + sent[1])
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
@@ -149,14 +152,29 @@ class Program:
 
     def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
         """Draft without a word from the host."""
-        rows, state, self._num_pages = orders.rows, self._rows.on_device, shape.num_pages
-        length = state.length[rows]
+        rows = orders.rows
         hints = self._hints.begin(rows, shape.num_pages) if self._hints else None
-        drafted = _Drafted(rows, orders.depth, length, (length - self._start(rows)).clamp(min=1), hints)
+        d = self._begin(rows, orders.depth, shape.deepest, shape.num_pages)._replace(hints=hints)
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
-        token_ids, margins = guess(drafted, shape.bound, shape.deepest)
-        self._entries.index_copy_(0, rows, length)
-        keep_drafts(state, orders, token_ids, margins)
+        token_ids, margins = guess(d, shape.bound, shape.deepest)
+        self._entries.index_copy_(0, rows, d.begun.length)
+        keep_drafts(self._rows.on_device, orders, token_ids, margins)
+
+    def _begin(self, rows: torch.Tensor, depth: torch.Tensor, deepest: int, num_pages: int) -> _Drafted:
+        """Look up what drafting needs of rows. num_pages: of the longest."""
+        state = self._rows.on_device
+        pages = state.pages[:, :num_pages].index_select(0, rows)
+        if uses_kernels(rows):
+            entries = self._entries if self._own_store else None
+            begun = begin_by_kernel(state, rows, entries, self._first_key, deepest)
+            return _Drafted(rows, depth, begun, pages)
+        length = state.length[rows]
+        missing = (length - self._start(rows)).clamp(min=1)
+        each = torch.arange(len(rows) + 1, device=rows.device)
+        positions = length + torch.arange(deepest, device=rows.device)[:, None]
+        specs, start = state.specs(rows, length), length - missing
+        begun = BegunRows(length, missing, start, self._first_key[rows], each, positions, specs)
+        return _Drafted(rows, depth, begun, pages)
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -168,7 +186,7 @@ class Program:
 
     def _guess_in_turn(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, one pass after another."""
-        states, fed_back = self._run_known(d.rows, d.length - d.missing, d.missing, bound, wanted=True)
+        states, fed_back = self._runner.run_late(self._pack(d, bound))
         found = [self._choose_next(states, d, 0)]
         for index in range(1, deepest):
             asked = self._guesses(d, found[-1][0], index, fed_back)
@@ -179,11 +197,8 @@ class Program:
     def _guess_at_once(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, of one pass with places for unknown tokens."""
         n, ahead = len(d.rows), deepest - 1
-        start, counts = d.length - d.missing, d.missing + ahead
-        asked = self._pack(d.rows, start, counts, bound + n * ahead, d.missing, depth=d.depth)
-        last = asked.tokens.cu_len[1:] - deepest
-        wanted = (last[:, None] + torch.arange(deepest, device=last.device)).view(-1)
-        states = self._runner.run_late(asked.wanting(wanted))[0].view(n, deepest, -1)
+        asked = self._pack(d, bound + n * ahead, ahead, d.depth)
+        states = self._runner.run_late(asked)[0].view(n, deepest, -1)
         if self._runner.relays:
             return self._relayed(states, d)
         if d.hints is None:
@@ -206,46 +221,33 @@ class Program:
             found.append(self._choose_next(here, d, index, found[-1][0]))
         return _columns(found)
 
-    def _run_known(
-        self, rows: torch.Tensor, start: torch.Tensor, counts: torch.Tensor, bound: int, *, wanted: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass over `counts` known tokens of each row.
+    def _pack(self, d: _Drafted, bound: int, ahead: int = 0, depth: torch.Tensor | None = None) -> LateInput:
+        """Pack each row's missing tokens and `ahead` places behind them; its last and those are wanted.
 
-        bound: upper bound of their sum. wanted: True for the states of each row's last token.
+        bound: upper bound of the tokens. depth: [n] drafts of each row, where places of unknown tokens follow; its
+        deeper places go to the scratch slot. None: there are only known tokens.
         """
-        asked = self._pack(rows, start, counts, bound, counts)
-        return self._runner.run_late(asked.wanting(asked.tokens.cu_len[1:] - 1 if wanted else rows[:0]))
-
-    def _pack(
-        self,
-        rows: torch.Tensor,
-        start: torch.Tensor,
-        counts: torch.Tensor,
-        bound: int,
-        known: torch.Tensor,
-        depth: torch.Tensor | None = None,
-    ) -> LateInput:
-        """Pack `counts` tokens of each row from `start` on, the first `known` of them committed.
-
-        depth: [n] drafts of each row, where places of unknown tokens follow; its deeper places go to the scratch
-        slot. None: there are only known tokens.
-        """
-        state = self._rows.on_device
-        cu_len = offsets(counts)
-        place = torch.arange(bound, device=rows.device)
+        state, b = self._rows.on_device, d.begun
+        if uses_kernels(d.rows):
+            p = pack_by_kernel(state, d.rows, b, bound, ahead, depth, self._scratch)
+            t = DevicePass(p.token_ids, p.positions, p.slots, p.cu_len, d.pages, p.wanted, b.first_keys)
+            return LateInput(t, p.before, masked=p.masked)
+        cu_len = offsets(b.missing + ahead)
+        place = torch.arange(bound, device=d.rows.device)
         owner, at = owners(cu_len, place)
-        real, row = place < cu_len[-1], rows[owner]
-        position = torch.where(real, start[owner] + at, 0)
-        masked = real & (at >= known[owner])
-        kept = real if depth is None else real & (at < known[owner] + depth[owner] - 1)
+        real, row, known = place < cu_len[-1], d.rows[owner], b.missing[owner]
+        position = torch.where(real, b.start[owner] + at, 0)
+        masked = real & (at >= known)
+        kept = real if depth is None else real & (at < known + depth[owner] - 1)
+        wanted = cu_len[1:, None] - 1 - ahead + torch.arange(ahead + 1, device=place.device)
         tokens = DevicePass(
             token_ids=torch.where(real & ~masked, _at(state.token_ids, row, position), 0),
             positions=position,
             slots=torch.where(kept, self._slot(row, position), self._scratch),
             cu_len=cu_len,
-            pages=state.pages[rows, : self._num_pages],
-            wanted=rows[:0],
-            first_keys=self._first_key[rows],
+            pages=d.pages,
+            wanted=wanted.view(-1),
+            first_keys=b.first_keys,
         )
         before = torch.where(real, self._slot(row, (position - 1).clamp(min=0)), self._scratch)
         return LateInput(tokens, before, masked=None if depth is None else masked)
@@ -254,21 +256,17 @@ class Program:
         self, d: _Drafted, token_ids: torch.Tensor, index: int, fed_back: torch.Tensor | None
     ) -> LateInput:
         """Return a pass over each row's guess number `index`, counted from 1."""
-        n = len(d.rows)
-        each = torch.arange(n + 1, device=d.rows.device)
-        position = d.length + index - 1
-        kept = index < d.depth  # deeper places have no page
-        position = torch.where(kept, position, d.length)
-        tokens = DevicePass(
-            token_ids=token_ids.clamp(min=0),
-            positions=position,
-            slots=torch.where(kept, self._slot(d.rows, position), self._scratch),
-            cu_len=each,
-            pages=self._rows.on_device.pages[d.rows, : self._num_pages],
-            wanted=each[:-1],
-            first_keys=self._first_key[d.rows],
-        )
-        return LateInput(tokens, self._slot(d.rows, (position - 1).clamp(min=0)), fed_back)
+        state, length, each = self._rows.on_device, d.begun.length, d.begun.each
+        if uses_kernels(d.rows):
+            packed = guesses_by_kernel(state, d.rows, length, d.depth, token_ids, index, self._scratch)
+        else:
+            kept = index < d.depth  # deeper places have no page
+            position = torch.where(kept, length + index - 1, length)
+            slots = torch.where(kept, self._slot(d.rows, position), self._scratch)
+            before = self._slot(d.rows, (position - 1).clamp(min=0))
+            packed = token_ids.clamp(min=0), position, slots, before
+        tokens = DevicePass(*packed[:3], each, d.pages, each[:-1], d.begun.first_keys)
+        return LateInput(tokens, packed[3], fed_back)
 
     def _slot(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         pages = self._rows.on_device.pages
@@ -284,7 +282,7 @@ class Program:
         self, states: torch.Tensor, d: _Drafted, index: int, hint: Hint | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, under the noise of the target's own choices. [n] each"""
-        specs = self._rows.on_device.specs(d.rows, d.length + index)
+        specs = replace(d.begun.specs, position=d.begun.positions[index])
         logits, draft_ids = self._runner.logits(states), self._runner.draft_ids
         ids, add = hint or (None, None)
         return choose(logits, specs, draft_ids=draft_ids, hint_ids=ids, hint_add=add)

@@ -80,17 +80,16 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
     hidden, taps = target.decoder.forward(g.tokens, target.kv, taps=target.taps)
     for sink in target.rows.tap_sinks:
         sink(taps, g.tokens.slots)
-    drafts, margins = rows.drafts[step.rows], rows.margins[step.rows]
     logits, chosen = None, step.rows.new_empty(0)
     if shape.num_wanted:
         logits = target.decoder.logits(hidden)
         chosen, _ = choose(logits, g.specs)
-    token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, drafts, step.samples > 0)
+    token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, g.drafts, step.samples)
     for learn in target.rows.verdict_sinks if shape.num_wanted else ():
-        learn(g, drafts, chosen, num_tokens)
+        learn(g, g.drafts, chosen, num_tokens)
     advance(rows, g, token_ids, num_tokens)
     t = g.tokens
-    return StepOutputs(chosen, g.num_drafts, drafts, margins, g.first_place, logits, taps, t.cu_len, t.slots)
+    return StepOutputs(chosen, g.num_drafts, g.drafts, g.margins, g.first_place, logits, taps, t.cu_len, t.slots)
 
 
 def _cut_block(target: StepParts, block: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:

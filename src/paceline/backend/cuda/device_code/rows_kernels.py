@@ -1,0 +1,298 @@
+"""Kernels over rows on the device: they gather a step's pass, and append what its rows have gained."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pieces_before(place, end, others, owner):
+    """Return the pieces that end at or before each place, and `owner` plus their number."""
+    before = others[None, :] & (end[None, :] <= place[:, None])
+    return before, owner + tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def _latest(end, before, start):
+    """Return the last end among pieces before each place, at least `start`."""
+    return tl.maximum(start, tl.max(tl.where(before, end[None, :], 0), 1))
+
+
+@triton.jit
+def _slot_of(pages, row, position, max_pages, real, PAGE: tl.constexpr):
+    """Return the slots of rows' positions; columns behind a table's end are its last one."""
+    page = tl.load(pages + row * max_pages + tl.minimum(position // PAGE, max_pages - 1), mask=real, other=0)
+    return page * PAGE + position % PAGE
+
+
+LOOSE = ["rows", "num_known", "max_drafts", "samples", "num_rows", "num_tokens", "num_wanted"]
+LOOSE += ["max_len", "max_pages", "scratch_slot"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def gather_rows(
+    rows, num_known, max_drafts, samples,
+    known_ids, pages, length, computed, sampling, drafts, num_drafts,
+    token_ids, positions, slots, cu_len, wanted, counted, first_place, row_drafts,
+    seed_lo, seed_hi, choice, chosen_at,
+    temperature, margins, row_margins, warmth,
+    num_rows, num_tokens, num_wanted, max_len, max_pages, scratch_slot,
+    PAGE: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Write a pass, the rules of its choices, and its rows' drafts; see `gather`.
+
+    A program takes PLACES tokens, wanted places and rows. Each counts the tokens of all rows, ROWS at once: none
+    waits for another.
+    """
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
+    owner = tl.zeros([PLACES], tl.int32)
+    start = tl.zeros([PLACES], tl.int32)
+    asker = tl.zeros([PLACES], tl.int32)  # row of a wanted place
+    asked_from = tl.zeros([PLACES], tl.int32)  # that row's first wanted place
+    its_start = tl.zeros([PLACES], tl.int32)  # and its first token
+    total = 0
+    total_wanted = 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        inside = r < num_rows
+        row = tl.load(rows + r, mask=inside, other=0)
+        most = tl.load(max_drafts + r, mask=inside, other=0)
+        drafted = tl.minimum(tl.load(num_drafts + row, mask=inside, other=0), most)
+        tokens = (tl.load(num_known + r, mask=inside, other=0) + drafted).to(tl.int32)
+        wants = (tl.load(samples + r, mask=inside, other=0) * (1 + drafted)).to(tl.int32)
+        end = total + tl.cumsum(tokens, 0)
+        wanted_end = total_wanted + tl.cumsum(wants, 0)
+        tl.store(cu_len + 1 + r, end.to(tl.int64), mask=r < num_written)
+        tl.store(counted + r, drafted, mask=r < num_written)
+        tl.store(first_place + r, (wanted_end - wants).to(tl.int64), mask=r < num_written)
+        others = r < num_rows - 1  # what is behind all rows counts as the last one's
+        before, owner = _pieces_before(place, end, others, owner)
+        start = _latest(end, before, start)
+        before, asker = _pieces_before(place, wanted_end, others, asker)
+        asked_from = _latest(wanted_end, before, asked_from)
+        its_start = _latest(end, before, its_start)
+        total += tl.sum(tokens, 0)
+        total_wanted += tl.sum(wants, 0)
+    tl.store(cu_len + place, place.to(tl.int64), mask=place == 0)
+
+    inside = place < num_tokens
+    real = inside & (place < total)
+    row = tl.load(rows + owner, mask=real, other=0)
+    known = tl.load(num_known + owner, mask=real, other=0)
+    at = (place - start).to(tl.int64)
+    position = tl.where(real, tl.load(computed + row, mask=real, other=0) + at, 0)
+    is_known = real & (at < known)
+    token = tl.load(known_ids + row * max_len + position, mask=is_known, other=0)
+    guess = tl.load(drafts + row * DEPTH + (at - known), mask=real & (at >= known), other=0)
+    slot = _slot_of(pages, row, position, max_pages, real, PAGE)
+    tl.store(token_ids + place, tl.where(is_known, token, guess), mask=inside)
+    tl.store(positions + place, position, mask=inside)
+    tl.store(slots + place, tl.where(real, slot, scratch_slot), mask=inside)
+
+    inside = place < num_wanted
+    row = tl.load(rows + asker, mask=inside, other=0)
+    known = tl.load(num_known + asker, mask=inside, other=0)
+    at = (place - asked_from).to(tl.int64)
+    tl.store(wanted + place, tl.where(place < total_wanted, its_start + known - 1 + at, 0), mask=inside)
+    tl.store(chosen_at + place, tl.load(length + row, mask=inside, other=0) + at, mask=inside)
+    tl.store(warmth + place, tl.load(temperature + row, mask=inside, other=0.0), mask=inside)
+    tl.store(seed_lo + place, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
+    tl.store(seed_hi + place, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
+    tl.store(choice + place, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
+
+    inside = (place < num_rows)[:, None]
+    row = tl.load(rows + place, mask=place < num_rows, other=0)[:, None]
+    column = tl.arange(0, DEPTH)[None, :]
+    to = place.to(tl.int64)[:, None] * DEPTH + column
+    tl.store(row_drafts + to, tl.load(drafts + row * DEPTH + column, mask=inside), mask=inside)
+    tl.store(row_margins + to, tl.load(margins + row * DEPTH + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "num_known", "samples", "num_rows", "max_len"])
+def advance_rows(
+    rows, num_known, samples, gained_ids, num_gained,
+    known_ids, length, computed, sampling, num_drafts,
+    num_rows, max_len,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Append what rows gain, see `advance`. A program takes ROWS rows.
+
+    gained_ids: [num_rows, WIDTH]. Rows that wait for the host keep their lengths.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < num_rows
+    row = tl.load(rows + r, mask=inside, other=0)
+    sampled = tl.load(samples + r, mask=inside, other=0) > 0
+    here = tl.load(sampling + row * 4 + 3, mask=inside, other=0) > 0
+    gains = tl.load(num_gained + r, mask=inside & sampled & here, other=0)
+    size = tl.load(length + row, mask=inside, other=0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    written = column < gains[:, None]
+    token = tl.load(gained_ids + r.to(tl.int64)[:, None] * WIDTH + column, mask=written, other=0)
+    to = (row * max_len + size)[:, None] + column
+    tl.store(known_ids + to, tl.maximum(token, 0), mask=written)  # a broken row ends: its token is never read
+    moves = inside & (here | (sampled == 0))
+    done = tl.load(computed + row, mask=moves, other=0) + tl.load(num_known + r, mask=moves, other=0)
+    tl.store(length + row, size + gains, mask=moves)
+    tl.store(computed + row, done + tl.maximum(gains - 1, 0), mask=moves)
+    tl.store(num_drafts + row, tl.zeros([ROWS], tl.int64), mask=inside)
+
+
+# Drafting -----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "num_rows", "deepest"])
+def begin_drafting(
+    rows, entries, first_key, computed, length, sampling,
+    lengths, starts, missing, first_keys, each, positions, seed_lo, seed_hi, choice, temperature, warmth,
+    num_rows, deepest,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write what drafting needs of its rows, see `BegunRows`. A program takes ROWS rows.
+
+    computed: of a drafter whose entries are the target's; others have `entries`.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < num_rows
+    row = tl.load(rows + r, mask=inside, other=0)
+    size = tl.load(length + row, mask=inside, other=0)
+    first = tl.load(first_key + row, mask=inside, other=0)
+    if computed is not None:
+        begun = tl.load(computed + row, mask=inside, other=0)
+    else:
+        begun = tl.maximum(tl.load(entries + row, mask=inside, other=0), first)
+    lacks = tl.maximum(size - begun, 1)
+    tl.store(lengths + r, size, mask=inside)
+    tl.store(starts + r, size - lacks, mask=inside)
+    tl.store(missing + r, lacks, mask=inside)
+    tl.store(first_keys + r, first, mask=inside)
+    tl.store(each + r, r.to(tl.int64), mask=r <= num_rows)
+    for index in range(deepest):
+        tl.store(positions + index * num_rows + r, size + index, mask=inside)
+    tl.store(seed_lo + r, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
+    tl.store(seed_hi + r, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
+    tl.store(choice + r, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
+    tl.store(warmth + r, tl.load(temperature + row, mask=inside, other=0.0), mask=inside)
+
+
+LOOSE = ["rows", "starts", "counts", "depth", "num_rows", "num_tokens", "ahead"]
+LOOSE += ["max_len", "max_pages", "scratch_slot"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def pack_rows(
+    rows, starts, counts, depth, known_ids, pages,
+    token_ids, positions, slots, before, cu_len, wanted, masked,
+    num_rows, num_tokens, ahead, max_len, max_pages, scratch_slot,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """Write a draft pass over `counts` known tokens of each row, and `ahead` places behind them.
+
+    See `Program._pack`. A program takes PLACES tokens and counts those of all rows, as in `gather_rows`. depth and
+    masked: of passes with places of unknown tokens.
+    """
+    place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+    num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
+    owner = tl.zeros([PLACES], tl.int32)
+    start = tl.zeros([PLACES], tl.int32)
+    total = 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        inside = r < num_rows
+        tokens = tl.where(inside, tl.load(counts + r, mask=inside, other=0) + ahead, 0).to(tl.int32)
+        end = total + tl.cumsum(tokens, 0)
+        tl.store(cu_len + 1 + r, end.to(tl.int64), mask=r < num_written)
+        for back in range(ahead + 1):
+            to = wanted + r * (ahead + 1) + ahead - back
+            tl.store(to, (end - 1 - back).to(tl.int64), mask=r < num_written)
+        ended, owner = _pieces_before(place, end, r < num_rows - 1, owner)
+        start = _latest(end, ended, start)
+        total += tl.sum(tokens, 0)
+    tl.store(cu_len + place, place.to(tl.int64), mask=place == 0)
+
+    inside = place < num_tokens
+    real = inside & (place < total)
+    row = tl.load(rows + owner, mask=real, other=0)
+    known = tl.load(counts + owner, mask=real, other=0)
+    at = (place - start).to(tl.int64)
+    position = tl.where(real, tl.load(starts + owner, mask=real, other=0) + at, 0)
+    is_known = real & (at < known)
+    kept = real
+    if depth is not None:
+        kept = real & (at < known + tl.load(depth + owner, mask=real, other=0) - 1)
+        tl.store(masked + place, (real & (at >= known)).to(tl.uint8), mask=inside)
+    token = tl.load(known_ids + row * max_len + tl.minimum(position, max_len - 1), mask=is_known, other=0)
+    slot = _slot_of(pages, row, position, max_pages, kept, PAGE)
+    earlier = _slot_of(pages, row, tl.maximum(position - 1, 0), max_pages, real, PAGE)
+    tl.store(token_ids + place, token, mask=inside)
+    tl.store(positions + place, position, mask=inside)
+    tl.store(slots + place, tl.where(kept, slot, scratch_slot), mask=inside)
+    tl.store(before + place, tl.where(real, earlier, scratch_slot), mask=inside)
+
+
+LOOSE = ["rows", "depth", "guesses", "num_rows", "index", "max_pages", "scratch_slot"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def pack_guesses(
+    rows, lengths, depth, guesses, pages,
+    token_ids, positions, slots, before,
+    num_rows, index, max_pages, scratch_slot,
+    PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write a draft pass over each row's newest guess, see `Program._guesses`. A program takes ROWS rows."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = r < num_rows
+    row = tl.load(rows + r, mask=inside, other=0)
+    size = tl.load(lengths + r, mask=inside, other=0)
+    kept = index < tl.load(depth + r, mask=inside, other=0)
+    position = tl.where(kept, size + index - 1, size)
+    slot = _slot_of(pages, row, position, max_pages, kept, PAGE)
+    earlier = _slot_of(pages, row, tl.maximum(position - 1, 0), max_pages, inside, PAGE)
+    guess = tl.load(guesses + r, mask=inside, other=0)
+    tl.store(token_ids + r, tl.maximum(guess, 0), mask=inside)
+    tl.store(positions + r, position, mask=inside)
+    tl.store(slots + r, tl.where(kept, slot, scratch_slot), mask=inside)
+    tl.store(before + r, earlier, mask=inside)
+
+
+LOOSE = ["rows", "depth", "guesses", "found", "stops", "num_rows", "deepest", "found_stride", "found_step"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def keep_guesses(
+    rows, depth, guesses, drafts, num_drafts, found, stops, margins, alive,
+    num_rows, deepest, found_stride, found_step,
+    MOST: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Make guesses the drafts of their rows, see `keep_drafts`. A program takes ROWS rows.
+
+    found: margins, of rows `found_stride` and of depths `found_step` apart. The chance of a guess is computed as
+    PyTorch computes it on the device, with one order of multiplications.
+    """
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = r < num_rows
+    row = tl.load(rows + r, mask=inside, other=0)
+    most = tl.load(depth + r, mask=inside, other=0)
+    rule = stops + r * (2 * deepest + 1)
+    sureness = tl.load(rule + 2 * deepest, mask=inside, other=0.0)
+    largest = tl.full([ROWS], MOST, tl.float64)
+    chance = tl.full([ROWS], 1.0, tl.float64)
+    all_known = inside
+    count = most
+    for index in range(deepest):
+        token = tl.load(guesses + r * deepest + index, mask=inside, other=0)
+        margin = tl.load(found + r * found_stride + index * found_step, mask=inside, other=0.0)
+        is_known = (margin <= 0.0) | (margin > 0.0)
+        sure = tl.minimum(tl.where(is_known, margin, 0.0), largest)
+        odds = tl.load(rule + index, mask=inside, other=0.0) + sureness * sure
+        chance = chance * (1.0 / (1.0 + tl.exp(-odds)))
+        all_known = all_known & is_known
+        over = all_known & (chance < tl.load(rule + deepest + index, mask=inside, other=0.0))
+        count = tl.where(over, tl.minimum(count, index + 1), count)
+        count = tl.where((token < 0) | (index >= most), tl.minimum(count, index), count)
+        to = row * DEPTH + index
+        tl.store(drafts + to, tl.maximum(token, 0), mask=inside)
+        tl.store(margins + to, margin, mask=inside)
+        tl.store(alive + to, chance, mask=inside)
+    tl.store(num_drafts + row, count, mask=inside)
