@@ -5,10 +5,11 @@ It tells which to use next. Only where `--phases` names it.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -45,7 +46,7 @@ MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4
 TOKENS = (128, 256, 512, 2048)
 SEGMENTS = (1, 2, 4, 7, 8)
 FEW_TOKENS = 64  # up to which all segments are tried
-PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4))  # rows, new tokens of each
+PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4), (64, 8), (1, 2048))  # rows, new tokens of each
 NUM_WARPS, NUM_STAGES = (4, 8), (3, 4, 5, 6)
 # Beside those that products use, and each of them with one stage less.
 OTHER_TILES: dict[Way, tuple[Tile, ...]] = {
@@ -73,9 +74,9 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
     for way, tile in tiles_for(OTHER_TILES):
         variant = tile_variant("bf16", tile, way, bias=False, aligned=aligned_names(N=0, K=0))
         found[variant.name + repr(tile)] = variant
-    kv_heads, group, head_dim = sizes.heads[0]
-    for index, variant in enumerate(_attention_variants(kv_heads, group, head_dim)):
-        found[f"{variant.name} {index}"] = variant
+    for setting in attention_settings():
+        variant = _attention_variant(setting, sizes.heads[0])
+        found[f"{variant.name} {tuple(setting[:4])} {setting.part}"] = variant
     return found
 
 
@@ -194,40 +195,77 @@ def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def _attention_variants(kv_heads: int, group: int, head_dim: int) -> list[Variant]:
+class Setting(NamedTuple):
+    """What may be chosen of attention."""
+
+    rows: int  # of a tile
+    keys: int  # at once
+    warps: int
+    stages: int
+    programs: int  # on a multiprocessor
+    part: int  # keys of a part
+
+
+def attention_settings() -> Iterator[Setting]:
+    """Yield settings for few and for many query rows of a tile."""
+    for rows, stages, programs, part in product((16, 32), (2, 3, 4), (2, 3), (128, 256)):
+        yield Setting(rows, 64, 4, stages, programs, part)
+    for rows, keys, stages, programs in product((16, 32), (64, 128), (2, 3), (1, 2)):
+        yield Setting(rows, keys, 8, stages, programs, 256)
+    for keys, warps, stages in product((32, 64), NUM_WARPS, (2, 3, 4)):
+        yield Setting(64, keys, warps, stages, 2, 256)
+
+
+def _attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
     element = ELEMENTS[torch.bfloat16]
-    usual = attention._attend_variant(element, element, kv_heads, group, head_dim, aligned_names(query_stride=0))
-    found = [usual]
-    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4, 5)):
-        if keys * head_dim * 2 * 2 * stages <= SHARED_BYTES:
-            constants = {**usual.constants, "KEYS": keys}
-            found.append(replace(usual, constants=constants, num_warps=warps, num_stages=stages))
-    return found
+    usual = attention._attend_variant(element, element, *heads, s.rows, aligned_names(query_stride=0))
+    constants = {**usual.constants, "KEYS": s.keys, "PART": s.part}
+    return replace(usual, constants=constants, num_warps=s.warps, num_stages=s.stages)
+
+
+@contextmanager
+def _with(s: Setting, heads: tuple[int, int, int]) -> Iterator[None]:
+    variant = _attention_variant(s, heads)
+    with ExitStack() as stack:
+        for name, value in (
+            ("_attend_variant", lambda *_: variant),
+            ("_plan_variant", attention._plan_variant.__wrapped__),  # it keeps variants of another part
+            ("tile_rows", lambda *_: s.rows),
+            ("PROGRAMS", s.programs),
+            ("PART_TOKENS", s.part),
+        ):
+            stack.enter_context(patch.object(attention, name, value))
+        yield
 
 
 def _attention(bench: GpuBench, rows: int, new: int) -> None:
     heads, context = bench.sizes.heads[0], bench.sizes.context
     case = attention_case(((context, new),) * rows, heads, torch.bfloat16, "bf16", bench.device)
-    layers = max(1, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))
+    layers = max(4, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))  # the plan is made once for all
     kv = torch.randn((layers, *case.kv.data.shape[1:]), device=bench.device, dtype=torch.bfloat16)
     stores = [attention.LayerKV(layer) for layer in kv]
+
+    def work() -> None:
+        plan = attention.plan_attention(case.tokens, case.group, 0)
+        for store in stores:
+            attention.attend(case.query, store, case.tokens, plan, SCALE, 0)
+
+    usual_us = _time(bench, work) / layers * 1e6
     found = []
-    for index, variant in enumerate(_attention_variants(*heads)):
-
-        def work() -> None:
-            plan = attention.plan_attention(case.tokens, case.group, 0)
-            for store in stores:
-                attention.attend(case.query, store, case.tokens, plan, SCALE, 0)
-
-        with patch.object(attention, "_attend_variant", lambda *_, v=variant: v):
-            seconds = _time(bench, work) / layers
-        what = variant.constants["KEYS"], variant.num_warps, variant.num_stages
-        found.append((seconds * 1e6, f"{what}{' usual' * (index == 0)}"))
+    for setting in attention_settings():
+        if bench.record.left_s > 0:
+            with _with(setting, heads):
+                found.append((_time(bench, work) / layers * 1e6, tuple(setting)))
+    found.sort()
     num_bytes = rows * -(-(context + new) // PAGE_TOKENS) * PAGE_TOKENS * 2 * heads[0] * heads[2] * 2
     bench.record.put(
         "attention",
         f"{rows}x{new}",
-        bytes_per_s=num_bytes / min(found)[0] * 1e6,
-        usual_us=found[0][0],
-        best=[[round(us, 2), what] for us, what in sorted(found)[:LISTED]],
+        bytes_per_s=num_bytes / usual_us * 1e6,
+        usual_us=usual_us,
+        best=[[round(us, 2), str(what)] for us, what in found[:LISTED]],
+        best_of_rows={
+            str(some): [[round(us, 2), str(what)] for us, what in found if what[0] == some][:LISTED]
+            for some in (16, 32, 64)
+        },
     )
