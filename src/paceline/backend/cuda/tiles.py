@@ -1,6 +1,7 @@
 """Products of many tokens by tiles that the device copies, on sm_90.
 
-The kernel is in `device_code/tile_kernels.py`. Their bits are those of `products`' blocks. So the tile is chosen by an estimate of its time alone.
+The kernel is in `device_code/tile_kernels.py`. Bits are those of the blocks of `products`, so an estimate of its
+time alone chooses the tile.
 """
 
 from __future__ import annotations
