@@ -165,7 +165,7 @@ def compile_variant(variant: Variant) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pointer:
-    """What a descriptor asks of its tensor."""
+    """Stand-in for the tensor of a descriptor."""
 
     dtype: torch.dtype
 

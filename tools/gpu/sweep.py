@@ -84,7 +84,10 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
 
 
 def blocks_for(count: int) -> Iterator[Blocks]:
-    """Yield blocks for a number of tokens that fit into shared memory; for many tokens, that of products."""
+    """Yield blocks for a number of tokens that fit into shared memory.
+
+    For many tokens that is the block of products alone.
+    """
     if count > FEW_TOKENS:
         yield BLOCKS["plain"][-1]
         return

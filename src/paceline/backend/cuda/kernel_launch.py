@@ -131,7 +131,10 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
 
 
 def described(base: Any, shape: Iterable[int], block: list[int]) -> Any:
-    """Return a descriptor of `base`, of two dimensions, which may be a stand-in for a tensor."""
+    """Return a descriptor of two dimensions.
+
+    base: a tensor, or what stands in for one.
+    """
     num_rows, width = shape
     return _kernel("tile_kernels:TensorDescriptor")(base, [num_rows, width], [width, 1], block)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -27,9 +27,10 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.cuda.matrix import Kind
+from paceline.backend.cuda.matrix import Matrix as Matrix
 from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
-Kind = Literal["plain", "fp8", "int4"]
 PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 KINDS: dict[str, Kind] = {**dict.fromkeys(PLAIN_TYPES, "plain"), "fp8": "fp8", "int4": "int4"}
 FP8 = torch.float8_e4m3fn
@@ -43,28 +44,6 @@ TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twic
 SUM_BYTES = 8  # bytes to write and read one sum of a segment
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Matrix:
-    """Weights [N, K] as kernels read them."""
-
-    kind: Kind
-    data: torch.Tensor  # plain: [N, K]; fp8: [N, K] e4m3; int4: [N, groups * 64] uint8, see `_pack_int4`
-    scale: torch.Tensor | None  # float32; fp8: [N]; int4: [groups, N]
-    bias: torch.Tensor | None  # [N] of the model's type
-    shape: tuple[int, int]  # N, K
-    segment: int  # weights of a row that are summed by themselves
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.data, self.scale, self.bias) if t is not None)
-
-    @property
-    def num_segments(self) -> int:
-        """Segments of a row."""
-        return max(cdiv(self.shape[1], self.segment), 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +270,7 @@ def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
 
 
 def block_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> torch.Tensor:
-    """Multiply tokens [T, K]: [T, N] with the bias, or sums of segments [segments, T, N] float32 if parallel."""
+    """Multiply tokens [T, K] by blocks, with what `tile_product` returns."""
     (num_tokens, width), num_rows = x.shape, m.shape[0]
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
     blocks = _blocks(m.kind, element, num_rows, num_tokens)

@@ -1,6 +1,7 @@
-"""Products of many tokens by tiles that the device copies (`device_code/tile_kernels.py`), on sm_90.
+"""Products of many tokens by tiles that the device copies, on sm_90.
 
-Their bits are those of `products`' blocks. So the tile is chosen by an estimate of its time alone.
+The kernel is in `device_code/tile_kernels.py`. Bits are those of the blocks of `products`, so an estimate of its
+time alone chooses the tile.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from paceline.backend.cuda.kernel_launch import (
 )
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.matrix import Matrix
 
 Way = Literal["parts", "one", "in order"]  # of the kernel
-FEW_TOKENS = 64  # up to which blocks of `products` are faster
+TILES_FROM = 65  # tokens; blocks of `products` are faster for fewer
 CAPABILITY = 90  # of devices that copy tiles and multiply as blocks do there
 STEP = 64  # of K
 START_CYCLES = 4000  # of a tile: its first copies, and its stores
@@ -66,17 +67,17 @@ TILES: dict[Way, tuple[Tile, ...]] = {
 def takes_tiles(x: torch.Tensor, m: Matrix) -> bool:
     """Return True if tiles should multiply tokens [T, K] by a matrix."""
     fits = m.kind == "plain" and x.dtype in (torch.bfloat16, torch.float16) and "K" in aligned_names(K=m.shape[1])
-    return fits and len(x) > FEW_TOKENS and _copies_tiles(x.device)
+    return fits and len(x) >= TILES_FROM and _copies_tiles(x.device)
 
 
 @lru_cache
 def _copies_tiles(device: torch.device) -> bool:
     if find_spec("triton.tools") is None or find_spec("triton.tools.tensor_descriptor") is None:
         return False
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor == CAPABILITY
-    return interpreted() or device.type == "meta"
+    if interpreted() or device.type == "meta":  # no device, or none yet
+        return True
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor == CAPABILITY
 
 
 def tiles_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
@@ -103,7 +104,10 @@ def best_tile(
 
 
 def tile_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> torch.Tensor:
-    """Multiply tokens [T, K]: [T, N] with the bias, or sums of segments [segments, T, N] float32 if parallel."""
+    """Multiply tokens [T, K] by a matrix.
+
+    Returns [T, N] with the bias, or sums of segments [segments, T, N] float32 if parallel.
+    """
     way: Way = "parts" if parallel else "one" if m.num_segments == 1 else "in order"
     tile, _ = best_tile(*m.shape, m.segment, len(x), num_processors(x.device), way)
     return multiply_by(tile, way, x, m)
@@ -129,7 +133,10 @@ def multiply_by(tile: Tile, way: Way, x: torch.Tensor, m: Matrix) -> torch.Tenso
 
 @lru_cache
 def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: frozenset[str]) -> Variant:
-    """Return the variant of a product by tiles. element: Triton's name of the model's type."""
+    """Return the variant of a product by tiles.
+
+    element: Triton's name of the model's type.
+    """
     size = f"{tile.rows}x{tile.tokens}{f'+{tile.more}' if tile.more else ''}"
     return Variant(
         name=f"product tile {element} {size} {way}{' bias' * bias}{unaligned_marks(aligned, 'N')}",

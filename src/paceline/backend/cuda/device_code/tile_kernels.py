@@ -1,4 +1,4 @@
-"""Products of many tokens, whose tiles of weights and tokens the device copies by descriptors (TMA, sm_90).
+"""Products of many tokens by tiles that the device copies (TMA, sm_90).
 
 Sums are those of `products_kernels`: of each segment by itself, in order. Where there is nothing, 0 is read.
 """
@@ -15,7 +15,10 @@ def _sum_of(
     w, x, n0, t0, start, end,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32, added to 0 as other ways do it."""
+    """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32.
+
+    It is added to 0, as other ways do it.
+    """
     tl.assume(start < end)  # or the assembler makes products wait for each other
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for k0 in range(start, end, BLOCK_K):
@@ -28,7 +31,10 @@ def _sums_in_order(
     w, x, n0, t0, K, segment,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of segments' sums. One loop over all of K: copies go on where a segment ends."""
+    """Return the sum of segments' sums.
+
+    One loop is over all of K, so copies go on where a segment ends.
+    """
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     end = tl.minimum(segment, K)
@@ -83,8 +89,9 @@ def multiply_tiles(
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of tokens by one of weights: w [N, K] and x [num_tokens, K] are descriptors.
+    """Multiply a tile of tokens by one of weights.
 
+    w [N, K] and x [num_tokens, K] are descriptors.
     WAY "parts": grid (tiles, segments) writes sums of segments, out [segments, num_tokens, N] float32. "one": K is
     one segment, and "in order": grid (tiles, 1) writes out [num_tokens, N] in the model's type, with the bias.
     """
