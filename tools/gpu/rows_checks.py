@@ -1,4 +1,4 @@
-"""Checks of the kernels over rows: a step's pass, what its rows gain, draft passes and their guesses."""
+"""Checks of the kernels over rows, of steps and of drafting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, RowTensors, StepRows, advance, gather
+from paceline.backend.cuda.device_rows import advance, gather
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 from paceline.backend.seam import HintRule
 from tools.gpu.checks import Check
 
@@ -62,7 +63,10 @@ def rows_case(count: int) -> RowTensors:
 
 
 def _step(d: RowTensors, count: int) -> tuple[StepRows, int, int]:
-    """Return a step, each third row a chunk of a prompt, and its tokens and wanted places."""
+    """Return a step, and its tokens and wanted places.
+
+    Each third row is a chunk of a prompt.
+    """
     rows = torch.arange(count).flip(0)
     samples = (rows % 3 > 0).to(torch.int64)
     known = (d.length - d.computed)[rows] - (1 - samples)

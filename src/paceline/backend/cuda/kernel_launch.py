@@ -41,7 +41,7 @@ ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
 # Modules of this folder that list variants.
 LISTING_MODULES = (
     *("products", "rowwise", "attention", "choice", "judge"),
-    *("device_rows", "late_lookup", "late_hints"),
+    *("row_launches", "late_lookup", "late_hints"),
 )
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",
