@@ -114,3 +114,7 @@ def test_a_drafting_of_three(num_rows: int, by_kernels: bool, least: int, most: 
 
 def test_kernels_do_the_same_in_the_interpreter() -> None:
     run_interpreted("interpreted_rows.py")
+
+
+def test_texts_stay_with_kernels_in_the_interpreter() -> None:
+    run_interpreted("interpreted_text.py")
