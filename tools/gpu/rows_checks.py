@@ -1,30 +1,45 @@
-"""Checks of the kernels over rows: a step's pass, and what its rows gain."""
+"""Checks of the kernels over rows, of steps and of drafting."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, RowTensors, StepRows, advance, gather
+from paceline.backend.cuda.device_rows import advance, gather
+from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
+from paceline.backend.cuda.late_program import LateInput, Program
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
+from paceline.backend.seam import HintRule
 from tools.gpu.checks import Check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+T = TypeVar("T")
 HOST = torch.device("cpu")
 ROW_COUNTS = (1, 9, 300)  # one block of rows, and two
 MAX_LEN = 200
 SCRATCH, WIDTH = 12345, 9  # slot and pages
+DEEPEST = 3
+CHANCE_BOUND = 1e-14  # a few of the last bits: a device has another `exp` than its host
 
 
 def rows_of(device: torch.device) -> Iterator[Check]:
     """Yield steps of some rows against PyTorch on the host."""
     for count in ROW_COUNTS:
-        for name, act in (("gather", _gathered), ("advance", _advanced)):
-            yield Check(f"{name} {count} rows", partial(act, count, device), partial(act, count, HOST), 0.0)
+        for name, act, bound in (
+            ("gather", _gathered, 0.0),
+            ("advance", _advanced, 0.0),
+            ("draft", partial(_drafted, own_store=True), 0.0),
+            ("draft from the target's keys", partial(_drafted, own_store=False), 0.0),
+            ("keep drafts", _kept, 0.0),
+            ("chances of drafts", _chances, CHANCE_BOUND),
+        ):
+            yield Check(f"{name} {count} rows", partial(act, count, device), partial(act, count, HOST), bound)
 
 
 def rows_case(count: int) -> RowTensors:
@@ -48,7 +63,10 @@ def rows_case(count: int) -> RowTensors:
 
 
 def _step(d: RowTensors, count: int) -> tuple[StepRows, int, int]:
-    """Return a step, each third row a chunk of a prompt, and its tokens and wanted places."""
+    """Return a step, and its tokens and wanted places.
+
+    Each third row is a chunk of a prompt.
+    """
     rows = torch.arange(count).flip(0)
     samples = (rows % 3 > 0).to(torch.int64)
     known = (d.length - d.computed)[rows] - (1 - samples)
@@ -57,9 +75,9 @@ def _step(d: RowTensors, count: int) -> tuple[StepRows, int, int]:
     return StepRows(*block), int((block[1] + drafts).sum()), int((samples * (1 + drafts)).sum())
 
 
-def moved(of: Any, device: torch.device) -> Any:
+def moved(of: T, device: torch.device) -> T:
     """Return a dataclass of tensors on a device."""
-    return type(of)(**{f.name: getattr(of, f.name).to(device) for f in fields(of)})
+    return type(of)(**{f.name: getattr(of, f.name).to(device) for f in fields(of)})  # type: ignore[arg-type]
 
 
 def _gathered(count: int, device: torch.device) -> list[torch.Tensor]:
@@ -80,3 +98,55 @@ def _advanced(count: int, device: torch.device) -> list[torch.Tensor]:
     gained = torch.arange(count, device=device)[:, None] * 17 + column - 1
     advance(d, g, gained, (g.num_drafts + 1) * g.step.samples)
     return [x[:-1] for x in (d.token_ids, d.length, d.computed, d.num_drafts)]
+
+
+# Drafting -----------------------------------------------------------------------------------------
+
+
+def _drafted(count: int, device: torch.device, *, own_store: bool) -> list[torch.Tensor]:
+    """Return what draft passes read: of known tokens, with places behind them, and of guesses."""
+    d = rows_case(count)
+    missing = d.length % 5
+    rows: Any = SimpleNamespace(num_rows=count, device=device, pages=d.pages, tap_sinks=[], capture=None)
+    rows.on_device = moved(d, device)
+    runner: Any = SimpleNamespace(write_taps=None)
+    program = Program(rows, runner, SCRATCH, HintRule(1, 1), own_store=own_store)
+    program._entries = (d.length - missing).to(device)
+    which = torch.arange(count).flip(0)
+    depth, bound = (which % DEEPEST + 1).to(device), int(d.length.sum())
+    drafted = program._begin(which.to(device), depth, DEEPEST, WIDTH)
+    begun, specs = drafted.begun, drafted.begun.specs
+    passes = [
+        program._pack(drafted, bound),
+        program._pack(drafted, bound, DEEPEST - 1, depth),
+        *(program._guesses(drafted, depth - 2, index, None) for index in range(1, DEEPEST)),
+    ]
+    of_rows = [*begun[:-1], specs.seed_lo, specs.seed_hi, specs.choice, specs.position, specs.temperature]
+    return [*of_rows, drafted.pages, *(tensor for asked in passes for tensor in _read(asked))]
+
+
+def _read(asked: LateInput) -> list[torch.Tensor]:
+    t = asked.tokens
+    found = [t.token_ids, t.positions, t.slots, t.cu_len, t.wanted, t.first_keys, asked.before, asked.masked]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _keep(count: int, device: torch.device) -> RowTensors:
+    """Return rows that have kept guesses under stop rules."""
+    d, g = moved(rows_case(count), device), torch.Generator().manual_seed(count)
+    margins = torch.rand(count, DEEPEST, generator=g, dtype=torch.float64) * 8
+    stops = torch.rand(count, 2 * DEEPEST + 1, generator=g, dtype=torch.float64)
+    guesses = torch.randint(-1, 9, margins.shape, generator=g).to(device)
+    which = torch.arange(count).flip(0)
+    orders = DraftOrders(which.to(device), (which % (DEEPEST + 1)).to(device), stops.to(device))
+    keep_drafts(d, orders, guesses, margins.to(device))
+    return d
+
+
+def _kept(count: int, device: torch.device) -> list[torch.Tensor]:
+    d = _keep(count, device)
+    return [d.drafts, d.margins, d.num_drafts]
+
+
+def _chances(count: int, device: torch.device) -> list[torch.Tensor]:
+    return [_keep(count, device).alive]

@@ -62,7 +62,7 @@ def _answer_at_once(engine: Engine) -> None:
 def _answer_late(engine: Engine) -> None:
     import torch
 
-    from paceline.backend.cuda.device_rows import MAX_DRAFTS
+    from paceline.backend.cuda.row_tensors import MAX_DRAFTS
     from paceline.backend.cuda.step_graphs import StepOutputs
 
     def run(block: Any, num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:

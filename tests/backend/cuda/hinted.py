@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from paceline import kernels
-from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.backend.cuda.late_hints import LateHints
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from tests.backend.cuda.texts import rows_with
 
 if TYPE_CHECKING:

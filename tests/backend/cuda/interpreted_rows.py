@@ -11,17 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, DeviceRows, advance, gather
+from paceline.backend.cuda.device_rows import DeviceRows, advance, gather
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.backend.seam import HintRule
 from paceline.core.nouns import MOST_MARGIN
 from tests.backend.cuda.interpreted import poison
 from tests.backend.cuda.row_states import MAX_LEN, by_torch, equal, random_state, random_step, same
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.device_rows import Gathered, RowTensors
+    from paceline.backend.cuda.device_rows import Gathered
+    from paceline.backend.cuda.row_tensors import RowTensors
 
 
 @pytest.fixture(autouse=True)

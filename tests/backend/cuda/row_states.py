@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from paceline.backend.cuda import device_rows, late_counts, late_program
-from paceline.backend.cuda.device_rows import MAX_DRAFTS, RowTensors, StepRows
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.backend.cuda.device_rows import StepRows, allot, cut_to_budget, gather
+from paceline.backend.cuda.device_rows import allot, cut_to_budget, gather
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape, keep_drafts, orders_of
+from paceline.backend.cuda.row_tensors import StepRows
 from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.backend.seam import LateDraft
 from paceline.core.nouns import BROKEN, MOST_MARGIN, UNCHOSEN, Plan, Request, RowPlan, Stop

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+from paceline.backend.cuda.device_rows import DeviceRows
+from paceline.backend.cuda.row_tensors import RowTensors
 from paceline.backend.seam import LateDraft
 
 if TYPE_CHECKING:

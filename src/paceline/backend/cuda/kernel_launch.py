@@ -42,7 +42,7 @@ DESCRIPTOR = "tensordesc"  # begins the types of descriptors
 # Modules of this folder that list variants.
 LISTING_MODULES = (
     *("products", "tiles", "rowwise", "attention", "choice", "judge"),
-    *("device_rows", "late_lookup", "late_hints"),
+    *("row_launches", "late_lookup", "late_hints"),
 )
 ELEMENTS = {  # Triton's names of element types
     torch.bfloat16: "bf16",

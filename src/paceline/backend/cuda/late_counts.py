@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from paceline.backend.cuda.device_memory import on_device, send
-from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.row_launches import keep_by_kernel
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, noun
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.device_rows import DeviceRows, RowTensors
+    from paceline.backend.cuda.device_rows import DeviceRows
+    from paceline.backend.cuda.row_tensors import RowTensors
     from paceline.backend.seam import LateDraft
 
     Orders = tuple[NDArray[int64], NDArray[float64]]
@@ -106,7 +107,7 @@ def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, marg
     where not known.
     """
     if uses_kernels(token_ids):
-        keep_by_kernel(state, o, token_ids, margins)
+        keep_by_kernel(state, o.rows, o.depth, o.stops, token_ids, margins)
         return
     deepest = token_ids.shape[1]
     alive = survival(margins, o.stops)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.device_rows import MAX_DRAFTS
 from paceline.backend.cuda.kernel_launch import Variant, launch, lists_variants, uses_kernels
 from paceline.backend.cuda.late_lookup import PLACES, place_matches
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.core.nouns import PAGE_TOKENS, UNCHOSEN
 
 if TYPE_CHECKING:

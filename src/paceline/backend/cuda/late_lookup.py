@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy import float64, generic, int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.device_rows import RowTensors
+    from paceline.backend.cuda.row_tensors import RowTensors
     from paceline.backend.seam import LateDraft, LateProgram, Pointers, RowView
 
 PLACES = 256  # of a text that a program of the kernel compares

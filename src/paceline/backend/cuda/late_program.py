@@ -222,10 +222,11 @@ class Program:
         return _columns(found)
 
     def _pack(self, d: _Drafted, bound: int, ahead: int = 0, depth: torch.Tensor | None = None) -> LateInput:
-        """Pack each row's missing tokens and `ahead` places behind them; its last and those are wanted.
+        """Pack each row's missing tokens and `ahead` places behind them.
 
-        bound: upper bound of the tokens. depth: [n] drafts of each row, where places of unknown tokens follow; its
-        deeper places go to the scratch slot. None: there are only known tokens.
+        A row's last missing token and those places are wanted. bound: upper bound of the tokens. depth: [n] drafts
+        of each row, where places of unknown tokens follow; its deeper places go to the scratch slot. None: there
+        are only known tokens.
         """
         state, b = self._rows.on_device, d.begun
         if uses_kernels(d.rows):

@@ -1,4 +1,4 @@
-"""Launches of the kernels over rows: what PyTorch does on a host, for steps and for drafting."""
+"""Launches of the kernels over rows, for steps and for drafting."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from paceline.backend.cuda.choice import ChoiceSpecs
 from paceline.backend.cuda.device_pass import DevicePass
-from paceline.backend.cuda.kernel_launch import Variant, block_of, cdiv, launch
+from paceline.backend.cuda.kernel_launch import Variant, block_of, cdiv, launch, lists_variants
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.device_rows import RowTensors, StepRows
-    from paceline.backend.cuda.late_counts import DraftOrders
+    from paceline.backend.cuda.row_tensors import RowTensors, StepRows
 
 ROWS = 256  # whose tokens a program counts at once
 PLACES = 16  # tokens of one program
@@ -151,7 +151,7 @@ def guesses_by_kernel(
     index: int,
     scratch: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return token ids, positions, slots and slots before of each row's guess number `index`. [n] each"""
+    """Return token ids, positions, slots and slots before of guesses. [n] each"""
     packed = torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows), torch.empty_like(rows)
     sizes = len(rows), index, d.pages.shape[1], scratch
     launch(
@@ -160,14 +160,21 @@ def guesses_by_kernel(
     return packed
 
 
-def keep_by_kernel(d: RowTensors, o: DraftOrders, token_ids: torch.Tensor, margins: torch.Tensor) -> None:
+def keep_by_kernel(
+    d: RowTensors,
+    rows: torch.Tensor,
+    depth: torch.Tensor,
+    stops: torch.Tensor,
+    token_ids: torch.Tensor,
+    margins: torch.Tensor,
+) -> None:
     """Make guesses the drafts of their rows, see `keep_drafts`."""
     n, deepest = token_ids.shape
     launch(
         _keep_variant(d.drafts.shape[1]),
         (cdiv(n, FEW_ROWS),),
-        *(o.rows, o.depth, token_ids.contiguous(), d.drafts, d.num_drafts),
-        *(margins, o.stops, d.margins, d.alive),
+        *(rows, depth, token_ids.contiguous(), d.drafts, d.num_drafts),
+        *(margins, stops, d.margins, d.alive),
         *(n, deepest, *margins.stride()),
     )
 
@@ -278,8 +285,9 @@ def _keep_variant(depth: int) -> Variant:
     )
 
 
-def variants_of(depth: int) -> list[Variant]:
-    """Return the variants for rows of up to `depth` drafts."""
+@lists_variants
+def variants() -> list[Variant]:
+    """Return the variants that there are."""
+    depth, both = MAX_DRAFTS, (False, True)
     listed = [_gather_variant(depth), _advance_variant(depth + 1), _guesses_variant(), _keep_variant(depth)]
-    both = False, True
     return listed + [_begin_variant(own_store=x) for x in both] + [_pack_variant(has_depth=x) for x in both]

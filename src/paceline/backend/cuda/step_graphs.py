@@ -16,8 +16,9 @@ import torch
 
 from paceline.backend.cuda.buckets import BUCKETS, bucket
 from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.device_rows import StepRows, advance, cut_to_budget, gather
+from paceline.backend.cuda.device_rows import advance, cut_to_budget, gather
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.row_tensors import StepRows
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:

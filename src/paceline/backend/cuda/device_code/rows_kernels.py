@@ -1,4 +1,4 @@
-"""Kernels over rows on the device: they gather a step's pass, and append what its rows have gained."""
+"""Kernels over rows on a device, of steps and of drafting."""
 
 import triton
 import triton.language as tl
@@ -24,6 +24,38 @@ def _slot_of(pages, row, position, max_pages, real, PAGE: tl.constexpr):
     return page * PAGE + position % PAGE
 
 
+@triton.jit
+def _write_rules(to, row, inside, sampling, temperature, seed_lo, seed_hi, choice, warmth):
+    """Write the rules of rows' choices but for their positions."""
+    tl.store(seed_lo + to, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
+    tl.store(seed_hi + to, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
+    tl.store(choice + to, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
+    tl.store(warmth + to, tl.load(temperature + row, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _copy_drafts(place, rows, num_rows, drafts, margins, row_drafts, row_margins, DEPTH: tl.constexpr):
+    """Copy the drafts and margins of some of a step's rows."""
+    inside = (place < num_rows)[:, None]
+    row = tl.load(rows + place, mask=place < num_rows, other=0)[:, None]
+    column = tl.arange(0, DEPTH)[None, :]
+    to = place.to(tl.int64)[:, None] * DEPTH + column
+    tl.store(row_drafts + to, tl.load(drafts + row * DEPTH + column, mask=inside), mask=inside)
+    tl.store(row_margins + to, tl.load(margins + row * DEPTH + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _counted(r, rows, num_known, max_drafts, samples, num_drafts, num_rows):
+    """Return rows' drafts in a pass, tokens, and wanted places."""
+    inside = r < num_rows
+    row = tl.load(rows + r, mask=inside, other=0)
+    most = tl.load(max_drafts + r, mask=inside, other=0)
+    drafted = tl.minimum(tl.load(num_drafts + row, mask=inside, other=0), most)
+    tokens = tl.load(num_known + r, mask=inside, other=0) + drafted
+    wants = tl.load(samples + r, mask=inside, other=0) * (1 + drafted)
+    return drafted, tokens.to(tl.int32), wants.to(tl.int32)
+
+
 LOOSE = ["rows", "num_known", "max_drafts", "samples", "num_rows", "num_tokens", "num_wanted"]
 LOOSE += ["max_len", "max_pages", "scratch_slot"]
 
@@ -45,21 +77,14 @@ def gather_rows(
     """
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
-    owner = tl.zeros([PLACES], tl.int32)
-    start = tl.zeros([PLACES], tl.int32)
-    asker = tl.zeros([PLACES], tl.int32)  # row of a wanted place
-    asked_from = tl.zeros([PLACES], tl.int32)  # that row's first wanted place
-    its_start = tl.zeros([PLACES], tl.int32)  # and its first token
+    none = tl.zeros([PLACES], tl.int32)
+    owner, start = none, none  # row of a token, and that row's first one
+    asker, asked_from, its_start = none, none, none  # row of a wanted place, its first one, its first token
     total = 0
     total_wanted = 0
     for first in range(0, num_rows, ROWS):
         r = first + tl.arange(0, ROWS)
-        inside = r < num_rows
-        row = tl.load(rows + r, mask=inside, other=0)
-        most = tl.load(max_drafts + r, mask=inside, other=0)
-        drafted = tl.minimum(tl.load(num_drafts + row, mask=inside, other=0), most)
-        tokens = (tl.load(num_known + r, mask=inside, other=0) + drafted).to(tl.int32)
-        wants = (tl.load(samples + r, mask=inside, other=0) * (1 + drafted)).to(tl.int32)
+        drafted, tokens, wants = _counted(r, rows, num_known, max_drafts, samples, num_drafts, num_rows)
         end = total + tl.cumsum(tokens, 0)
         wanted_end = total_wanted + tl.cumsum(wants, 0)
         tl.store(cu_len + 1 + r, end.to(tl.int64), mask=r < num_written)
@@ -74,7 +99,6 @@ def gather_rows(
         total += tl.sum(tokens, 0)
         total_wanted += tl.sum(wants, 0)
     tl.store(cu_len + place, place.to(tl.int64), mask=place == 0)
-
     inside = place < num_tokens
     real = inside & (place < total)
     row = tl.load(rows + owner, mask=real, other=0)
@@ -88,24 +112,14 @@ def gather_rows(
     tl.store(token_ids + place, tl.where(is_known, token, guess), mask=inside)
     tl.store(positions + place, position, mask=inside)
     tl.store(slots + place, tl.where(real, slot, scratch_slot), mask=inside)
-
     inside = place < num_wanted
     row = tl.load(rows + asker, mask=inside, other=0)
     known = tl.load(num_known + asker, mask=inside, other=0)
     at = (place - asked_from).to(tl.int64)
     tl.store(wanted + place, tl.where(place < total_wanted, its_start + known - 1 + at, 0), mask=inside)
     tl.store(chosen_at + place, tl.load(length + row, mask=inside, other=0) + at, mask=inside)
-    tl.store(warmth + place, tl.load(temperature + row, mask=inside, other=0.0), mask=inside)
-    tl.store(seed_lo + place, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
-    tl.store(seed_hi + place, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
-    tl.store(choice + place, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
-
-    inside = (place < num_rows)[:, None]
-    row = tl.load(rows + place, mask=place < num_rows, other=0)[:, None]
-    column = tl.arange(0, DEPTH)[None, :]
-    to = place.to(tl.int64)[:, None] * DEPTH + column
-    tl.store(row_drafts + to, tl.load(drafts + row * DEPTH + column, mask=inside), mask=inside)
-    tl.store(row_margins + to, tl.load(margins + row * DEPTH + column, mask=inside), mask=inside)
+    _write_rules(place, row, inside, sampling, temperature, seed_lo, seed_hi, choice, warmth)
+    _copy_drafts(place, rows, num_rows, drafts, margins, row_drafts, row_margins, DEPTH)
 
 
 @triton.jit(do_not_specialize=["rows", "num_known", "samples", "num_rows", "max_len"])
@@ -169,10 +183,7 @@ def begin_drafting(
     tl.store(each + r, r.to(tl.int64), mask=r <= num_rows)
     for index in range(deepest):
         tl.store(positions + index * num_rows + r, size + index, mask=inside)
-    tl.store(seed_lo + r, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
-    tl.store(seed_hi + r, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
-    tl.store(choice + r, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
-    tl.store(warmth + r, tl.load(temperature + row, mask=inside, other=0.0), mask=inside)
+    _write_rules(r, row, inside, sampling, temperature, seed_lo, seed_hi, choice, warmth)
 
 
 LOOSE = ["rows", "starts", "counts", "depth", "num_rows", "num_tokens", "ahead"]
@@ -186,10 +197,10 @@ def pack_rows(
     num_rows, num_tokens, ahead, max_len, max_pages, scratch_slot,
     PAGE: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write a draft pass over `counts` known tokens of each row, and `ahead` places behind them.
+    """Write a draft pass over missing tokens and places behind them, see `Program._pack`.
 
-    See `Program._pack`. A program takes PLACES tokens and counts those of all rows, as in `gather_rows`. depth and
-    masked: of passes with places of unknown tokens.
+    counts: missing tokens of each row. depth and masked: of passes with places of unknown tokens. A program takes
+    PLACES tokens and counts those of all rows, as in `gather_rows`.
     """
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
@@ -240,7 +251,7 @@ def pack_guesses(
     num_rows, index, max_pages, scratch_slot,
     PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a draft pass over each row's newest guess, see `Program._guesses`. A program takes ROWS rows."""
+    """Write a pass over rows' newest guesses, see `Program._guesses`. A program takes ROWS rows."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < num_rows
     row = tl.load(rows + r, mask=inside, other=0)
