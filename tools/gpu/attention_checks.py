@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV, attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import FEW_TOKENS, DeviceKV, attend, new_kv, plan_attention
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.judge import judge
@@ -135,8 +135,11 @@ def _moved(d: DevicePass, device: torch.device) -> DevicePass:
 def attention_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
     """Yield attention of every shape and type of keys, tiles whole and split."""
     bf16, first = torch.bfloat16, sizes.heads[0]
-    asked = [(sizes.rows, heads, bf16, kv_type) for kv_type in ("bf16", "fp8") for heads in sizes.heads]
-    asked += [(sizes.rows, first, torch.float16, "f16"), (sizes.rows, first, torch.float32, "f32")]
+    few = tuple(row for row in sizes.rows if row[1] <= FEW_TOKENS)  # tiles of fewer rows
+    asked = []
+    for rows in (sizes.rows, few):
+        asked += [(rows, heads, bf16, kv_type) for kv_type in ("bf16", "fp8") for heads in sizes.heads]
+        asked += [(rows, first, torch.float16, "f16"), (rows, first, torch.float32, "f32")]
     asked += [(((30, 1),) * count, first, bf16, "bf16") for count in sizes.many_short_rows]
     for rows, heads, dtype, kv_type in asked:
         for window, first_keys in ((0, False), (WINDOW, False), (0, True)):

@@ -199,7 +199,7 @@ def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
 
 
 class Setting(NamedTuple):
-    """What may be chosen of attention."""
+    """Sizes that attention may take."""
 
     rows: int  # of a tile
     keys: int  # at once

@@ -81,7 +81,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceKV:
-    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
+    """Keys and values of every layer, by slot; padding tokens write to the last page."""
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
@@ -304,7 +304,7 @@ def variants() -> list[Variant]:
 
 
 def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
-    """Return the rows of a tile, from what the host knows of a pass. They change no bits.
+    """Return the rows of a tile, which change no bits.
 
     All tokens of a decoding step are wanted, and one of a prompt's chunk.
     """

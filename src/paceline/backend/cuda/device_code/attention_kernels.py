@@ -120,7 +120,7 @@ def _of_keys(x, SWAP: tl.constexpr):
 
 @triton.jit
 def _sum_of_keys(x, SWAP: tl.constexpr):
-    """Add the keys of each query row, half to half, so that no layout decides the order."""
+    """Add along keys, half to half: no layout decides the order."""
     keys: tl.constexpr = 0 if SWAP else 1
     for _ in tl.static_range(8):
         if x.shape[keys] > 1:
@@ -140,7 +140,9 @@ def _part(
     """Return the sums of the keys lo..hi - 1.
 
     They are weighted values [M, BLOCK_D], or [BLOCK_D, M] with SWAP, the largest scores [M] and the weights [M].
-    Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read.
+    Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read. With SWAP keys, then
+    values, are the first side of the tensor cores' instruction, so that few rows take few registers. With BY_KEY
+    weights are added at the end of a part, so that both ways have the same bits.
     """
     d = tl.arange(0, BLOCK_D)
     k = tl.arange(0, KEYS)
@@ -211,25 +213,20 @@ def attend_parts(
     query, keys, values, key_scales, value_scales, out, pages, positions, items, counts,
     part_total, part_largest, part_weight, query_stride, scale, max_pages, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
-    SWAP: tl.constexpr, BY_KEY: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, SWAP: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Take the items of a work list in turns, each for every KV head.
 
-    A tile's M rows are its tokens times the GROUP query heads of a KV head. With SWAP keys, then values, are the
-    M side of the tensor cores' instruction and query rows its N side, so that few rows take few registers. With
-    BY_KEY weights are kept by key and added at the end of a part, so that both ways have the same bits.
-    scale: of the scores, times log2(e).
+    A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
 
     query: [num_tokens, heads, D], tokens `query_stride` apart; keys, values: [slots, KV_HEADS, D];
     key_scales, value_scales: [slots, KV_HEADS] of fp8; out: [num_tokens, heads, D];
     part_total: [units, heads, D] float32; part_largest, part_weight: [units, heads] float32.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    num_items = tl.load(counts)
     m = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
-    for at in range(tl.program_id(0), num_items * KV_HEADS, tl.num_programs(0)):
+    for at in range(tl.program_id(0), tl.load(counts) * KV_HEADS, tl.num_programs(0)):
         kv_head = at % KV_HEADS
         item = items + at // KV_HEADS * FIELDS
         row = tl.load(item)
@@ -251,8 +248,7 @@ def attend_parts(
         some = ok[:, None] & (d < D)[None, :]
         of = (first + t) * query_stride + head * D
         q = tl.load(query + of[:, None] + d[None, :], mask=some, other=0.0)
-        if SWAP:
-            q = tl.trans(q)
+        q = tl.trans(q) if SWAP else q
         total = tl.zeros([BLOCK_D, M] if SWAP else [M, BLOCK_D], tl.float32)
         largest = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
@@ -264,8 +260,7 @@ def attend_parts(
                 scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS, SWAP, BY_KEY,
             )  # fmt: skip
             total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight, SWAP)
-        if SWAP:
-            total = tl.trans(total)
+        total = tl.trans(total) if SWAP else total
         if unit < 0:
             to = ((first + t) * HEADS + head)[:, None] * D + d[None, :]
             tl.store(out + to, _mean(total, weight).to(out.dtype.element_ty), mask=some)
