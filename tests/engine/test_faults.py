@@ -75,7 +75,7 @@ def spoil(engine: Engine, request_id: str, least: int = 0) -> None:
 
         def launched(thread: Any = None) -> Any:
             pending = asked.launch(thread)
-            return SimpleNamespace(wait=lambda: spoilt(batch, pending.wait()), pass_s=0.0)
+            return SimpleNamespace(wait=lambda: spoilt(batch, pending.wait()), pass_s=0.0, draft_s=0.0)
 
         return SimpleNamespace(launch=launched, masks=None)  # type: ignore[return-value]
 

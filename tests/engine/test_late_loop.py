@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from paceline.backend.cuda import late_target
 from paceline.backend.cuda.graphs import Uncaptured
+from paceline.backend.cuda.record import Record
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
@@ -118,6 +120,22 @@ def test_both_loops_run_on_a_late_target(loop: Any) -> None:
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
     engine.loop = loop()
     assert_same(plain_answers(asked), run(engine, asked))
+
+
+def test_what_the_device_takes_to_draft_is_the_drafters_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call of a late drafter only enqueues its work, and costs next to nothing."""
+    drafting_s = 10.0
+
+    def timed(*_: Any) -> Record:
+        record = Record()
+        record.draft_s = drafting_s
+        return record
+
+    monkeypatch.setattr(late_target, "begin_record", timed)
+    engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
+    run(engine, requests(2))
+    stats = engine.stats()
+    assert stats.draft_s // drafting_s == stats.steps
 
 
 # Rows that wait for the host, and those that do not --------------------------------------------------

@@ -14,19 +14,24 @@ import torch
 from paceline.backend.cuda import kernel_launch
 from paceline.backend.cuda.products import (
     PLAIN_TYPES,
+    ROWS,
+    TALL,
     Matrix,
     Parts,
     Product,
+    block_product,
     finished,
     kernel_product,
     multiply,
     pack_matrix,
 )
 from paceline.backend.cuda.rowwise import Activation, add_norm, embed, gated, rms_norm
+from paceline.backend.cuda.tiles import TILES, multiply_by, takes_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from paceline.backend.cuda.tiles import Tile, Way
     from tools.gpu.sizes import Sizes
 
     Act = Callable[[], Sequence[torch.Tensor]]
@@ -92,6 +97,10 @@ def products_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
     few = sizes.token_counts[0]
     for kind in ("bf16", "fp8"):
         yield from _product_checks(random_matrix(largest, kind, device, bias=True), kind, few)
+    tall = random_matrix((TALL, largest[1]), "bf16", device)
+    yield from _product_checks(tall, "bf16", ROWS)
+    for kind in ("bf16", "f16"):
+        yield from _tile_checks(largest, kind, max(sizes.token_counts), device)
     odd = largest[0] - 3, largest[1]
     yield from _product_checks(random_matrix(odd, "bf16", device), "bf16", few)
 
@@ -111,6 +120,41 @@ def _product_checks(m: Matrix, kind: str, count: int) -> Iterator[Check]:
         for parallel in (True, False):
             ways = "in parallel" if parallel else "in order"
             yield Check(f"product {what}, {ways}", partial(_added_up, x, m, parallel=parallel), expected, bound)
+
+
+def _tile_checks(shape: tuple[int, int], kind: str, count: int, device: torch.device) -> Iterator[Check]:
+    """Yield products by every tile, which have the bits of a block's."""
+    m = random_matrix(shape, kind, device, bias=True)
+    odd = random_matrix((shape[0] - 3, shape[1]), kind, device)
+    x = random_tokens(count, m, kind)
+    if not (kernel_launch.uses_kernels(x) and takes_tiles(x, m)):
+        return
+    name = f"product {kind} of a tile"
+    bare = replace(m, bias=None)
+    yield Check(f"{name}: blocks", partial(_by_blocks, x, bare), partial(_twice, x, bare), BOUNDS[x.dtype])
+    for way, known in TILES.items():
+        whole = replace(m, segment=m.shape[1]) if way == "one" else m
+        for tile in known:
+            for matrix in (whole, replace(whole, bias=None), *((odd,) if way == "in order" else ())):
+                want = partial(_in_order, x, matrix)
+                yield Check(f"{name} {tuple(tile[:3])} {way}", partial(_by_tile, tile, way, x, matrix), want, 0.0)
+
+
+def _by_tile(tile: Tile, way: Way, x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:
+    found = multiply_by(tile, way, x, m)
+    return [finished(Parts(found, m.bias, x.dtype)) if way == "parts" else found]
+
+
+def _by_blocks(x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:
+    return [finished(Parts(block_product(x, m, parallel=True), m.bias, x.dtype)), *_in_order(x, m)]
+
+
+def _in_order(x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:
+    return [block_product(x, m, parallel=False)]
+
+
+def _twice(x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:
+    return _multiplied(x.double(), wide_matrix(m)) * 2
 
 
 def _multiplied(x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:

@@ -7,8 +7,9 @@ its arguments, so that a launch finds the code on disk.
 from __future__ import annotations
 
 import multiprocessing
+import re
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.backend.cuda.choice import choose
-from paceline.backend.cuda.kernel_launch import ALIGNMENT, ELEMENTS
+from paceline.backend.cuda.kernel_launch import ALIGNMENT, DESCRIPTOR, ELEMENTS, described
 from paceline.backend.cuda.load import load_runner
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.core.system import usable_cores
@@ -162,10 +163,24 @@ def compile_variant(variant: Variant) -> None:
     warm_up(**variant.constants, **variant.options())
 
 
+@dataclass(frozen=True, slots=True)
+class _Pointer:
+    """What a descriptor asks of its tensor."""
+
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """Return an address that is aligned."""
+        return 0
+
+
 def _stand_in(variant: Variant, name: str, kind: str) -> Any:
     """Return an argument that the compiler takes for the real one."""
     if kind == "none":
         return None
+    if kind.startswith(DESCRIPTOR):
+        element, *block = re.findall(r"\w+", kind.removeprefix(DESCRIPTOR))
+        return described(_Pointer(TYPES[element]), (1, ALIGNMENT), [int(size) for size in block])
     if kind.startswith("*"):
         return TYPES[kind[1:]]  # aligned; kernels do not ask of others whether they are
     if kind.startswith("i"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +25,7 @@ PHASES = {  # name -> seconds, in the order in which they run
     "sweep": 60.0,
 }
 USUAL = tuple(name for name in PHASES if name not in ("pairs", "sweep"))
+PDL = "PACELINE_PDL"  # environment variable; 1: kernels begin early, to measure what that gains
 MODULES = {"compile": "compile_first"}  # phases whose module has another name
 
 
@@ -50,8 +52,10 @@ def run_phase(run: PhaseRun) -> None:
 def _run(run: PhaseRun, record: Record) -> None:
     import torch
 
+    from paceline.backend.cuda.kernel_launch import begin_early
     from tools.gpu.bench import GpuBench
 
+    begin_early(yes=os.environ.get(PDL) == "1")
     where = torch.device(run.device)
     if where.type == "cuda" and run.name != "compile":  # which forks, as a process with a GPU may not
         torch.cuda.set_device(where)

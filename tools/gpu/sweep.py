@@ -5,38 +5,55 @@ It tells which to use next. Only where `--phases` names it.
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
 from paceline.backend.cuda import attention
-from paceline.backend.cuda.kernel_launch import ELEMENTS, aligned_names, cdiv, launch, uses_kernels
-from paceline.backend.cuda.products import Blocks, product_variant, segment_of
+from paceline.backend.cuda.kernel_launch import (
+    ELEMENTS,
+    aligned_names,
+    cdiv,
+    launch,
+    num_processors,
+    uses_kernels,
+)
+from paceline.backend.cuda.products import BLOCKS, Blocks, Matrix, Parts, finished, product_variant, segment_of
+from paceline.backend.cuda.tiles import TILES, Tile, best_tile, multiply_by, tile_variant
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.attention_checks import SCALE, attention_case
 from tools.gpu.timing import captured, median_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from paceline.backend.cuda.kernel_launch import Variant
+    from paceline.backend.cuda.tiles import Way
     from tools.gpu.bench import GpuBench
     from tools.gpu.sizes import Sizes
 
 SHARED_BYTES = 227 << 10  # of one program on sm_90
 REPEATS = 5
 LISTED = 8  # best ones
+MIN_STAGES = 3
 # Matrices of Llama-3.1-8B: outputs, inputs.
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-TOKENS = (16, 64, 256)
+TOKENS = (128, 256, 512, 2048)
 SEGMENTS = (1, 2, 4, 7, 8)
 FEW_TOKENS = 64  # up to which all segments are tried
-PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4))  # rows, new tokens of each
+PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4), (64, 8), (1, 2048))  # rows, new tokens of each
 NUM_WARPS, NUM_STAGES = (4, 8), (3, 4, 5, 6)
+# Beside those that products use, and each of them with one stage less.
+OTHER_TILES: dict[Way, tuple[Tile, ...]] = {
+    "one": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
+    "parts": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
+    "in order": (Tile(64, 256, 0, 8, 5, 0), Tile(128, 64, 0, 8, 6, 0)),
+}
 
 
 def run(bench: GpuBench) -> None:
@@ -54,9 +71,12 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
     for blocks, parallel in product({b for count in TOKENS for b in blocks_for(count)}, (True, False)):
         variant = _variant(blocks, parallel=parallel)
         found[variant.name + repr(blocks)] = variant
-    kv_heads, group, head_dim = sizes.heads[0]
-    for index, variant in enumerate(_attention_variants(kv_heads, group, head_dim)):
-        found[f"{variant.name} {index}"] = variant
+    for way, tile in tiles_for(OTHER_TILES):
+        variant = tile_variant("bf16", tile, way, bias=False, aligned=aligned_names(N=0, K=0))
+        found[variant.name + repr(tile)] = variant
+    for setting in attention_settings():
+        variant = _attention_variant(setting, sizes.heads[0])
+        found[f"{variant.name} {tuple(setting[:4])} {setting.part}"] = variant
     return found
 
 
@@ -64,13 +84,25 @@ def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
 
 
 def blocks_for(count: int) -> Iterator[Blocks]:
-    """Yield blocks for a number of tokens that fit into shared memory."""
-    tokens = (16,) if count <= 16 else (64,) if count <= 64 else (64, 128, 256)
+    """Yield blocks for a number of tokens that fit into shared memory; for many tokens, that of products."""
+    if count > FEW_TOKENS:
+        yield BLOCKS["plain"][-1]
+        return
+    tokens = (16,) if count <= 16 else (64,)
     steps = (64, 128, 256) if count <= 16 else (64, 128)
     for rows, width, step, warps, stages in product((64, 128), tokens, steps, NUM_WARPS, NUM_STAGES):
         fits = (rows + width) * step * 2 * stages <= SHARED_BYTES
         if fits and rows * width <= 128 * 32 * warps and rows >= 16 * warps:
             yield Blocks(rows, width, step, warps, stages)
+
+
+def tiles_for(ways: Iterable[Way]) -> Iterator[tuple[Way, Tile]]:
+    """Yield tiles of some ways, with fewer stages too."""
+    for way in ways:
+        for tile in (*TILES[way], *OTHER_TILES[way]):
+            yield way, tile
+            if tile.num_stages > MIN_STAGES:
+                yield way, tile._replace(num_stages=tile.num_stages - 1)
 
 
 def _variant(blocks: Blocks, *, parallel: bool) -> Variant:
@@ -97,6 +129,8 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
                 work = partial(_multiply_all, weights, x, blocks, segment, parallel=parallel)
                 what = f"{tuple(blocks)} segment {segment}{' parallel' * parallel}{' usual' * (segment == usual)}"
                 found.append((_time(bench, work) / copies, what))
+    if count > FEW_TOKENS and uses_kernels(x):
+        found += _tiles(bench, weights, x, usual)
     found.sort()
     bench.record.put(
         "products",
@@ -109,17 +143,45 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
     )
 
 
-def _multiply_all(weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool) -> None:
+def _tiles(bench: GpuBench, weights: torch.Tensor, x: torch.Tensor, segment: int) -> list[tuple[float, str]]:
+    """Time tiles, and tell those whose bits are not those of a block."""
+    (num_rows, width), blocks = weights.shape[1:], BLOCKS["plain"][-1]
+    matrices = [Matrix("plain", w, None, None, (num_rows, width), segment) for w in weights]
+    want = _multiply_all(weights[:1], x, blocks, segment, parallel=False)
+    chosen = {way: best_tile(num_rows, width, segment, len(x), num_processors(x.device), way)[0] for way in TILES}
+    found = []
+    for way, tile in tiles_for(("parts", "in order") if segment < width else ("one",)):
+        if bench.record.left_s <= 0:
+            break
+        work = partial(_multiply_tiles, tile, way, x, matrices)
+        seconds = _time(bench, work) / len(matrices)
+        if seconds == float("inf"):
+            continue
+        got = multiply_by(tile, way, x, matrices[0])
+        got = finished(Parts(got, None, x.dtype)) if way == "parts" else got
+        marks = " chosen" * (tile == chosen[way]) + " OTHER BITS" * (not torch.equal(got, want))
+        found.append((seconds, f"tile {tuple(tile[:5])} {way}{marks} usual"))
+    return found
+
+
+def _multiply_tiles(tile: Tile, way: Way, x: torch.Tensor, matrices: list[Matrix]) -> None:
+    for m in matrices:
+        multiply_by(tile, way, x, m)
+
+
+def _multiply_all(
+    weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool
+) -> torch.Tensor:
+    """Multiply tokens by each matrix; return the last product."""
     (num_rows, width), count = weights.shape[1:], len(x)
-    if not uses_kernels(x):
-        return
     segments = cdiv(width, segment) if parallel else 1
     shape = (segments, count, num_rows) if parallel else (count, num_rows)
     out = torch.empty(shape, dtype=torch.float32 if parallel else x.dtype, device=x.device)
     grid = blocks.number(num_rows, count), segments
     variant = _variant(blocks, parallel=parallel)
-    for w in weights:
+    for w in weights if uses_kernels(x) else ():
         launch(variant, grid, w, None, x, None, None, out, count, num_rows, width, segment)
+    return out
 
 
 def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
@@ -133,40 +195,77 @@ def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def _attention_variants(kv_heads: int, group: int, head_dim: int) -> list[Variant]:
+class Setting(NamedTuple):
+    """What may be chosen of attention."""
+
+    rows: int  # of a tile
+    keys: int  # at once
+    warps: int
+    stages: int
+    programs: int  # on a multiprocessor
+    part: int  # keys of a part
+
+
+def attention_settings() -> Iterator[Setting]:
+    """Yield settings for few and for many query rows of a tile."""
+    for rows, stages, programs, part in product((16, 32), (2, 3, 4), (2, 3), (128, 256)):
+        yield Setting(rows, 64, 4, stages, programs, part)
+    for rows, keys, stages, programs in product((16, 32), (64, 128), (2, 3), (1, 2)):
+        yield Setting(rows, keys, 8, stages, programs, 256)
+    for keys, warps, stages in product((32, 64), NUM_WARPS, (2, 3, 4)):
+        yield Setting(64, keys, warps, stages, 2, 256)
+
+
+def _attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
     element = ELEMENTS[torch.bfloat16]
-    usual = attention._attend_variant(element, element, kv_heads, group, head_dim, aligned_names(query_stride=0))
-    found = [usual]
-    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4, 5)):
-        if keys * head_dim * 2 * 2 * stages <= SHARED_BYTES:
-            constants = {**usual.constants, "KEYS": keys}
-            found.append(replace(usual, constants=constants, num_warps=warps, num_stages=stages))
-    return found
+    usual = attention._attend_variant(element, element, *heads, s.rows, aligned_names(query_stride=0))
+    constants = {**usual.constants, "KEYS": s.keys, "PART": s.part}
+    return replace(usual, constants=constants, num_warps=s.warps, num_stages=s.stages)
+
+
+@contextmanager
+def _with(s: Setting, heads: tuple[int, int, int]) -> Iterator[None]:
+    variant = _attention_variant(s, heads)
+    with ExitStack() as stack:
+        for name, value in (
+            ("_attend_variant", lambda *_: variant),
+            ("_plan_variant", attention._plan_variant.__wrapped__),  # it keeps variants of another part
+            ("tile_rows", lambda *_: s.rows),
+            ("PROGRAMS", s.programs),
+            ("PART_TOKENS", s.part),
+        ):
+            stack.enter_context(patch.object(attention, name, value))
+        yield
 
 
 def _attention(bench: GpuBench, rows: int, new: int) -> None:
     heads, context = bench.sizes.heads[0], bench.sizes.context
     case = attention_case(((context, new),) * rows, heads, torch.bfloat16, "bf16", bench.device)
-    layers = max(1, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))
+    layers = max(4, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))  # the plan is made once for all
     kv = torch.randn((layers, *case.kv.data.shape[1:]), device=bench.device, dtype=torch.bfloat16)
     stores = [attention.LayerKV(layer) for layer in kv]
+
+    def work() -> None:
+        plan = attention.plan_attention(case.tokens, case.group, 0)
+        for store in stores:
+            attention.attend(case.query, store, case.tokens, plan, SCALE, 0)
+
+    usual_us = _time(bench, work) / layers * 1e6
     found = []
-    for index, variant in enumerate(_attention_variants(*heads)):
-
-        def work() -> None:
-            plan = attention.plan_attention(case.tokens, case.group, 0)
-            for store in stores:
-                attention.attend(case.query, store, case.tokens, plan, SCALE, 0)
-
-        with patch.object(attention, "_attend_variant", lambda *_, v=variant: v):
-            seconds = _time(bench, work) / layers
-        what = variant.constants["KEYS"], variant.num_warps, variant.num_stages
-        found.append((seconds * 1e6, f"{what}{' usual' * (index == 0)}"))
+    for setting in attention_settings():
+        if bench.record.left_s > 0:
+            with _with(setting, heads):
+                found.append((_time(bench, work) / layers * 1e6, tuple(setting)))
+    found.sort()
     num_bytes = rows * -(-(context + new) // PAGE_TOKENS) * PAGE_TOKENS * 2 * heads[0] * heads[2] * 2
     bench.record.put(
         "attention",
         f"{rows}x{new}",
-        bytes_per_s=num_bytes / min(found)[0] * 1e6,
-        usual_us=found[0][0],
-        best=[[round(us, 2), what] for us, what in sorted(found)[:LISTED]],
+        bytes_per_s=num_bytes / usual_us * 1e6,
+        usual_us=usual_us,
+        best=[[round(us, 2), str(what)] for us, what in found[:LISTED]],
+        best_of_rows={
+            str(some): [[round(us, 2), str(what)] for us, what in found if what[0] == some][:LISTED]
+            for some in (16, 32, 64)
+        },
     )

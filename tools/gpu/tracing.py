@@ -22,6 +22,7 @@ from paceline.backend.cuda import (
     products,
     row_launches,
     rowwise,
+    tiles,
 )
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ META = torch.device("meta")
 H100_PROCESSORS = 132
 LAUNCHING = (
     products,
+    tiles,
     rowwise,
     attention,
     choice,

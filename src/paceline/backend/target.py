@@ -26,6 +26,7 @@ class PendingPass(Protocol):
     """A target pass that was launched."""
 
     pass_s: float  # seconds that the pass took, once it was waited for
+    draft_s: float  # seconds that its drafts took on the device, likewise; 0: the host made them
 
     def wait(self) -> Scores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""
@@ -84,13 +85,13 @@ class Deferred:
 class PendingScores:
     """Scores of a target pass that was launched."""
 
-    __slots__ = ("_asked", "_launched_s", "_pending", "_scores", "pass_s")
+    __slots__ = ("_asked", "_launched_s", "_pending", "_scores", "draft_s", "pass_s")
 
     def __init__(self, asked: HostPass, pending: Pending, launched_s: float) -> None:
         self._asked, self._pending = asked, pending
         self._launched_s = launched_s  # by the clock
         self._scores: Scores | None = None
-        self.pass_s = 0.0  # seconds that the pass took, once it was waited for
+        self.pass_s = self.draft_s = 0.0  # as in `PendingPass`
 
     def wait(self) -> Scores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""

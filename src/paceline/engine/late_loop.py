@@ -84,11 +84,13 @@ class LateLoop:
     def _take_in(self, engine: Verbs, launched: _Launched) -> None:
         start = perf_counter()
         scores = launched.pending.wait()
-        end, drafted, pass_s = perf_counter(), launched.drafted, launched.pending.pass_s
+        end, drafted, pending = perf_counter(), launched.drafted, launched.pending
+        drafting_s = max(drafted.draft_s, pending.draft_s)
         since = max(self._taken_s, drafted.begun_s)
-        drafted.host_s = max(0.0, end - since - drafted.draft_s - pass_s)
+        drafted.host_s = max(0.0, end - since - drafting_s - pending.pass_s)
         self._taken_s = end
-        scored = StepScores(scores, pass_s, max(0.0, pass_s - (end - start)))
+        beside_s = max(0.0, pending.pass_s - (end - start))
+        scored = StepScores(scores, pending.pass_s, beside_s, pending.draft_s)
         verdict = engine.judge(drafted, scored)
         engine.commit(drafted, scored, verdict)
         engine.flush()

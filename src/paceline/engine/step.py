@@ -72,6 +72,7 @@ class StepScores:
     scores: Scores
     target_s: float  # time of the pass
     overlapped_s: float = 0.0  # of `target_s`: host or drafters worked beside the pass
+    draft_s: float = 0.0  # time of the device in the step's drafters
 
 
 class PendingStep:
@@ -92,7 +93,7 @@ class PendingStep:
         beside_s = perf_counter() - self._launched_s
         scores = self._pending.wait()
         if self._timed:
-            return StepScores(scores, self._pending.pass_s)
+            return StepScores(scores, self._pending.pass_s, draft_s=self._pending.draft_s)
         whole_s = perf_counter() - self._start_s
         if self._asynchronous:
             return StepScores(scores, whole_s, beside_s)
@@ -196,7 +197,6 @@ class Verbs:
         if self.target.rows.grammars.states and self.law.admits_any_trim:
             proposed = self.target.rows.grammars.fit(batch, proposed, plan, self.drafting.names)
         end = perf_counter()
-        self._stats.draft_s += end - start
         draft = proposed
         if self.law.admits_any_trim:
             draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
@@ -239,9 +239,8 @@ class Verbs:
         self.target.commit(batch, verdict)
         start = perf_counter()
         self.drafting.commit(batch, scored.scores, verdict)
-        drafters_s = perf_counter() - start
-        drafted.draft_s += drafters_s
-        self._stats.draft_s += drafters_s
+        drafted.draft_s = max(drafted.draft_s, scored.draft_s) + perf_counter() - start
+        self._stats.draft_s += drafted.draft_s
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
         left = self._take_in(drafted, verdict)

@@ -38,7 +38,7 @@ from paceline.model.files.pull import cache_folder
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}  # of one program, by compute capability
 # That are let pass, per thread: for sm_80 the assembler spills some long before it runs out of registers.
 SPILLED_BYTES = {80: 16, 90: 0}
-OPCODES = re.compile(r"\b(?:[HQ]GMMA\.\d+x\d+x\d+|HMMA|LDGSTS|FFMA|STL)\b")
+OPCODES = re.compile(r"\b(?:[HQ]GMMA\.\d+x\d+x\d+|HMMA|LDGSTS|UTMALDG|FFMA|STL|DEPBAR(?=\.LE gsb0, 0x[1-9]))\b")
 DEVICE_CODE = Path(paceline.backend.cuda.__file__).parent / "device_code"
 RECORDED = Path(__file__).parents[2] / "data" / "compiled-kernels.json"
 FORM = 1  # of results; a higher one if `compile_anew` reads them in another way

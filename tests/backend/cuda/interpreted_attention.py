@@ -94,6 +94,17 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_in_chunks(group: int) 
         assert torch.equal(attended(row_alone(case, 1, tokens), shape), whole[5:29][tokens])
 
 
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_tiles_of_few_and_many_rows_have_the_same_bits(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    shape = Shape(rows=((290, 5), (70, 1), (0, 9)), group=3, num_kv_heads=1, head_dim=head_dim, window=200)
+    case = make_case(shape).cast(torch.float16)
+    found = []
+    for rows in (16, 32, 64):
+        monkeypatch.setattr("paceline.backend.cuda.attention.tile_rows", lambda *_, rows=rows: rows)
+        found += [attended(case, shape, fill) for fill in (0, 1 << 16)]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
 def test_heads_of_other_widths_are_padded(head_dim: int) -> None:
     shape = Shape(rows=((60, 3),), group=2, num_kv_heads=1, head_dim=head_dim)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.backend.cuda import products
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.products import Matrix, Parts, finished, kernel_product, multiply, pack_matrix
+from paceline.backend.cuda.tiles import STEP, TILES, best_tile, multiply_by
 from tests.backend.cuda.interpreted import mend_interpreter, plain, poison, randn, same_bits
 
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -89,6 +90,31 @@ def test_blocks_of_many_tokens_are_right_and_keep_their_neighbours_apart(kind):
     assert broken[5].isnan().all()
     assert same_bits(broken[:5], product[:5])
     assert same_bits(broken[6:], product[6:])
+
+
+WAYS = [(way, tile) for way, known in TILES.items() for tile in known]
+
+
+@pytest.mark.parametrize(("way", "tile"), WAYS)
+@pytest.mark.parametrize(("rows", "width", "count"), [(136, 320, 70), (264, 448, 200)])
+def test_every_tile_has_the_bits_of_a_block(way, tile, rows, width, count):
+    """Of a block whose steps of K are a tile's."""
+    segment = width if way == "one" else 128
+    m, x = matrix(rows, width, "plain", F16, segment=segment, bias=True), tokens(count, width, F16)
+    got = multiply_by(tile, way, x, m)
+    if way == "parts":
+        got = finished(Parts(got, m.bias, F16))
+    assert products.BLOCKS["plain"][-1].step == STEP
+    assert same_bits(got, products.block_product(x, m, parallel=False))
+
+
+def test_a_tile_is_chosen_by_waves():
+    """A wave of 132 tiles: 256 tokens fill it with parts only; 2048 tokens fill it better with tiles of 192."""
+    assert (
+        best_tile(4096, 14336, 3584, 256, 132, "parts")[1] < best_tile(4096, 14336, 3584, 256, 132, "in order")[1]
+    )
+    for way in ("parts", "in order"):
+        assert best_tile(6144, 4096, 1024, 2048, 132, way)[0] == TILES[way][0]
 
 
 @settings(max_examples=12)

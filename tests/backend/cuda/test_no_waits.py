@@ -1,4 +1,7 @@
-"""Nothing in a pass waits for the device: it runs on tensors without numbers, where a look at one raises."""
+"""Nothing in a pass waits for the device: it runs on tensors without numbers, where a look at one raises.
+
+Nor does a captured function send numbers of the host: a graph would refuse them, or keep those of its capture.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.seam import LateDraft
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
@@ -24,9 +29,49 @@ from tests.engine.same_text import PLAIN, make_engine, target
 from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SLIDING = Sliding(9, frozenset({0, 2}), Rope(theta=1e4))
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
+
+
+class OnDeviceAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what a graph cannot hold: looks at numbers, and numbers of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in WAITS, f"{name} waits for the device"
+        if name in ("lift_fresh", "lift"):
+            assert args[0].dim() == 0, "a tensor of the host's numbers"
+        if name in ("index_put", "index_put_"):
+            assert args[2].dim(), "a number for indexed places is sent by the host; index_fill_ takes it along"
+        if name in ("index", "index_put", "index_put_"):
+            assert all(each is None or each.dtype == torch.int64 for each in args[1]), "a mask as an index"
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Uncaptured[Any]):
+    """Stand-in for a graph whose function must be one that a graph can hold."""
+
+    begun = ended = 0  # an engine goes on without a drafter that raises
+
+    def __init__(self, function: Callable[..., Any], inputs: Any) -> None:
+        def watched(*own: torch.Tensor) -> Any:
+            Watched.begun += 1
+            with on_device_alone(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "from_numpy", None)
+                result = function(*own)
+            Watched.ended += 1
+            return result
+
+        super().__init__(watched, inputs)
+
+
+def on_device_alone() -> OnDeviceAlone:
+    return OnDeviceAlone()  # type: ignore[no-untyped-call]
 
 
 def fake_pass() -> DevicePass:
@@ -45,6 +90,27 @@ def fake_pass() -> DevicePass:
 def test_a_look_at_a_number_would_be_found() -> None:
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         torch.zeros(3).sum().item()
+
+
+def test_numbers_of_the_host_would_be_found() -> None:
+    numbers, places = torch.zeros(3), torch.tensor([0, 2])
+
+    def set_indexed() -> None:
+        numbers[places] = 0
+
+    wrong: list[Callable[[], object]] = [
+        set_indexed,
+        lambda: torch.tensor([1, 2]),
+        lambda: numbers[numbers > 0],
+        numbers.sum().item,
+    ]
+    for act in wrong:
+        with pytest.raises(AssertionError), on_device_alone():
+            act()
+    with on_device_alone():
+        numbers.index_fill_(0, places, 0.5)
+        numbers[:2] = 1.0
+        assert torch.where(numbers > 0.7, numbers, 0).shape == (3,)
 
 
 @pytest.mark.parametrize("family", PLAIN_FAMILIES)
@@ -107,6 +173,24 @@ def test_a_step_and_its_drafting_never_wait(draft: str, tmp_path: Path) -> None:
         assert len(target.graphs.cut_to_budget(block, 2)) == len(batch.rows)
         outputs = target.graphs.run(block, num_tokens, num_tokens, 8)
     assert len(outputs.chosen) >= num_tokens
+
+
+@pytest.mark.parametrize("draft", ["off", *LOOKUPS[:2], "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
+def test_a_graph_can_hold_a_step_and_its_drafting(draft: str) -> None:
+    spec = draft if ":" in draft or draft == "off" else _trained(draft)
+    engine = make_engine(spec, PLAIN, types="cuda")
+    rows: Any = engine.target.rows
+    graphs: Any = engine.target.graphs  # type: ignore[attr-defined]
+    rows.capture = graphs._capture = Watched
+    Watched.begun = Watched.ended = 0
+    for index in range(3):
+        params = SamplingParams(max_tokens=8, temperature=index * 0.5, ignore_eos=True)
+        engine.add(Request(str(index), (40, 41, 42, 40, 41), params, seed=index))
+    for _ in range(6):
+        engine.step()
+    block = np.array([[0, 1, 2], [1, 1, 1], [3, 3, 3], [1, 1, 1]])
+    assert len(graphs.cut_to_budget(block, 2)) == 3
+    assert Watched.begun == Watched.ended > 5 + 3 * (draft != "off")
 
 
 def _trained(kind: str) -> str:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.backend.cuda import kernel_launch
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.kernel_launch import begin_early, launch, variant_table
 from paceline.backend.cuda.products import FP8, Parts, finished
 from paceline.backend.cuda.rowwise import add_norm, embed, gated, rms_norm, write_qkv
 from paceline.backend.reference import decoder as reference
@@ -36,6 +38,24 @@ def layer(slots: int, heads: int, dim: int, dtype: torch.dtype) -> Any:
 
 def test_kernels_in_the_interpreter():
     run_interpreted("interpreted_rowwise.py")
+
+
+def test_kernels_begin_early_only_if_told(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernel_launch, "_kernel", lambda path: {(3,): lambda *_, **named: calls.append(named)})
+    variants = [
+        next(v for v in variant_table().values() if v.kernel.endswith(n)) for n in ("norm_rows", "plan_work")
+    ]
+    for yes in (True, False):
+        begin_early(yes=yes)
+        for variant in variants:
+            launch(variant, (3,))
+    assert [(c.get("PDL"), "launch_pdl" in c) for c in calls] == [
+        (True, True),
+        (None, False),
+        (False, False),
+        (None, False),
+    ]
 
 
 @every_type

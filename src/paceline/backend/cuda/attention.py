@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
 
 PART_TOKENS = 256  # keys of a part, whose sums begin at zero
-TILE_ROWS = 64  # tokens of a tile times query heads of a KV head: rows that one instruction multiplies
+TILE_ROWS = 64  # tokens of a tile times query heads of a KV head, at most
+FEW_ROWS = 16  # the same where a pass has few tokens of each row
+FEW_TOKENS = 4  # new tokens of a row that are few, on average
+PROGRAMS = 2  # of attention on a multiprocessor
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
@@ -78,10 +81,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DeviceKV:
-    """Keys and values of every layer, by slot.
-
-    The last page is scratch: padding tokens write there.
-    """
+    """Keys and values of every layer, by slot. The last page is scratch: padding tokens write there."""
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
@@ -155,8 +155,7 @@ class WorkItems:
 def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
     """Plan the attention of a pass's layers with one window.
 
-    group: query heads that share a KV head. With a `window` a token sees that many keys, its own included.
-    fill: number of programs that fill the device, set by tests. With 0 no tile is split.
+    group, window, fill: see `AttentionWork`. With 0 to fill, no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -183,9 +182,9 @@ def attend(
 
 
 @lru_cache
-def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool) -> Variant:
+def _plan_variant(num_kv_heads: int, queries: int, rows: int, has_first_keys: bool) -> Variant:
     return Variant(
-        name=f"plan_work {num_kv_heads}x{group} {rows}{' first_keys' * has_first_keys}",
+        name=f"plan_work {num_kv_heads} heads {queries} tokens {rows}{' first_keys' * has_first_keys}",
         kernel="attention_kernels:plan_work",
         arguments={
             "cu_len": "*i64",
@@ -202,7 +201,7 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
         },
         constants={
             "KV_HEADS": num_kv_heads,
-            "QUERIES": TILE_ROWS // group,
+            "QUERIES": queries,
             "PART": PART_TOKENS,
             "ROWS": rows,
         },
@@ -213,15 +212,15 @@ def _plan_variant(num_kv_heads: int, group: int, rows: int, has_first_keys: bool
 
 @lru_cache
 def _attend_variant(
-    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, aligned: frozenset[str]
+    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, rows: int, aligned: frozenset[str]
 ) -> Variant:
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
-    block = max(16, block_of(head_dim))
+    swap, block = rows < TILE_ROWS, max(64, block_of(head_dim))
     # With more keys at once, or more stages, registers would spill.
-    keys, stages = (16, 1) if not tensor_cores else (32, 3) if block > WIDE else (64, 3 if fp8 else 5)
+    keys, stages = (16, 1) if not tensor_cores else (32 if block > WIDE else 64, 2 if fp8 and not swap else 3)
     return Variant(
-        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}"
+        name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}{' few' * swap}"
         + unaligned_marks(aligned, "query_stride"),
         kernel="attention_kernels:attend_parts",
         arguments={
@@ -248,13 +247,15 @@ def _attend_variant(
             "GROUP": group,
             "D": head_dim,
             "BLOCK_D": block,
-            "M": TILE_ROWS,
+            "M": rows,
             "PAGE": PAGE_TOKENS,
             "KEYS": keys,
             "PART": PART_TOKENS,
+            "SWAP": swap,
+            "BY_KEY": tensor_cores and block <= WIDE,
         },
         aligned=aligned,
-        num_warps=8 if tensor_cores else 16,
+        num_warps=4 if swap else 8 if tensor_cores else 16,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
@@ -293,16 +294,28 @@ def variants() -> list[Variant]:
     """Return variants of models that are in use, and of the largest and oddest heads."""
     shapes = [(8, 4, 128), (8, 8, 128), (3, 3, 64), (4, 1, 64), (1, 4, 256), (4, 2, 80), (8, 4, 96)]
     aligned = aligned_names(query_stride=0)
-    listed = [_attend_variant("bf16", "bf16", *shape, aligned) for shape in shapes]
-    listed += [_attend_variant("bf16", "fp8e4nv", *s, aligned) for s in shapes if s[2] <= WIDE]
-    listed += [_attend_variant(element, element, 8, 4, 128, aligned) for element in ("fp16", "fp32")]
+    listed = [_attend_variant("bf16", "bf16", *shape, TILE_ROWS, aligned) for shape in shapes]
+    for rows, kv_element in ((FEW_ROWS, "bf16"), (TILE_ROWS, "fp8e4nv"), (FEW_ROWS, "fp8e4nv")):
+        listed += [_attend_variant("bf16", kv_element, *s, rows, aligned) for s in shapes if s[2] <= WIDE]
+    for element, rows in (("fp16", TILE_ROWS), ("fp16", FEW_ROWS), ("fp32", TILE_ROWS)):
+        listed.append(_attend_variant(element, element, 8, 4, 128, rows, aligned))
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
 
+def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
+    """Return the rows of a tile, from what the host knows of a pass. They change no bits.
+
+    All tokens of a decoding step are wanted, and one of a prompt's chunk.
+    """
+    few = group <= FEW_ROWS and len(d.positions) <= FEW_TOKENS * (len(d.wanted) or len(d.cu_len) - 1)
+    return FEW_ROWS if few and query.shape[2] <= WIDE and query.dtype != torch.float32 else TILE_ROWS
+
+
 def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: AttentionWork) -> WorkItems:
     """Write the work list of a pass into tensors as long as it may become."""
-    num_tokens, num_rows, queries = len(d.positions), len(d.cu_len) - 1, TILE_ROWS // work.group
+    num_tokens, num_rows = len(d.positions), len(d.cu_len) - 1
+    queries = tile_rows(query, d, work.group) // work.group
     max_parts = -(-d.max_keys // PART_TOKENS)
     max_units = min(MAX_UNITS, num_tokens * max_parts) if max_parts > 1 else 0
     max_tiles = num_tokens // queries + num_rows + 1
@@ -316,15 +329,14 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         part_weight=new((max_units, query.shape[1]), dtype=torch.float32),
     )
     rows = next(block for block in ROW_BLOCKS if num_rows < block)
+    lists = planned.items, planned.merged, planned.counts
     launch(
-        _plan_variant(num_kv_heads, work.group, rows, d.first_keys is not None),
+        _plan_variant(num_kv_heads, queries, rows, d.first_keys is not None),
         (1,),
         d.cu_len,
         d.positions,
         d.first_keys,
-        planned.items,
-        planned.merged,
-        planned.counts,
+        *lists,
         num_rows,
         num_tokens,
         work.window,
@@ -343,20 +355,17 @@ def _attend_by_kernels(
     planned = work.items
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     assert query.stride()[1:] == (head_dim, 1)
-    key_scales, value_scales = (None, None) if layer.scales is None else layer.scales
     parts = planned.part_total, planned.part_largest, planned.part_weight
-    programs = 2 * num_processors(query.device)
+    programs = PROGRAMS * num_processors(query.device)
     element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
+    rows, aligned = tile_rows(query, d, work.group), aligned_names(query_stride=query.stride(0))
     launch(
-        _attend_variant(
-            element, kv_element, num_kv_heads, work.group, head_dim, aligned_names(query_stride=query.stride(0))
-        ),
+        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim, rows, aligned),
         (min(programs, len(planned.items) * num_kv_heads),),
         query,
         layer.data[0],
         layer.data[1],
-        key_scales,
-        value_scales,
+        *((None, None) if layer.scales is None else layer.scales),
         out,
         d.pages,
         d.positions,

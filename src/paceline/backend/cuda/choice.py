@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import SamplingSpec
 
-BLOCK = 1024  # logits of a tile
+BLOCK = 2048  # logits of a tile
 BLOCK_TILES = 128  # tiles that are compared at once
 MAX_SCORED = 1 << 21  # logits that PyTorch takes at once
 _SPECS = ("seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add")
@@ -182,13 +182,10 @@ def _choose_by_kernels(
         ),
         (num_places, num_tiles),
         logits,
-        specs.seed_lo,
-        specs.seed_hi,
-        specs.choice,
-        specs.position,
+        *(each.contiguous() for each in (specs.seed_lo, specs.seed_hi, specs.choice, specs.position)),
         specs.temperature,
         draft_ids,
-        hint_ids,
+        None if hint_ids is None else hint_ids.contiguous(),
         hint_add,
         best,
         second,

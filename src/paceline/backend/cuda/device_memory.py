@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from numpy import generic
+    from numpy.typing import NDArray
+
     from paceline.backend.device import Device
 
 _USUAL_DEVICE = "cuda"
 _USUAL_KV = "bf16"
 _FP8_COMPUTE, _WIDE_COMPUTE = (8, 9), (9, 0)
+_STAGED_BYTES = 1 << 16  # of a host's memory, that CUDA sets aside at once; for more it waits for earlier work
 _NARROW = 128  # head dimension that older cards have registers for
 
 
@@ -59,6 +63,20 @@ def check_card(device: torch.device, weight_type: str, kv_type: str, head_dim: i
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which kernels are launched on a device."""
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def sendable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host's tensor as one that is sent without waiting for the device.
+
+    It may change once it is sent.
+    """
+    pins = device.type != "cpu" and tensor.is_cpu and tensor.nbytes > _STAGED_BYTES
+    return tensor.pin_memory() if pins else tensor
+
+
+def send(array: NDArray[generic], device: torch.device) -> torch.Tensor:
+    """Send a host's array to a device without waiting for it."""
+    return sendable(torch.from_numpy(array), device).to(device, non_blocking=True)
 
 
 def free_bytes(device: Device | None) -> int:

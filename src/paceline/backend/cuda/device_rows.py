@@ -9,6 +9,7 @@ the host's: padding writes there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,16 +17,18 @@ import torch
 
 from paceline import kernels
 from paceline.backend.cuda.choice import ChoiceSpecs
+from paceline.backend.cuda.device_memory import send
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.cuda.kernel_launch import uses_kernels
+from paceline.backend.cuda.record import Span
 from paceline.backend.cuda.row_launches import advance_by_kernel, gather_by_kernel
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -64,6 +67,7 @@ class DeviceRows(Rows):
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
+        self._draftings: list[Span] = []
         self.verdict_sinks: list[VerdictSink] = []  # take what a pass chose and kept, before rows advance
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
@@ -80,6 +84,22 @@ class DeviceRows(Rows):
     def device(self) -> torch.device:
         """Device of the true state."""
         return self.on_device.length.device
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time the drafting that is enqueued within, on a GPU."""
+        if self.device.type == "cpu":
+            yield
+            return
+        span = Span()
+        yield
+        span.end()
+        self._draftings.append(span)
+
+    def take_draftings(self) -> list[Span]:
+        """Return the draftings since the last call."""
+        taken, self._draftings = self._draftings, []
+        return taken
 
     def chosen_here(self, row: int) -> bool:
         """Return True if the host chooses a row's tokens; its next pass then waits."""
@@ -130,12 +150,12 @@ class DeviceRows(Rows):
         temperatures = np.array([self._temperature(row) for row in rows])
         self._behind.clear()
         _scatter(d.token_ids, np.stack([np.concatenate(places), np.concatenate(tokens)]))
-        sent = torch.from_numpy(state).to(self.device, non_blocking=True)
+        sent = send(state, self.device)
         index = sent[:, 0]
         d.length.index_copy_(0, index, sent[:, 1])
         d.computed.index_copy_(0, index, sent[:, 2])
         d.sampling.index_copy_(0, index, sent[:, 3:])
-        d.temperature.index_copy_(0, index, torch.from_numpy(temperatures).to(self.device, non_blocking=True))
+        d.temperature.index_copy_(0, index, send(temperatures, self.device))
 
     def _state(self, row: int) -> tuple[int, ...]:
         request = self._request(row)
@@ -162,7 +182,7 @@ class DeviceRows(Rows):
             block[index, 0] = row
             block[index, 1] = len(token_ids)
             block[index, 2 : 2 + len(token_ids)] = token_ids
-        sent = torch.from_numpy(block).to(self.device, non_blocking=True)
+        sent = send(block, self.device)
         self.on_device.num_drafts.index_copy_(0, sent[:, 0], sent[:, 1])
         self.on_device.drafts.index_copy_(0, sent[:, 0], sent[:, 2:])
         self.on_device.alive.index_fill_(0, sent[:, 0], 1.0)
@@ -193,7 +213,7 @@ class DeviceRows(Rows):
 
 def _scatter(table: torch.Tensor, places_and_values: NDArray[int64]) -> None:
     """Write values at places of a flattened table. [2, n]"""
-    sent = torch.from_numpy(places_and_values).to(table.device, non_blocking=True)
+    sent = send(places_and_values, table.device)
     table.view(-1).index_copy_(0, sent[0], sent[1])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
+from paceline.backend.cuda.device_memory import sendable
 from paceline.backend.cuda.ranks import captured_together, replayed_together
 
 if TYPE_CHECKING:
@@ -18,26 +20,30 @@ Tensors = tuple[torch.Tensor, ...]
 class Graph(Generic[T]):
     """Captured function: run again, it reads new inputs and overwrites its outputs."""
 
-    _pools: ClassVar[dict[torch.device, Any]] = {}  # memory that all graphs of a device share
+    _alive: ClassVar[WeakSet[Graph[Any]]] = WeakSet()  # those of a device share memory
 
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
         """Capture a function, after a first run that compiles its kernels.
 
         inputs: on the device; to run with them must do no harm.
         """
-        device = inputs[0].device
-        pool = self._pools.setdefault(device, torch.cuda.graph_pool_handle())
+        self._device = device = inputs[0].device
+        others: list[Graph[Any]] = [graph for graph in self._alive if graph._device == device]
+        pool = others[0]._graph.pool() if others else None  # PyTorch refuses that of graphs which are all gone
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
         torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with captured_together() as self._followed, torch.cuda.graph(self._graph, pool=pool):
+        self._graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        with captured_together() as self._followed, capture:
             self._outputs = function(*self._inputs)
+        self._alive.add(self)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
         """Copy inputs from host or device and replay. Outputs hold until the next call."""
         for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
+            own.copy_(sendable(given, own.device), non_blocking=True)
         with replayed_together(self._followed):
             self._graph.replay()
         return self._outputs

@@ -24,7 +24,7 @@ Pointers are aligned to 16 bytes, but for those named in `unaligned`. Integers n
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     Lister = TypeVar("Lister", bound=Callable[[], Iterable["Variant"]])
 
 ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
+DESCRIPTOR = "tensordesc"  # begins the types of descriptors
 # Modules of this folder that list variants.
 LISTING_MODULES = (
-    *("products", "rowwise", "attention", "choice", "judge"),
+    *("products", "tiles", "rowwise", "attention", "choice", "judge"),
     *("row_launches", "late_lookup", "late_hints"),
 )
 ELEMENTS = {  # Triton's names of element types
@@ -55,7 +56,10 @@ ELEMENTS = {  # Triton's names of element types
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+NO_PDL = {"PDL": False}  # constant of kernels that know how to begin early
+PIPELINED = "DEPBAR"  # opcode of a wait that leaves a product of matrices under way
 _listers: list[Callable[[], Iterable[Variant]]] = []
+_begins_early = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,9 @@ class Variant:
 
     name: str  # unique
     kernel: str  # module of device_code:function
-    arguments: Mapping[str, str]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none"
+    arguments: Mapping[
+        str, str
+    ]  # all but constants, in the function's order: "*bf16", "i32", "fp32", "none", see `descriptor_type`
     constants: Mapping[str, int | float | bool | str] = field(default_factory=dict)  # its `tl.constexpr`
     aligned: frozenset[str] = frozenset()  # integers that are multiples of 16
     unaligned: frozenset[str] = frozenset()  # pointers that may begin anywhere, as slices of index tensors do
@@ -75,6 +81,7 @@ class Variant:
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
     max_registers: int = 255  # per thread
     capability: int = 80  # least compute capability that it compiles for
+    pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
 
     def load(self) -> Any:
         """Import its kernel."""
@@ -82,7 +89,9 @@ class Variant:
 
     def options(self) -> dict[str, Any]:
         """Return options of the compiler."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
+        early = {"launch_pdl": True} if self.pdl else {}
+        own = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**own, "enable_fp_fusion": self.fp_fusion, **early}
 
     def check(self, arguments: tuple[Any, ...]) -> None:
         """Assert that arguments are of the declared types."""
@@ -94,14 +103,46 @@ class Variant:
             elif isinstance(value, torch.Tensor):
                 assert kind == f"*{ELEMENTS[value.dtype]}", f"{where} is {value.dtype}"
                 assert name in self.unaligned or not value.data_ptr() % ALIGNMENT, f"{where} is not aligned"
+            elif kind.startswith(DESCRIPTOR):
+                assert kind == _type_of(value), f"{where} is {_type_of(value)}"
             elif name in self.aligned:
                 assert not value % ALIGNMENT, f"{where} is {value}"
+
+
+@lru_cache
+def with_pdl(variant: Variant) -> Variant:
+    """Return a variant that begins early, of a kernel with the constant PDL."""
+    constants = {**variant.constants, "PDL": True}
+    return replace(variant, name=f"{variant.name} pdl", constants=constants, capability=90, pdl=True)
 
 
 @lru_cache
 def _kernel(path: str) -> Any:
     module, function = path.split(":")
     return getattr(import_module(f"{__package__}.device_code.{module}"), function)
+
+
+# Descriptors, by which a device copies tiles of a tensor
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
+    """Return a descriptor of tiles of a contiguous matrix."""
+    return described(tensor, tensor.shape, [rows, columns])
+
+
+def described(base: Any, shape: Iterable[int], block: list[int]) -> Any:
+    """Return a descriptor of `base`, of two dimensions, which may be a stand-in for a tensor."""
+    num_rows, width = shape
+    return _kernel("tile_kernels:TensorDescriptor")(base, [num_rows, width], [width, 1], block)
+
+
+def descriptor_type(element: str, rows: int, columns: int) -> str:
+    """Return Triton's name of the type of a descriptor."""
+    return f"{DESCRIPTOR}<{element}[{rows}, {columns}]>"
+
+
+def _type_of(value: Any) -> str:
+    return descriptor_type(ELEMENTS[value.base.dtype], *value.block_shape)
 
 
 def aligned_names(**sizes: int) -> frozenset[str]:
@@ -148,10 +189,18 @@ def uses_kernels(tensor: torch.Tensor) -> bool:
     return (tensor.is_cuda or interpreted()) and tensor.dtype != torch.float64
 
 
+def begin_early(*, yes: bool) -> None:
+    """Launch kernels that know how with PDL. For measurements, before anything is captured."""
+    global _begins_early  # noqa: PLW0603 - of the process, like the kernels
+    _begins_early = yes
+
+
 def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
     """Run a kernel over a grid of programs; a grid without programs runs nothing."""
     if interpreted():
         variant.check(arguments)
+    if _begins_early and "PDL" in variant.constants:
+        variant = with_pdl(variant)
     if all(grid):
         variant.load()[grid](*arguments, **variant.constants, **variant.options())
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from paceline.backend.cuda.device_memory import on_device
+from paceline.backend.cuda.device_memory import on_device, send
 from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.row_launches import keep_by_kernel
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS
@@ -59,20 +59,20 @@ class DraftGraphs:
 
     def run(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
         """Draft for rows, at most as many as the shape has."""
-        with on_device(self._rows.device):
+        with on_device(self._rows.device), self._rows.drafting():
             self._run_drafts(shape, drafts, captured=captured)
 
     def _run_drafts(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
-        orders = tuple(map(torch.from_numpy, orders_of(drafts, shape, self._rows.num_rows)))
+        orders = orders_of(drafts, shape, self._rows.num_rows)
         if not (captured and self.pads):
-            self._run(shape, *(each.to(self._rows.device, non_blocking=True) for each in orders))
+            self._run(shape, *(send(each, self._rows.device) for each in orders))
             return
         if shape not in self._made:
             assert self._rows.capture is not None
             nothing = orders_of((), shape, self._rows.num_rows)
             sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]
             self._made[shape] = self._rows.capture(partial(self._run, shape), sent)
-        self._made[shape](*orders)
+        self._made[shape](*map(torch.from_numpy, orders))
 
     @torch.inference_mode()
     def _run(self, shape: DraftShape, rows: torch.Tensor, stops: torch.Tensor) -> None:

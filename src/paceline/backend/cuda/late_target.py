@@ -93,7 +93,7 @@ class LatePass:
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
         counts = [0] * len(batch.rows) if self.draft.is_empty else [len(d.token_ids) for d in self.draft.rows]
-        record = begin_record(target.rows.device)
+        record = begin_record(target.rows.device, target.rows.take_draftings())
         block, longest = target.rows.step_block(batch, counts)
         num_known, num_drafts, num_wanted = (int(block[index].sum()) for index in (1, 2, 3))
         budget = self.draft.budget
@@ -140,14 +140,14 @@ class PendingRecord:
     def __init__(self, asked: LatePass, record: Callable[[], Record]) -> None:
         self._asked, self._record = asked, record
         self._scores: Scores | None = None
-        self.pass_s = 0.0
+        self.pass_s = self.draft_s = 0.0
 
     def wait(self) -> Scores:
         """Wait for the record; return its scores. The host's rows must know all earlier outcomes."""
         if self._scores is None:
             record = self._record()
             record.wait()
-            self.pass_s = record.seconds
+            self.pass_s, self.draft_s = record.seconds, record.draft_s
             self._scores = _scores(self._asked, record)
         return self._scores
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from paceline.backend.cuda.kernel_launch import (
     ALIGNMENT,
     ELEMENTS,
+    PIPELINED,
     Variant,
     aligned_names,
     cdiv,
@@ -26,6 +27,7 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     uses_kernels,
 )
+from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
 Kind = Literal["plain", "fp8", "int4"]
 PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
@@ -37,6 +39,7 @@ STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
 ROWS = 64  # weight rows of a block with few tokens
+TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
 SUM_BYTES = 8  # bytes to write and read one sum of a segment
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
@@ -260,7 +263,9 @@ def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
     They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
     segments are small beside the weights.
     """
-    blocks = _blocks(m.kind, ELEMENTS[x.dtype], len(x)).number(m.shape[0], len(x))
+    if takes_tiles(x, m):
+        return tiles_in_parallel(x, m)
+    blocks = _blocks(m.kind, ELEMENTS[x.dtype], m.shape[0], len(x)).number(m.shape[0], len(x))
     spare = num_processors(x.device) - blocks
     small = len(x) * SUM_BYTES <= m.segment
     return m.num_segments > 1 and (spare >= blocks or (spare > 0 and small))
@@ -278,11 +283,18 @@ def _quantised_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     """Multiply with our kernels, segments in parallel or in order."""
-    (num_tokens, width), num_rows = x.shape, m.shape[0]
-    assert width == m.shape[1], f"tokens of width {width} meet weights of width {m.shape[1]}"
+    assert x.shape[1] == m.shape[1], f"tokens of width {x.shape[1]} meet weights of width {m.shape[1]}"
     x = x.contiguous()
+    multiply_kernel = tile_product if takes_tiles(x, m) else block_product
+    product = multiply_kernel(x, m, parallel=parallel)
+    return Parts(product, m.bias, x.dtype) if parallel else product
+
+
+def block_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> torch.Tensor:
+    """Multiply tokens [T, K]: [T, N] with the bias, or sums of segments [segments, T, N] float32 if parallel."""
+    (num_tokens, width), num_rows = x.shape, m.shape[0]
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
-    blocks = _blocks(m.kind, element, num_tokens)
+    blocks = _blocks(m.kind, element, num_rows, num_tokens)
     variant = product_variant(
         m.kind,
         element,
@@ -298,7 +310,7 @@ def kernel_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> Product:
     grid = blocks.number(num_rows, num_tokens), segments
     sizes = num_tokens, num_rows, width, m.segment
     launch(variant, grid, m.data, m.scale, tokens, token_scale, bias, out, *sizes)
-    return Parts(out, m.bias, x.dtype) if parallel else out
+    return out
 
 
 # Variants -----------------------------------------------------------------------------------------
@@ -323,8 +335,9 @@ BLOCKS: dict[str, tuple[Blocks, ...]] = {
     "plain": (
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
-        Blocks(ROWS, 64, 128, 4, 3),
-        Blocks(128, 128, 64, 8, 3),
+        Blocks(ROWS, 64, 128, 4, 5),
+        Blocks(128, 64, 128, 8, 4),  # of tall matrices
+        Blocks(128, 128, 64, 8, 5),
     ),
     "fp8": (
         Blocks(ROWS, 16, 128, 4, 4),
@@ -346,10 +359,15 @@ def _family(kind: Kind, element: str) -> str:
     return "float32" if element == "fp32" and kind != "fp8" else kind
 
 
-def _blocks(kind: Kind, element: str, num_tokens: int) -> Blocks:
-    """Return the smallest block that takes all tokens, or the largest there is."""
+def _blocks(kind: Kind, element: str, num_rows: int, num_tokens: int) -> Blocks:
+    """Return the smallest block that takes all tokens, or the largest there is.
+
+    Of two plain ones with as many tokens, a tall matrix takes the one of more rows.
+    """
     known = BLOCKS[_family(kind, element)]
-    return next((b for b in known if b.tokens >= num_tokens), known[-1])
+    fitting = [b for b in known if b.tokens >= num_tokens] or known[-1:]
+    least = [b for b in fitting if b.tokens == fitting[0].tokens]
+    return least[-1 if kind == "plain" and num_rows >= TALL else 0]
 
 
 @lru_cache
@@ -383,7 +401,11 @@ def product_variant(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         fp_fusion=family == "float32",  # a chain of FFMA, the same with any number of tokens
-        opcodes=(OPCODES[family].format(blocks.tokens), *(("LDGSTS",) if "K" in aligned else ())),
+        opcodes=(
+            OPCODES[family].format(blocks.tokens),
+            *(("LDGSTS",) if "K" in aligned else ()),
+            *((PIPELINED,) if family in ("plain", "fp8") else ()),
+        ),
         forbidden_opcodes=("HMMA",),
         capability=89 if kind == "fp8" else 80,
     )

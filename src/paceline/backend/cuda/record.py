@@ -8,14 +8,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
 
-def begin_record(device: torch.device) -> Record:
-    """Return the record of a step that is about to be enqueued."""
-    return Record() if device.type == "cpu" else StreamRecord()
+def begin_record(device: torch.device, draftings: Sequence[Span] = ()) -> Record:
+    """Return the record of a step that is about to be enqueued. draftings: for it, on the device."""
+    return Record() if device.type == "cpu" else StreamRecord(draftings)
+
+
+class Span:
+    """Time on a GPU between two places of its stream."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = _event(), _event()
+        self._begun.record()
+
+    def end(self) -> None:
+        """End here."""
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Return the time, once the device has passed its end."""
+        return float(self._begun.elapsed_time(self._ended)) / 1e3
 
 
 class Record:
@@ -23,7 +39,7 @@ class Record:
 
     def __init__(self) -> None:
         self.taps: Mapping[int, Any] = {}  # stay on the device
-        self.seconds = 0.0  # of the step on the device
+        self.seconds = self.draft_s = 0.0  # of the step and its drafting on the device
         self._tensors: dict[str, torch.Tensor] = {}
         self._begun_s = perf_counter()
 
@@ -50,10 +66,9 @@ class Record:
 class StreamRecord(Record):
     """Record of a step on a GPU: copied to pinned memory, complete at an event."""
 
-    def __init__(self) -> None:
+    def __init__(self, draftings: Sequence[Span]) -> None:
         super().__init__()
-        self._begun, self._ended, self._copied = (_event() for _ in range(3))
-        self._begun.record()
+        self._draftings, self._span, self._copied = draftings, Span(), _event()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor to pinned memory of the host."""
@@ -63,13 +78,13 @@ class StreamRecord(Record):
     def end(self, taps: Mapping[int, torch.Tensor]) -> None:
         """Note that all of the step is enqueued."""
         self.taps = taps
-        self._ended.record()
+        self._span.end()
         self._copied.record()
 
     def wait(self) -> None:
         """Wait for the step's own event, not for later steps."""
         self._copied.synchronize()
-        self.seconds = self._begun.elapsed_time(self._ended) / 1e3
+        self.seconds, self.draft_s = self._span.seconds(), sum(span.seconds() for span in self._draftings)
 
 
 def _event() -> torch.cuda.Event:

@@ -50,11 +50,11 @@ class RowTensors:
 
     def specs(self, rows: torch.Tensor, positions: torch.Tensor) -> ChoiceSpecs:
         """Return the target's own choices at positions of rows. [n] each"""
-        sampling = self.sampling[rows]
+        seed_lo, seed_hi, choice, _ = self.sampling[rows].t().contiguous()
         return ChoiceSpecs(
-            seed_lo=sampling[:, 0],
-            seed_hi=sampling[:, 1],
-            choice=sampling[:, 2],
+            seed_lo=seed_lo,
+            seed_hi=seed_hi,
+            choice=choice,
             position=positions,
             temperature=self.temperature[rows],
         )

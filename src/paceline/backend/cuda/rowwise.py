@@ -15,12 +15,14 @@ from torch.nn import functional
 
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
+    NO_PDL,
     Variant,
     block_of,
     cdiv,
     launch,
     lists_variants,
     uses_kernels,
+    with_pdl,
 )
 from paceline.backend.cuda.products import Parts, finished, quantise_rows
 
@@ -199,7 +201,7 @@ def _pieces(p: Product) -> tuple[torch.Tensor, torch.Tensor | None, int]:
 
 def _row_warps(width: int) -> int:
     """Return the warps of a program that takes a whole row."""
-    return 1 if width <= 256 else 4 if width <= 4096 else 8
+    return 1 if width <= 256 else 4 if width <= 2048 else 16
 
 
 def heads_per_program(head_dim: int) -> int:
@@ -217,7 +219,7 @@ def _embed_variant(element: str, width: int) -> Variant:
         name=f"embed {element} {width}",
         kernel="rowwise_kernels:gather_embeddings",
         arguments={"token_ids": "*i64", "table": f"*{element}", "out": f"*{element}", "scale": "fp32"},
-        constants={"WIDTH": width, "BLOCK": block_of(width)},
+        constants={"WIDTH": width, "BLOCK": block_of(width), **NO_PDL},
         unaligned=frozenset({"token_ids"}),
         num_warps=_row_warps(width),
     )
@@ -229,7 +231,7 @@ def _norm_variant(element: str, width: int) -> Variant:
         name=f"norm {element} {width}",
         kernel="rowwise_kernels:norm_rows",
         arguments={**dict.fromkeys(("x", "weight", "out"), f"*{element}"), "eps": "fp32"},
-        constants={"WIDTH": width, "BLOCK": block_of(width)},
+        constants={"WIDTH": width, "BLOCK": block_of(width), **NO_PDL},
         num_warps=_row_warps(width),
     )
 
@@ -253,7 +255,7 @@ def _add_variant(element: str, width: int, parts: int, present: tuple[bool, bool
             "num_tokens": "i32",
             "eps": "fp32",
         },
-        constants={"WIDTH": width, "PARTS": parts, "BLOCK": block_of(width)},
+        constants={"WIDTH": width, "PARTS": parts, "BLOCK": block_of(width), **NO_PDL},
         num_warps=_row_warps(width),
     )
 
@@ -269,7 +271,7 @@ def _gate_variant(element: str, width: int, parts: int, bias: bool, activation: 
             "out": f"*{element}",
             "num_tokens": "i32",
         },
-        constants={"GELU": activation != "silu", "WIDTH": width, "PARTS": parts, "BLOCK": GATE_COLUMNS},
+        constants={"GELU": activation != "silu", "WIDTH": width, "PARTS": parts, "BLOCK": GATE_COLUMNS, **NO_PDL},
     )
 
 
@@ -305,6 +307,7 @@ def _heads_variant(
             "D": head_dim,
             "PARTS": parts,
             "BLOCK": heads_per_program(head_dim),
+            **NO_PDL,
         },
         unaligned=frozenset({"positions", "slots"}),
         capability=89 if quantised else 80,
@@ -314,7 +317,7 @@ def _heads_variant(
 @lists_variants
 def variants() -> list[Variant]:
     """Return variants of Llama-3.1-8B in bfloat16, and of what other models add."""
-    return [
+    listed = [
         _embed_variant("bf16", 4096),
         _norm_variant("bf16", 4096),
         _norm_variant("bf16", 16384),
@@ -333,3 +336,11 @@ def variants() -> list[Variant]:
         _heads_variant("fp32", "fp32", (9, 3, 64), 0, False, False),
         _heads_variant("bf16", "bf16", (4, 1, 256), 0, False, True),
     ]
+    early = [
+        _embed_variant("bf16", 4096),
+        _norm_variant("bf16", 4096),
+        _add_variant("bf16", 4096, 4, (False, False, True)),
+        _gate_variant("bf16", 14336, 4, False, "silu"),
+        _heads_variant("bf16", "bf16", (32, 8, 128), 4, False, False),
+    ]
+    return listed + [with_pdl(variant) for variant in early]

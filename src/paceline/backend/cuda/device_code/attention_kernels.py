@@ -103,57 +103,100 @@ def plan_work(
 
 
 # Sums ---------------------------------------------------------------------------------------------
+# A matrix of keys and query rows has query rows first; if SWAP is set, keys or what else there is.
+
+
+@triton.jit
+def _of_rows(x, SWAP: tl.constexpr):
+    """Spread numbers of query rows over a matrix."""
+    return x[None, :] if SWAP else x[:, None]
+
+
+@triton.jit
+def _of_keys(x, SWAP: tl.constexpr):
+    """Spread numbers of keys over a matrix."""
+    return _of_rows(x, not SWAP)
+
+
+@triton.jit
+def _sum_of_keys(x, SWAP: tl.constexpr):
+    """Add the keys of each query row, half to half, so that no layout decides the order."""
+    keys: tl.constexpr = 0 if SWAP else 1
+    for _ in tl.static_range(8):
+        if x.shape[keys] > 1:
+            if SWAP:
+                x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), 0)
+            else:
+                x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), 1)
+    return tl.sum(x, keys)
 
 
 @triton.jit
 def _part(
     query, seen_from, seen_to, keys, values, key_scales, value_scales, page_ids, kv_head, lo, hi, lowest, scale,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    M: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    M: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, SWAP: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of the keys lo..hi - 1.
 
-    They are weighted values [M, BLOCK_D], the largest scores [M] and the weights [M]. Slots that no token of the
-    tile sees, below `lowest` or from `hi` on, are not read.
+    They are weighted values [M, BLOCK_D], or [BLOCK_D, M] with SWAP, the largest scores [M] and the weights [M].
+    Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read.
     """
     d = tl.arange(0, BLOCK_D)
-    total = tl.zeros([M, BLOCK_D], tl.float32)
+    k = tl.arange(0, KEYS)
+    total = tl.zeros([BLOCK_D, M] if SWAP else [M, BLOCK_D], tl.float32)
     largest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([M], tl.float32)
+    weight = tl.zeros([KEYS, M] if SWAP else [M, KEYS] if BY_KEY else [M], tl.float32)
+    page = tl.load(page_ids + (lo + k) // PAGE, mask=lo + k < hi, other=0).to(tl.int32)
     for k0 in range(lo, hi, KEYS):
-        place = k0 + tl.arange(0, KEYS)
+        place = k0 + k
         read = (place >= lowest) & (place < hi)
-        page = tl.load(page_ids + place // PAGE, mask=read, other=0)
-        slot = page.to(tl.int64) * PAGE + place % PAGE
-        at = ((slot * KV_HEADS + kv_head) * D)[:, None] + d[None, :]
+        if BLOCK_D > 128:  # no registers are left to know pages ahead
+            page = tl.load(page_ids + place // PAGE, mask=read, other=0).to(tl.int32)
+        slot = page * PAGE + place % PAGE
+        if BLOCK_D <= 128:
+            page = tl.load(page_ids + (place + KEYS) // PAGE, mask=place + KEYS < hi, other=0).to(tl.int32)
+        at = ((slot * KV_HEADS + kv_head).to(tl.int64) * D)[:, None] + d[None, :]
         inside = read[:, None] & (d < D)[None, :]
         key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
-        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SWAP:
+            score = tl.dot(key, query, input_precision="ieee") * scale
+        else:
+            score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if key_scales is not None:
-            score *= tl.load(key_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
-        seen = (place[None, :] >= seen_from[:, None]) & (place[None, :] <= seen_to[:, None])
+            of_key = tl.load(key_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)
+            score *= _of_keys(of_key, SWAP)
+        seen = _of_keys(place, SWAP) >= _of_rows(seen_from, SWAP)
+        seen &= _of_keys(place, SWAP) <= _of_rows(seen_to, SWAP)
         score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1))
+        new = tl.maximum(largest, tl.max(score, 0 if SWAP else 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(score - safe[:, None])
+        p = tl.exp2(score - _of_rows(safe, SWAP))
         shrink = tl.exp2(largest - safe)
-        weight = weight * shrink + tl.sum(p, 1)
+        weight = weight * _of_rows(shrink, SWAP) + p if BY_KEY else weight * shrink + tl.sum(p, 1)
         if value_scales is not None:
-            p *= tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)[None, :]
+            of_value = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)
+            p *= _of_keys(of_value, SWAP)
         value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
-        total = tl.dot(p.to(query.dtype), value, total * shrink[:, None], input_precision="ieee")
+        total *= _of_rows(shrink, SWAP)
+        if SWAP:
+            total = tl.dot(tl.trans(value), p.to(query.dtype), total, input_precision="ieee")
+        else:
+            total = tl.dot(p.to(query.dtype), value, total, input_precision="ieee")
         largest = new
+    if BY_KEY:
+        weight = _sum_of_keys(weight, SWAP)
     return total, largest, weight
 
 
 @triton.jit
-def _fold(left, left_largest, left_weight, right, right_largest, right_weight):
+def _fold(left, left_largest, left_weight, right, right_largest, right_weight, SWAP: tl.constexpr):
     """Add the sums of a part to those of the parts before it."""
     new = tl.maximum(left_largest, right_largest)
     safe = tl.where(new == float("-inf"), 0.0, new)
     a = tl.exp2(left_largest - safe)
     b = tl.exp2(right_largest - safe)
-    return left * a[:, None] + right * b[:, None], new, left_weight * a + right_weight * b
+    return left * _of_rows(a, SWAP) + right * _of_rows(b, SWAP), new, left_weight * a + right_weight * b
 
 
 @triton.jit
@@ -169,10 +212,14 @@ def attend_parts(
     part_total, part_largest, part_weight, query_stride, scale, max_pages, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr,
+    SWAP: tl.constexpr, BY_KEY: tl.constexpr,
 ):  # fmt: skip
     """Take the items of a work list in turns, each for every KV head.
 
-    A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
+    A tile's M rows are its tokens times the GROUP query heads of a KV head. With SWAP keys, then values, are the
+    M side of the tensor cores' instruction and query rows its N side, so that few rows take few registers. With
+    BY_KEY weights are kept by key and added at the end of a part, so that both ways have the same bits.
+    scale: of the scores, times log2(e).
 
     query: [num_tokens, heads, D], tokens `query_stride` apart; keys, values: [slots, KV_HEADS, D];
     key_scales, value_scales: [slots, KV_HEADS] of fp8; out: [num_tokens, heads, D];
@@ -204,7 +251,9 @@ def attend_parts(
         some = ok[:, None] & (d < D)[None, :]
         of = (first + t) * query_stride + head * D
         q = tl.load(query + of[:, None] + d[None, :], mask=some, other=0.0)
-        total = tl.zeros([M, BLOCK_D], tl.float32)
+        if SWAP:
+            q = tl.trans(q)
+        total = tl.zeros([BLOCK_D, M] if SWAP else [M, BLOCK_D], tl.float32)
         largest = tl.full([M], float("-inf"), tl.float32)
         weight = tl.zeros([M], tl.float32)
         for part in range(first_part, first_part + num_parts):
@@ -212,9 +261,11 @@ def attend_parts(
             hi = tl.minimum((part + 1) * PART, last + 1)
             of_part, its_largest, its_weight = _part(
                 q, seen_from, seen_to, keys, values, key_scales, value_scales, page_ids, kv_head, lo, hi, lowest,
-                scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS,
+                scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS, SWAP, BY_KEY,
             )  # fmt: skip
-            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
+            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight, SWAP)
+        if SWAP:
+            total = tl.trans(total)
         if unit < 0:
             to = ((first + t) * HEADS + head)[:, None] * D + d[None, :]
             tl.store(out + to, _mean(total, weight).to(out.dtype.element_ty), mask=some)
@@ -252,6 +303,6 @@ def merge_parts(
             of_part = tl.load(part_total + place[:, None] * D + d[None, :], mask=some, other=0.0)
             its_largest = tl.load(part_largest + place, mask=ok, other=float("-inf"))
             its_weight = tl.load(part_weight + place, mask=ok, other=0.0)
-            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight)
+            total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight, False)
         to = (token * HEADS + head)[:, None] * D + d[None, :]
         tl.store(out + to, _mean(total, weight).to(out.dtype.element_ty), mask=some)

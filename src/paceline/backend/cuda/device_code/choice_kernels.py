@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 NO_ID = tl.constexpr(2147483647)  # above every token id
+NOISE_ERROR = tl.constexpr(1e-3)  # rough noise is off by less: by 4e-6, measured
+ROUNDING = tl.constexpr(2.4e-7)  # more than sums in float32 are off by, relatively
 
 
 @triton.jit
@@ -35,21 +37,82 @@ def _absorb(k0, k1, word):
 
 
 @triton.jit
-def _gumbel(ids, k0, k1):
-    """Return the Gumbel noise of token ids, float64."""
+def _tails(ids, k0, k1):
+    """Return which token ids are in the lower tail, and the distance to its end.
+
+    The distance has two words, the higher first.
+    """
     u = ids.to(tl.uint32)
     h1 = _lowbias(_lowbias(u ^ k0) + k1)
     h2 = _murmur(_murmur(u ^ k1) + k0)
     low = h1 < 0x80000000
-    high_word = tl.where(low, h1, h1 ^ 0xFFFFFFFF)
-    low_word = tl.where(low, h2, h2 ^ 0xFFFFFFFF)
+    return low, tl.where(low, h1, h1 ^ 0xFFFFFFFF), tl.where(low, h2, h2 ^ 0xFFFFFFFF)
+
+
+@triton.jit
+def _rough_gumbel(ids, k0, k1):
+    """Return the noise of token ids in float32, off by less than NOISE_ERROR."""
+    low, high_word, low_word = _tails(ids, k0, k1)
+    v = (
+        high_word.to(tl.float32) + (low_word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    ) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * 0.25)))  # -log1p(-v) of a small v
+    exponential = tl.where(low & (v < 0.0625), series, -tl.log(tl.where(low, 1.0 - v, v)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _gumbel(ids, k0, k1):
+    """Return the Gumbel noise of token ids, float64."""
+    low, high_word, low_word = _tails(ids, k0, k1)
     n = (high_word.to(tl.uint64) << 32) | low_word.to(tl.uint64)  # distance to the nearer end, below 2**63
     v = (n.to(tl.float64) + 0.5) * 5.421010862427522e-20  # 2**-64
     # log1p(-v) by W. Kahan: the error of 1 - v is divided out.
     u = 1.0 - v
     exact = u == 1.0
-    log1p = tl.where(exact, -v, tl.log(u) * (-v / tl.where(exact, 1.0, u - 1.0)))
-    return -tl.log(tl.where(low, -log1p, -tl.log(v)))
+    log = tl.log(tl.where(low, u, v))
+    log1p = tl.where(exact, -v, log * (-v / tl.where(exact, 1.0, u - 1.0)))
+    return -tl.log(tl.where(low, -log1p, -log))
+
+
+@triton.jit
+def _two_best(scores, ids, inside):
+    """Return the two best of all scores, and the best one's id."""
+    is_number = (scores <= 0.0) | (scores > 0.0)
+    scores = tl.where(inside & is_number, scores, float("-inf"))
+    top = tl.max(scores, 0)
+    top_id = tl.min(tl.where(inside & (scores == top), ids, NO_ID), 0)
+    rest = tl.where(inside & (scores == top) & (ids == top_id), float("-inf"), scores)
+    return top, tl.max(rest, 0), top_id
+
+
+@triton.jit
+def _contenders(scaled, ids, place, inside, k0, k1):
+    """Return which tokens may have one of the two best scores, by bounds in float32."""
+    rough = scaled + _rough_gumbel(ids, k0, k1)
+    real = inside & (rough > float("-inf"))
+    off = NOISE_ERROR + tl.abs(rough) * ROUNDING
+    lower = tl.where(real, tl.where(rough < float("inf"), rough - off, rough), float("-inf"))
+    first = tl.min(tl.where(lower == tl.max(lower, 0), place, NO_ID), 0)
+    return real & (rough + off >= tl.max(tl.where(place == first, float("-inf"), lower), 0))
+
+
+@triton.jit
+def _two_best_of_few(scaled, ids, place, left, k0, k1):
+    """Return what `_two_best` does, from the exact noise of the tokens left alone."""
+    top = tl.full([], float("-inf"), tl.float64)
+    second = tl.full([], float("-inf"), tl.float64)
+    top_id = tl.full([], NO_ID, tl.int32)
+    for _ in range(tl.sum(left.to(tl.int32), 0)):
+        at = tl.min(tl.where(left, place, NO_ID), 0)
+        token_id = tl.sum(tl.where(place == at, ids, 0), 0)
+        score = tl.sum(tl.where(place == at, scaled, 0.0), 0).to(tl.float64) + _gumbel(token_id, k0, k1)
+        wins = (score > top) | ((score == top) & (token_id < top_id))
+        second = tl.where(wins, top, tl.maximum(second, score))
+        top_id = tl.where(wins, token_id, top_id)
+        top = tl.maximum(top, score)
+        left = left & (place > at)
+    return top, second, top_id
 
 
 LOOSE = ["seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add", "vocab_size"]
@@ -93,17 +156,15 @@ def score_tiles(
         k0, k1 = _absorb(k0, k1, tl.load(choice + row).to(tl.uint32))
         k0, k1 = _absorb(k0, k1, tl.full([], 0, tl.uint32))
         k0, k1 = _absorb(k0, k1, tl.load(position + row).to(tl.uint32))
-        scores = (z * inverse).to(tl.float64) + _gumbel(ids, k0, k1)
+        scaled = z * inverse
+        # Two or three tokens of a tile need exact noise: others cannot win, whatever is rounded.
+        left = _contenders(scaled, ids, place, inside, k0, k1)
+        top, next_top, top_id = _two_best_of_few(scaled, ids, place, left, k0, k1)
     else:
-        scores = z.to(tl.float64)
-    is_number = (scores <= 0.0) | (scores > 0.0)
-    scores = tl.where(inside & is_number, scores, float("-inf"))
-    top = tl.max(scores, 0)
-    top_id = tl.min(tl.where(inside & (scores == top), ids, NO_ID), 0)
-    rest = tl.where(inside & (scores == top) & (ids == top_id), float("-inf"), scores)
+        top, next_top, top_id = _two_best(z.to(tl.float64), ids, inside)
     to = row * tl.num_programs(1) + tile
     tl.store(best + to, top)
-    tl.store(second + to, tl.max(rest, 0))
+    tl.store(second + to, next_top)
     tl.store(best_ids + to, top_id)
 
 

@@ -63,6 +63,7 @@ def _segment_sum(
             total += group_sum * scale[:, None]
     else:
         kk = tl.arange(0, BLOCK_K)
+        tl.assume(start < end)  # or the assembler makes products wait for each other
         for k0 in range(start, end, BLOCK_K):
             k = k0 + kk
             inside = (n < left_n)[:, None] & (k < K)[None, :]
@@ -81,7 +82,7 @@ def _segment_sum(
 
 
 @triton.jit
-def _block_of_program(num_tokens, N, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+def block_of_program(num_tokens, N, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return the first row and the first token of this program."""
     num_n = tl.cdiv(N, BLOCK_N)
     num_t = tl.cdiv(num_tokens, BLOCK_T)
@@ -92,7 +93,8 @@ def _block_of_program(num_tokens, N, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexp
 
 
 @triton.jit
-def _store_block(out, block, n, t, left_n, left_t, N):
+def store_block(out, block, n, t, left_n, left_t, N):
+    """Store a block [n, t] from a pointer to its first element on."""
     tl.store(out + t[None, :] * N + n[:, None], block, mask=(n < left_n)[:, None] & (t < left_t)[None, :])
 
 
@@ -107,7 +109,7 @@ def multiply_blocks(
     Grid (blocks, segments) writes sums of segments, out [segments, num_tokens, N] float32, if PARALLEL; grid
     (blocks, 1) writes out [num_tokens, N] in the model's type, with the bias.
     """
-    n0, t0 = _block_of_program(num_tokens, N, BLOCK_N, BLOCK_T)
+    n0, t0 = block_of_program(num_tokens, N, BLOCK_N, BLOCK_T)
     n = tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     left_n = N - n0
@@ -129,7 +131,7 @@ def multiply_blocks(
             KIND, BLOCK_N, BLOCK_T, BLOCK_K,
         )  # fmt: skip
         out += (s * num_tokens + t0).to(tl.int64) * N + n0
-        _store_block(out, total, n, t, left_n, left_t, N)
+        store_block(out, total, n, t, left_n, left_t, N)
     else:
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for start in range(0, K, segment):
@@ -140,7 +142,7 @@ def multiply_blocks(
         if bias is not None:
             total += tl.load(bias + n0 + n, mask=n < left_n, other=0.0).to(tl.float32)[:, None]
         out += t0.to(tl.int64) * N + n0
-        _store_block(out, total.to(out.dtype.element_ty), n, t, left_n, left_t, N)
+        store_block(out, total.to(out.dtype.element_ty), n, t, left_n, left_t, N)
 
 
 @triton.jit

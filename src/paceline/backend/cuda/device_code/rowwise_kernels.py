@@ -5,11 +5,23 @@ They take a product as `finished_block` does and round wherever PyTorch's operat
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.backend.cuda.device_code.products_kernels import finished_block, fp8_scale, rounded_to_fp8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+
+
+@triton.jit
+def after_kernels_before(PDL: tl.constexpr):
+    """Wait for the kernels before this one, and let the next one begin.
+
+    Under PDL, programmatic dependent launch, a program may run earlier. It must have read no more than weights.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -21,8 +33,9 @@ def _normed(x, weight, width, eps):
 
 
 @triton.jit(do_not_specialize=["token_ids"])
-def gather_embeddings(token_ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gather_embeddings(token_ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Copy a token's row of the table, scaled. Grid: (tokens,)."""
+    after_kernels_before(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -32,20 +45,22 @@ def gather_embeddings(token_ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def norm_rows(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def norm_rows(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Norm a row. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    scale = tl.load(weight + column, mask=inside, other=0.0)
+    after_kernels_before(PDL)
     value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
-    normed = _normed(value, tl.load(weight + column, mask=inside, other=0.0), WIDTH, eps)
+    normed = _normed(value, scale, WIDTH, eps)
     tl.store(out + row * WIDTH + column, normed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def add_then_norm(
     p, bias, residual, post_weight, weight, added, normed, num_tokens, eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add a token's product to its residual and norm the sum. Grid: (tokens,).
 
@@ -55,15 +70,21 @@ def add_then_norm(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     DTYPE: tl.constexpr = residual.dtype.element_ty
+    row = token.to(tl.int64) * WIDTH
+    # All loads come first: none may pass a store or waits for a sum.
+    if weight is not None:
+        scale = tl.load(weight + column, mask=inside, other=0.0)
+    if post_weight is not None:
+        post_scale = tl.load(post_weight + column, mask=inside, other=0.0)
+    after_kernels_before(PDL)
+    before = tl.load(residual + row + column, mask=inside, other=0.0)
     value = finished_block(p, bias, token, column, inside, num_tokens, WIDTH, DTYPE, PARTS)
     if post_weight is not None:
-        value = _normed(value, tl.load(post_weight + column, mask=inside, other=0.0), WIDTH, eps)
-    row = token.to(tl.int64) * WIDTH
-    before = tl.load(residual + row + column, mask=inside, other=0.0)
+        value = _normed(value, post_scale, WIDTH, eps)
     after = (before.to(tl.float32) + value.to(tl.float32)).to(DTYPE)
     tl.store(added + row + column, after, mask=inside)
     if weight is not None:
-        result = _normed(after, tl.load(weight + column, mask=inside, other=0.0), WIDTH, eps)
+        result = _normed(after, scale, WIDTH, eps)
         tl.store(normed + row + column, result, mask=inside)
 
 
@@ -75,7 +96,7 @@ def _sigmoid(x):
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_products(
     p, bias, out, num_tokens,
-    GELU: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a token's activated gates by its ups. Grid: (tokens, blocks).
 
@@ -85,6 +106,7 @@ def gate_products(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     DTYPE: tl.constexpr = out.dtype.element_ty
+    after_kernels_before(PDL)
     gate = finished_block(p, bias, token, column, inside, num_tokens, 2 * WIDTH, DTYPE, PARTS).to(tl.float32)
     up = finished_block(p, bias, token, WIDTH + column, inside, num_tokens, 2 * WIDTH, DTYPE, PARTS)
     if GELU:  # x (1 + tanh(y)) / 2 is x sigmoid(2 y)
@@ -110,6 +132,7 @@ def _normed_heads(first, second, weight, d, D: tl.constexpr, eps):
 def write_heads(
     p, bias, positions, slots, inverse, q_norm, k_norm, q, kv, kv_scales, num_tokens, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a block of heads of one token. Grid: (tokens, blocks).
 
@@ -123,6 +146,10 @@ def write_heads(
     DTYPE: tl.constexpr = q.dtype.element_ty
     column = head[:, None] * D + d[None, :]
     inside = column < WIDTH
+    frequency = tl.load(inverse + d)
+    after_kernels_before(PDL)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    slot = tl.load(slots + token)
     first = finished_block(p, bias, token, column, inside, num_tokens, WIDTH, DTYPE, PARTS)
     second = finished_block(p, bias, token, column + D // 2, inside, num_tokens, WIDTH, DTYPE, PARTS)
     is_query = (head < HEADS)[:, None]
@@ -132,7 +159,6 @@ def write_heads(
         k_first, k_second = _normed_heads(first, second, k_norm, d, D, eps)
         first = tl.where(is_value, first, tl.where(is_query, q_first, k_first))
         second = tl.where(is_value, second, tl.where(is_query, q_second, k_second))
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(inverse + d)
     # PyTorch rounds cosine and sine, each product and each sum to the model's type.
     cos = tl.cos(angle).to(DTYPE).to(tl.float32)[None, :]
     sin = tl.sin(angle).to(DTYPE).to(tl.float32)[None, :]
@@ -149,7 +175,7 @@ def write_heads(
     kv_head = head - HEADS  # keys, then values
     is_kv = (kv_head >= 0) & (kv_head < 2 * KV_HEADS)
     which = kv_head // KV_HEADS
-    place = (which.to(tl.int64) * num_slots + tl.load(slots + token)) * KV_HEADS + kv_head % KV_HEADS
+    place = (which.to(tl.int64) * num_slots + slot) * KV_HEADS + kv_head % KV_HEADS
     to_store = kv + place[:, None] * D + d[None, :]
     if kv_scales is not None:
         a = first.to(tl.float32)
