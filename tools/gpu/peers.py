@@ -33,13 +33,11 @@ def run(bench: GpuBench) -> None:
     """Measure the peers, those that compile for long last."""
     record, sizes = bench.record, bench.sizes
     config = load_model(sizes.model).config
-    first, *others = sizes.loop_batches
-    loops = [(False, rows) for rows in sizes.loop_batches] + [(True, first)]
-    for compiled, rows in loops:
-        _attempt_loop(bench, config, rows, compiled)
+    for rows in sizes.loop_batches:
+        _attempt_loop(bench, config, rows, compiled=False)
     record.attempt("transformers", _library, bench, config)
     free_memory()
-    for rows in others:
+    for rows in sizes.loop_batches:
         _attempt_loop(bench, config, rows, compiled=True)
 
 

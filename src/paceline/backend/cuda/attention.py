@@ -18,6 +18,7 @@ from torch.nn import functional
 from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
+    NO_PDL,
     Variant,
     aligned_names,
     block_of,
@@ -26,6 +27,7 @@ from paceline.backend.cuda.kernel_launch import (
     num_processors,
     unaligned_marks,
     uses_kernels,
+    with_pdl,
 )
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
@@ -217,7 +219,8 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     swap, block = rows < TILE_ROWS, max(64, block_of(head_dim))
-    # With more keys at once, or more stages, registers would spill.
+    four = not fp8 and block <= WIDE  # warps: a third faster than eight, though some registers spill
+    # With more keys at once, or more stages, many registers would spill.
     keys, stages = (16, 1) if not tensor_cores else (32 if block > WIDE else 64, 2 if fp8 and not swap else 3)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}{' few' * swap}"
@@ -253,9 +256,11 @@ def _attend_variant(
             "PART": PART_TOKENS,
             "SWAP": swap,
             "BY_KEY": tensor_cores and block <= WIDE,
+            **NO_PDL,
         },
         aligned=aligned,
-        num_warps=4 if swap else 8 if tensor_cores else 16,
+        num_warps=16 if not tensor_cores else 4 if swap or four else 8,
+        max_spilled=112 if four and not swap else 0,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
@@ -284,6 +289,7 @@ def _merge_variant(element: str, num_kv_heads: int, group: int, head_dim: int) -
             "D": head_dim,
             "BLOCK_D": max(16, block_of(head_dim)),
             "STAGES": 4,
+            **NO_PDL,
         },
         num_warps=2,
     )
@@ -300,6 +306,8 @@ def variants() -> list[Variant]:
     for element, rows in (("fp16", TILE_ROWS), ("fp16", FEW_ROWS), ("fp32", TILE_ROWS)):
         listed.append(_attend_variant(element, element, 8, 4, 128, rows, aligned))
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
+    early = _attend_variant("bf16", "bf16", *shapes[0], FEW_ROWS, aligned), _merge_variant("bf16", *shapes[0])
+    listed += [with_pdl(variant) for variant in early]
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
 

@@ -80,6 +80,7 @@ class Variant:
     opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
     max_registers: int = 255  # per thread
+    max_spilled: int = 0  # bytes of registers per thread, where it measured faster with some
     capability: int = 80  # least compute capability that it compiles for
     pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from paceline.backend.cuda.kernel_launch import (
     ALIGNMENT,
     ELEMENTS,
+    NO_PDL,
     PIPELINED,
     Variant,
     aligned_names,
@@ -26,6 +27,7 @@ from paceline.backend.cuda.kernel_launch import (
     num_processors,
     unaligned_marks,
     uses_kernels,
+    with_pdl,
 )
 from paceline.backend.cuda.matrix import Kind
 from paceline.backend.cuda.matrix import Matrix as Matrix
@@ -375,6 +377,7 @@ def product_variant(
             "BLOCK_N": blocks.rows,
             "BLOCK_T": blocks.tokens,
             "BLOCK_K": blocks.step,
+            **NO_PDL,
         },
         aligned=aligned | {"segment"},
         num_warps=blocks.num_warps,
@@ -442,4 +445,5 @@ def variants() -> list[Variant]:
     found.append(product_variant("plain", "bf16", few, parallel=False, bias=True, aligned=both))
     found.append(product_variant("plain", "bf16", few, parallel=False, bias=False, aligned=both - {"N"}))
     found += [_finish_variant("bf16", 4, bias, frozenset({"N"})) for bias in (False, True)]
-    return [*found, _quantise_variant("bf16", frozenset({"K"}))]
+    early = product_variant("plain", "bf16", few, parallel=True, bias=False, aligned=both)
+    return [*found, with_pdl(early), _quantise_variant("bf16", frozenset({"K"}))]

@@ -14,6 +14,7 @@ import torch
 
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
+    NO_PDL,
     PIPELINED,
     Variant,
     aligned_names,
@@ -25,6 +26,7 @@ from paceline.backend.cuda.kernel_launch import (
     lists_variants,
     num_processors,
     unaligned_marks,
+    with_pdl,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ ALONE = (Tile(128, 256, 0, 8, 4, 1024), Tile(256, 128, 0, 8, 4, 1152), Tile(128,
 TILES: dict[Way, tuple[Tile, ...]] = {
     "parts": ALONE,
     "one": ALONE,
-    "in order": (Tile(128, 128, 64, 8, 5, 832), Tile(128, 128, 0, 8, 6, 655), Tile(64, 128, 0, 4, 4, 490)),
+    "in order": (Tile(128, 128, 0, 8, 5, 655), Tile(64, 128, 0, 4, 4, 490)),
 }
 
 
@@ -155,6 +157,7 @@ def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: fro
             "BLOCK_T": tile.tokens,
             "MORE_T": tile.more,
             "BLOCK_K": STEP,
+            **NO_PDL,
         },
         aligned=aligned | {"segment"},
         num_warps=tile.num_warps,
@@ -174,4 +177,5 @@ def variants() -> list[Variant]:
     ]
     few = TILES["in order"][0]
     found.append(tile_variant("bf16", few, "in order", bias=True, aligned=both))
+    found.append(with_pdl(found[0]))
     return [*found, tile_variant("fp16", few, "in order", bias=False, aligned=both - {"N"})]

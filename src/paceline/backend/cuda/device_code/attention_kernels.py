@@ -9,6 +9,8 @@ its tile, or whether one program folds all parts or `merge_parts` does.
 import triton
 import triton.language as tl
 
+from paceline.backend.cuda.device_code.early_start import after_kernels_before
+
 FIELDS = tl.constexpr(8)  # numbers of a work item
 TOKEN_FIELDS = tl.constexpr(4)  # numbers of a token whose parts are merged
 
@@ -214,6 +216,7 @@ def attend_parts(
     part_total, part_largest, part_weight, query_stride, scale, max_pages, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, SWAP: tl.constexpr, BY_KEY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Take the items of a work list in turns, each for every KV head.
 
@@ -223,6 +226,7 @@ def attend_parts(
     key_scales, value_scales: [slots, KV_HEADS] of fp8; out: [num_tokens, heads, D];
     part_total: [units, heads, D] float32; part_largest, part_weight: [units, heads] float32.
     """
+    after_kernels_before(PDL)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     m = tl.arange(0, M)
     d = tl.arange(0, BLOCK_D)
@@ -275,9 +279,10 @@ def attend_parts(
 def merge_parts(
     out, merged, counts, part_total, part_largest, part_weight,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Fold the parts of each token of split tiles from the left."""
+    after_kernels_before(PDL)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     num_merged = tl.load(counts + 1)
     h = tl.arange(0, BLOCK_GROUP)

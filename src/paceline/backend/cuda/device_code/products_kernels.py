@@ -9,8 +9,11 @@ number of tokens, and whether segments run in parallel programs or one after ano
 import triton
 import triton.language as tl
 
+from paceline.backend.cuda.device_code.early_start import after_kernels_before, fetch_first
+
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
 GROUP = tl.constexpr(128)  # int4 weights that share a scale
+FETCHED = tl.constexpr(512)  # weights of a row that a program fetches before it waits
 TOKEN_BLOCKS = tl.constexpr(8)  # blocks of tokens that neighbouring programs take: they share weights in the cache
 
 
@@ -102,7 +105,7 @@ def store_block(out, block, n, t, left_n, left_t, N):
 def multiply_blocks(
     w, w_scale, x, x_scale, bias, out, num_tokens, N, K, segment,
     KIND: tl.constexpr, PARALLEL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of tokens by a block of weights.
 
@@ -118,6 +121,9 @@ def multiply_blocks(
     if KIND == "int4":
         row_bytes = tl.cdiv(K, GROUP) * (GROUP // 2)
     w += n0.to(tl.int64) * row_bytes
+    if PDL and KIND == "plain":
+        fetch_first(w, n, left_n, tl.program_id(1) * segment, K, K, FETCHED)
+    after_kernels_before(PDL)
     x += t0.to(tl.int64) * K
     if KIND == "fp8":
         x_scale += t0

@@ -5,23 +5,12 @@ They take a product as `finished_block` does and round wherever PyTorch's operat
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from paceline.backend.cuda.device_code.early_start import after_kernels_before
 from paceline.backend.cuda.device_code.products_kernels import finished_block, fp8_scale, rounded_to_fp8
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 GELU_SCALE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
-
-
-@triton.jit
-def after_kernels_before(PDL: tl.constexpr):
-    """Wait for the kernels before this one, and let the next one begin.
-
-    Under PDL, programmatic dependent launch, a program may run earlier. It must have read no more than weights.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 
+from paceline.backend.cuda.device_code.early_start import after_kernels_before
 from paceline.backend.cuda.device_code.products_kernels import block_of_program, store_block
 
 
@@ -88,6 +89,7 @@ def multiply_tiles(
     w, x, x_more, bias, out, num_tokens, N, K, segment,
     WAY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens by one of weights.
 
@@ -95,6 +97,7 @@ def multiply_tiles(
     WAY "parts": grid (tiles, segments) writes sums of segments, out [segments, num_tokens, N] float32. "one": K is
     one segment, and "in order": grid (tiles, 1) writes out [num_tokens, N] in the model's type, with the bias.
     """
+    after_kernels_before(PDL)
     n0, t0 = block_of_program(num_tokens, N, BLOCK_N, BLOCK_T + MORE_T)
     if WAY == "parts":
         s = tl.program_id(1)
