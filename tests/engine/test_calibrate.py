@@ -229,6 +229,33 @@ def test_each_bucket_is_measured_and_prices_are_a_staircase(monkeypatch: pytest.
         assert float(found.cost.target(Work(tokens))) == pytest.approx(float(stairs(tokens)), rel=0.02)
 
 
+def test_keys_are_priced_by_many_rows_where_one_would_leave_the_device_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to some keys a pass costs the same; the keys of one row are fewer."""
+    engine = padded(make_engine("off", Settings(num_rows=8, prefix_cache=True)))
+    request, now, key_s = engine.target.request, [0.0], 1e-5
+
+    def by_keys(batch: Batch, draft: Draft) -> ReadyPass:
+        keys = sum(r.max_len - r.max_drafts - 1 for r in batch.rows)
+        now[0] += 2e-3 + key_s * max(0, keys - 100)
+        return request(batch, draft)
+
+    monkeypatch.setattr(engine.target, "request", by_keys)
+    monkeypatch.setattr("paceline.engine.step.perf_counter", lambda: now[0])
+    target = calibrate(engine, Grid(num_rows=(1, 8), ks=(0,), drafter_ks=(), repeats=2, seconds=600.0)).cost.target
+    assert key_s / 2 < target.kv_token_s + target.pair_s < 2 * key_s
+
+
+def test_a_drafter_is_timed_at_its_deepest() -> None:
+    """Depths beyond the measured ones would cost nothing."""
+    engine = make_engine("draft-model:model=noisy", PLAIN)
+    (drafter,) = engine.drafting.drafters.values()
+    drafter.needs = replace(drafter.needs, max_k=4)
+    found = calibrate(engine, Grid(num_rows=(1,), ks=(0,), drafter_ks=(1, 8), repeats=2, seconds=60.0))
+    assert [cost.max_depth for cost in found.cost.drafters] == [4]
+
+
 @pytest.mark.parametrize("buckets", [(8, 16, 64), (1,), (1, 2, 3), (512,), (1 << 20,)])
 def test_any_buckets_can_be_measured(buckets: tuple[int, ...]) -> None:
     found = calibrate(padded(make_engine("draft-model:model=noisy,k=4", PLAIN), buckets), MANY)

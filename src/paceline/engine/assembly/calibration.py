@@ -8,7 +8,7 @@ correct them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-METHOD = 6  # version of the method; profiles of another version are measured anew
+METHOD = 7  # version of the method; profiles of another version are measured anew
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
 SHORTEST, LONGEST = 64, 1024  # tokens of the long text that gives the price of a key
@@ -45,6 +45,7 @@ ENOUGH = 4096  # tokens of KV with which everything can be measured
 AHEAD = 4  # tokens that a row gains before a timed step: its first, two in the step before, one in the step itself
 MANY = 32  # rows for which costs are extrapolated where only one was measured
 SAME, VARIED = "always", "varied"  # names of free drafters
+CONTEXTS = 64  # long texts at once on a device with buckets, which one alone would leave idle
 NO_ROOM = (
     "there is no room to measure what a step costs: raise --max-len or --kv-tokens, or give a --profile that "
     "was measured with more"
@@ -64,6 +65,8 @@ class Grid:
 
 
 QUICK = Grid()
+# On a device that reads its weights once for hundreds of tokens: more rows, and seconds for them.
+DEVICE_ROWS, DEVICE_SECONDS = (128, 256), 8.0
 THOROUGH = Grid((1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8), 1024, 10, 120.0)
 
 
@@ -139,8 +142,11 @@ def _script(kind: _StepKind) -> ScriptedK:
 
 class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
-        self.engine, self.grid, self.progress = engine, grid, progress
         self.buckets = engine.target.decoder.capabilities.token_buckets
+        if self.buckets:
+            rows = tuple(sorted({*grid.num_rows, *DEVICE_ROWS}))
+            grid = replace(grid, num_rows=rows, seconds=max(grid.seconds, DEVICE_SECONDS))
+        self.engine, self.grid, self.progress = engine, grid, progress
         self.start = perf_counter()
         self.whole = True  # False: a step raised and left rows half-way, so waiting for an empty engine never ends
         self.drafters = dict(engine.drafting.drafters)
@@ -177,22 +183,25 @@ class _Calibrator:
                 self._keep(kind, num_rows, steps)
 
     def _context(self, until: float) -> None:
-        """Measure one row with a long text, for at most a share of the time.
+        """Measure rows with long texts, for at most a share of the time: one, or on a device many.
 
         Steps with it alternate with steps of a short text, because a shared machine drifts by more than some
         hundred keys cost. The ratio of the two is applied to what the short text took before.
         """
         token_s = max(self._token_s(), 1e-9)
-        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), self._longest // 2)
+        limits, capacity = self.engine.scheduler.limits, self.engine.scheduler.capacity
+        num = min(CONTEXTS, limits.num_rows, max(1, capacity // (4 * SHORTEST))) if self.buckets else 1
+        room = min(self._longest, capacity // num) // 2
+        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s) // num, room)
         if length < SHORTEST or self._spent() + CONTEXT_SHARE >= 1:
             return
-        long, short = _Rows(1, min(length, LONGEST), again=True), _Rows(1, self._prompt_len)
+        long, short = _Rows(num, min(length, LONGEST), again=True), _Rows(num, self._prompt_len)
         kinds = [_StepKind(None, 0), _StepKind(None, min(self.grid.ks[-1], self._deepest), self.mixes)]
         timed = self._measure(kinds, (long, short), until)
         decodes = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
-        known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: one row
+        known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: fewest rows
         for kind in kinds:
-            before = known.get(1 + kind.k)
+            before = known.get(num * (1 + kind.k))
             steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])
             if before and steps and beside:
                 times = median(a.target_s / b.target_s for a, b in zip(steps, beside, strict=False))
@@ -239,15 +248,15 @@ class _Calibrator:
 
         Of a backend with buckets every one is timed that these rows can fill: prices between them do not exist.
         """
-        ks, drafter_ks = (
-            sorted({min(k, self._deepest) for k in of}) for of in (self.grid.ks, self.grid.drafter_ks)
-        )
+        ks = sorted({min(k, self._deepest) for k in self.grid.ks})
         verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
         if self.buckets:
             filling = {bucket // num_rows - 1 for bucket in self.buckets if bucket >= num_rows}
             verified = sorted({0, *(k for k in filling if k <= min(MAX_K, self._deepest))})
         slow = [(name, d.needs.max_k) for name, d in self.drafters.items() if not d.needs.instant]
-        drafting = [_StepKind(name, k) for name, max_k in slow for k in drafter_ks if 0 < k <= max_k]
+        deepest = ((name, min(max_k, self._deepest)) for name, max_k in slow)
+        depths = {name: {min(k, most) for k in self.grid.drafter_ks} for name, most in deepest}
+        drafting = [_StepKind(name, k) for name, each in depths.items() for k in sorted(each) if k]
         free = [_StepKind(None, k, self.mixes and k > 0) for k in verified]
         if self.mixes and verified[-1:] > [0]:  # its drafts touch fewer experts: the difference is their price
             free.append(_StepKind(None, verified[-1]))
@@ -328,7 +337,8 @@ class _Calibrator:
         foreseen = num_prefilled == int(prefill.tokens)
         ks = tuple(r.max_drafts for r, _ in decodes)
         touched = script.seen[-1][2] if script.seen else ()
-        return _Timed(work, gained.target_s, gained.draft_s, gained.host_s, ks, num_prefilled, foreseen, touched)
+        host_s = max(gained.host_s, 0.0)  # clocks of a device and of the host differ
+        return _Timed(work, gained.target_s, gained.draft_s, host_s, ks, num_prefilled, foreseen, touched)
 
     def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
         """Replace all rows by new ones; return True if all of them decode.
