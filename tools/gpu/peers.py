@@ -50,10 +50,10 @@ def _attempt_loop(bench: GpuBench, config: ModelConfig, rows: int, compiled: boo
 
 def _library(bench: GpuBench, config: ModelConfig) -> None:
     model = _library_model(bench, config)
-    bench.record.attempt("assisted generation", _assisted, bench, model)
     for rows in bench.sizes.library_batches:
         bench.record.attempt(f"continuous batching {rows}", _continuous, bench, model, rows)
         free_memory()
+    bench.record.attempt("assisted generation", _assisted, bench, model)
 
 
 # A static cache ------------------------------------------------------------------------------------

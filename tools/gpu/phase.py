@@ -15,13 +15,13 @@ from tools.gpu.sizes import DRY, FULL
 
 PHASES = {  # name -> seconds, in the order in which they run
     "compile": 45.0,
-    "ceilings": 20.0,
-    "right": 70.0,
-    "plain": 75.0,
-    "speculation": 100.0,
-    "text": 50.0,
-    "peers": 90.0,
-    "pairs": 120.0,
+    "ceilings": 10.0,
+    "right": 30.0,
+    "plain": 55.0,
+    "speculation": 80.0,
+    "text": 45.0,
+    "peers": 120.0,
+    "pairs": 100.0,
     "sweep": 60.0,
 }
 USUAL = tuple(name for name in PHASES if name not in ("pairs", "sweep"))
