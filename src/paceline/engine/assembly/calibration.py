@@ -144,8 +144,9 @@ class _Calibrator:
     def __init__(self, engine: Engine, grid: Grid, progress: Progress | None) -> None:
         self.buckets = engine.target.decoder.capabilities.token_buckets
         if self.buckets:
-            rows = tuple(sorted({*grid.num_rows, *DEVICE_ROWS}))
-            grid = replace(grid, num_rows=rows, seconds=max(grid.seconds, DEVICE_SECONDS))
+            most = engine.scheduler.limits.num_rows
+            rows = sorted({*grid.num_rows, *(min(n, most) for n in DEVICE_ROWS)})
+            grid = replace(grid, num_rows=tuple(rows), seconds=max(grid.seconds, DEVICE_SECONDS))
         self.engine, self.grid, self.progress = engine, grid, progress
         self.start = perf_counter()
         self.whole = True  # False: a step raised and left rows half-way, so waiting for an empty engine never ends
