@@ -166,13 +166,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
     parser.add_argument("--weights", default=",".join(CHOICES["weights"]), metavar="TYPE[,TYPE...]")
     parser.add_argument(
+        "--drafts", nargs="+", metavar="SPEC", help="in place of the default model's; off is always among them"
+    )
+    parser.add_argument(
         "--peagle", metavar="FOLDER", help="a P-EAGLE head for the model, to be among the drafters"
     )
     parser.add_argument("--keep", metavar="FOLDER", help="keep answers there, to go on after an interruption")
     args = parser.parse_args(argv)
-    drafts = tuple(
-        f"peagle:model={args.peagle}" if args.peagle and draft == PEAGLE else draft for draft in CHOICES["draft"]
-    )
+    asked = CHOICES["draft"] if args.drafts is None else ("off", *(d for d in args.drafts if d != "off"))
+    drafts = tuple(f"peagle:model={args.peagle}" if args.peagle and draft == PEAGLE else draft for draft in asked)
     choices = CHOICES | {"weights": tuple(args.weights.split(",")), "draft": drafts}
     settings = sorted(covering(choices), key=lambda s: (s.weights, s.threads))
     different, shown = 0, Console(width=140)
