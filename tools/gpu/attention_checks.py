@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.backend.cuda.attention import FEW_TOKENS, DeviceKV, attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import FEW_TOKENS, attend, plan_attention
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from paceline.backend.cuda.late_hints import LateHints
 from paceline.backend.cuda.late_lookup import longest_matches
 from paceline.backend.cuda.rowwise import write_qkv

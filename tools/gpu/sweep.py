@@ -23,6 +23,7 @@ from paceline.backend.cuda.kernel_launch import (
     num_processors,
     uses_kernels,
 )
+from paceline.backend.cuda.kv_store import LayerKV
 from paceline.backend.cuda.products import BLOCKS, Blocks, Matrix, Parts, finished, product_variant, segment_of
 from paceline.backend.cuda.tiles import TILES, Tile, best_tile, multiply_by, tile_variant
 from paceline.core.nouns import PAGE_TOKENS
@@ -246,7 +247,7 @@ def _attention(bench: GpuBench, rows: int, new: int) -> None:
     case = attention_case(((context, new),) * rows, heads, torch.bfloat16, "bf16", bench.device)
     layers = max(4, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))  # the plan is made once for all
     kv = torch.randn((layers, *case.kv.data.shape[1:]), device=bench.device, dtype=torch.bfloat16)
-    stores = [attention.LayerKV(layer) for layer in kv]
+    stores = [LayerKV(layer) for layer in kv]
 
     def work() -> None:
         plan = attention.plan_attention(case.tokens, case.group, 0)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     NO_PDL,
@@ -34,6 +33,7 @@ from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.kv_store import LayerKV
 
 PART_TOKENS = 256  # keys of a part, whose sums begin at zero
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head, at most
@@ -47,13 +47,6 @@ ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each tak
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
 FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
 MAX_GATHERED = 1 << 22  # numbers of keys that PyTorch gathers at once
-KV_TYPES = {
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "fp8": torch.float8_e4m3fn,
-}
 
 
 def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
@@ -68,61 +61,6 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
         raise ConfigError(
             f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
         )
-
-
-# The store ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerKV:
-    """Keys and values of one layer, by slot; in fp8 they are `data` times `scales`."""
-
-    data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
-    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, in fp8 only
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class DeviceKV:
-    """Keys and values of every layer, by slot; padding tokens write to the last page."""
-
-    data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
-    number: int = 0  # by which other ranks know their parts of it
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that fit; the scratch page begins there."""
-        return self.data.shape[2] - PAGE_TOKENS
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all layers."""
-        layers, two, _, heads, head_dim = self.data.shape
-        scale_bytes = 0 if self.scales is None else self.scales.element_size()
-        return layers * two * heads * (head_dim * self.data.element_size() + scale_bytes)
-
-    def layer(self, index: int) -> LayerKV:
-        """Return the views of one layer."""
-        return LayerKV(self.data[index], None if self.scales is None else self.scales[index])
-
-
-def new_kv(
-    num_pages: int,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    kv_type: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DeviceKV:
-    """Return an empty store of `num_pages` pages and the scratch page.
-
-    kv_type: one of `KV_TYPES`, or "auto" for the model's `dtype`.
-    """
-    shape = (num_layers, 2, (num_pages + 1) * PAGE_TOKENS, num_kv_heads, head_dim)
-    stored = dtype if kv_type == "auto" else KV_TYPES[kv_type]
-    scales = lazy_zeros(shape[:-1], torch.float32, device) if kv_type == "fp8" else None
-    return DeviceKV(lazy_zeros(shape, stored, device), scales)
 
 
 # The plan of a pass -------------------------------------------------------------------------------
