@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 SCALE = 0.09
 WINDOW = 300  # keys that a token sees, where windows are checked
 ONE_PART, ALL_PARTS = 1 << 20, 1  # programs to fill: more than there are items, or fewer
-KV_FP8 = torch.float8_e4m3fn
 RULE = HintRule(min_match=1, max_match=8, gain=1.5)
 
 

@@ -137,8 +137,9 @@ def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: fro
 
     element: Triton's name of the model's type.
     """
+    size = f"{tile.rows}x{tile.tokens}"
     return Variant(
-        name=f"product tile {element} {tile.rows}x{tile.tokens} {way}{' bias' * bias}{unaligned_marks(aligned, 'N')}",
+        name=f"product tile {element} {size} {way}{' bias' * bias}{unaligned_marks(aligned, 'N')}",
         kernel="tile_kernels:multiply_tiles",
         arguments={
             "w": descriptor_type(element, tile.rows, STEP),
