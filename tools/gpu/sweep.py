@@ -194,7 +194,10 @@ def attention_settings() -> Iterator[Setting]:
 
 
 def attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
-    """Return the kernel of attention with other sizes. heads: KV heads, query heads of each, size."""
+    """Return the kernel of attention with other sizes.
+
+    heads: KV heads, query heads of each, size.
+    """
     element = ELEMENTS[torch.bfloat16]
     usual = attention._attend_variant(element, element, *heads, s.rows, aligned_names(query_stride=0))
     constants = {**usual.constants, "KEYS": s.keys, "PART": s.part}

@@ -1,6 +1,7 @@
-"""Attention over paged keys and values: store, plan and sums.
+"""Attention over paged keys and values: plan and sums.
 
-Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left. Kernels have a
+form for few query rows and one for many, which docs/develop/gpu.md describes.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
