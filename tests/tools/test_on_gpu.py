@@ -22,13 +22,17 @@ from tools.gpu.floors import pass_needs
 from tools.gpu.record import Record
 from tools.gpu.recorded import chances_of, oracle
 from tools.gpu.report import table
+from tools.gpu.right import never_launched
 from tools.gpu.sizes import DRY, FULL, SEED_ACCEPTANCE
+from tools.gpu.sweep import sweep_variants
 from tools.gpu.tracing import H100_PROCESSORS, META, launches
 
-from paceline.backend.cuda import kernel_launch
+from paceline.backend.cuda import attention, kernel_launch
+from paceline.backend.cuda.tiles import TILES, tile_variant
 from paceline.control.fixed import FixedK
 
 ROOT = Path(__file__).parents[2]
+SHARED_BYTES = 227 << 10  # of one program on sm_90
 ON_HOST: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
@@ -163,13 +167,30 @@ def test_after_the_limit_and_after_a_broken_device_parts_are_left_out(tmp_path):
 
 def test_the_checks_launch_every_variant_of_the_table():
     launched = {variant.name for variant in trace_checks(FULL, H100_PROCESSORS).values()}
-    assert set(kernel_launch.variant_table()) - launched == set()
+    assert never_launched(launched) == []
+    assert never_launched(launched - {"keep_while_chosen"}) == ["keep_while_chosen"]
 
 
 def test_a_models_kernels_are_found_without_a_device():
     names = {variant.name for variant in trace_models(DRY, H100_PROCESSORS, with_pairs=False).values()}
     for text in ("product plain bf16", "product fp8 bf16", "attend_parts", "heads bf16", "draft_ids"):
         assert any(text in name for name in names), text
+
+
+def test_a_sweep_times_what_kernels_use_and_nothing_too_large():
+    heads, both = FULL.heads[0], frozenset({"N", "K"})
+    used = {tile_variant("bf16", tile, way, bias=False, aligned=both) for way in TILES for tile in TILES[way]}
+    found = set(sweep_variants(FULL).values())
+    assert used < found
+    code = [(dict(variant.constants), variant.options()) for variant in found]
+    for rows in (attention.FEW_ROWS, attention.TILE_ROWS):
+        usual = attention._attend_variant("bf16", "bf16", *heads, rows, frozenset({"query_stride"}))
+        assert (dict(usual.constants), usual.options()) in code
+    for sizes, options in code:
+        attends = "KEYS" in sizes
+        width = 2 * sizes["BLOCK_D"] if attends else sizes["BLOCK_N"] + sizes["BLOCK_T"]
+        step = sizes["KEYS" if attends else "BLOCK_K"]
+        assert 2 * step * width * options["num_stages"] <= SHARED_BYTES
 
 
 def test_tracing_launches_nothing_and_ends():
@@ -272,6 +293,19 @@ def test_needed_packages_are_those_that_an_image_with_pytorch_lacks():
     assert {"gguf", "msgspec", "pyzmq", "starlette", "uvicorn"} <= names
     assert not names & {"numpy", "tokenizers", "huggingface-hub"}
     assert pack.normal("huggingface_hub>=0.34") == "huggingface-hub"
+
+
+def test_a_light_wheel_has_no_drafters(tmp_path):
+    path = wheel(tmp_path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("paceline/engine.py", "one = 1\n")
+        archive.writestr("paceline/drafters/eagle3/model.safetensors", b"weights")
+    folder = tmp_path / "light"
+    folder.mkdir()
+    pack.lighten(path, folder)
+    with zipfile.ZipFile(folder / path.name) as light:
+        assert light.namelist() == ["some-1.0.dist-info/METADATA", "paceline/engine.py"]
+        assert light.read("paceline/engine.py") == b"one = 1\n"
 
 
 def test_without_a_fitting_python_the_pack_says_what_to_do(tmp_path, monkeypatch, capsys):

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.backend.cuda.attention import FEW_TOKENS, DeviceKV, attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import FEW_TOKENS, attend, plan_attention
 from paceline.backend.cuda.choice import ChoiceSpecs, choose
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.judge import judge
+from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from paceline.backend.cuda.late_hints import LateHints
 from paceline.backend.cuda.late_lookup import longest_matches
 from paceline.backend.cuda.rowwise import write_qkv
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 SCALE = 0.09
 WINDOW = 300  # keys that a token sees, where windows are checked
 ONE_PART, ALL_PARTS = 1 << 20, 1  # programs to fill: more than there are items, or fewer
-KV_FP8 = torch.float8_e4m3fn
 RULE = HintRule(min_match=1, max_match=8, gain=1.5)
 
 

@@ -137,7 +137,7 @@ def _tile_checks(shape: tuple[int, int], kind: str, count: int, device: torch.de
         for tile in known:
             for matrix in (whole, replace(whole, bias=None), *((odd,) if way == "in order" else ())):
                 want = partial(_in_order, x, matrix)
-                yield Check(f"{name} {tuple(tile[:3])} {way}", partial(_by_tile, tile, way, x, matrix), want, 0.0)
+                yield Check(f"{name} {tuple(tile[:2])} {way}", partial(_by_tile, tile, way, x, matrix), want, 0.0)
 
 
 def _by_tile(tile: Tile, way: Way, x: torch.Tensor, m: Matrix) -> list[torch.Tensor]:

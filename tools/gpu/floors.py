@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.backend.cuda.device_weights import num_bytes as num_bytes_of
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.kv_store import DeviceKV
     from paceline.backend.cuda.products import Matrix
 
 

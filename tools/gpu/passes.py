@@ -12,8 +12,8 @@ from paceline.backend.cuda.device_pass import DevicePass
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.kv_store import DeviceKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from tools.gpu.passes import filled_kv, pages_of, static_pass
 from tools.gpu.timing import captured, kernel_table, median_s
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.attention import DeviceKV
+    from paceline.backend.cuda.kv_store import DeviceKV
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.assembly.config import EngineConfig
     from tools.gpu.bench import GpuBench

@@ -1,4 +1,4 @@
-"""Phase `sweep`: other blocks of products and attention than the kernels use, timed beside those.
+"""Phase `sweep`: other tiles of products and attention than the kernels use, timed beside those.
 
 It tells which to use next. Only where `--phases` names it.
 """
@@ -23,7 +23,8 @@ from paceline.backend.cuda.kernel_launch import (
     num_processors,
     uses_kernels,
 )
-from paceline.backend.cuda.products import BLOCKS, Blocks, Matrix, Parts, finished, product_variant, segment_of
+from paceline.backend.cuda.kv_store import LayerKV
+from paceline.backend.cuda.products import BLOCKS, Matrix, Parts, finished, product_variant, segment_of
 from paceline.backend.cuda.tiles import TILES, Tile, best_tile, multiply_by, tile_variant
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.attention_checks import SCALE, attention_case
@@ -37,27 +38,24 @@ if TYPE_CHECKING:
     from tools.gpu.bench import GpuBench
     from tools.gpu.sizes import Sizes
 
-SHARED_BYTES = 227 << 10  # of one program on sm_90
 REPEATS = 5
 LISTED = 8  # best ones
 MIN_STAGES = 3
+BLOCK = BLOCKS["plain"][-1]  # of products of many tokens where no tile is taken
 # Matrices of Llama-3.1-8B: outputs, inputs.
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 TOKENS = (128, 256, 512, 2048)
-SEGMENTS = (1, 2, 4, 7, 8)
-FEW_TOKENS = 64  # up to which all segments are tried
 PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4), (64, 8), (1, 2048))  # rows, new tokens of each
-NUM_WARPS, NUM_STAGES = (4, 8), (3, 4, 5, 6)
 # Beside those that products use, and each of them with one stage less.
 OTHER_TILES: dict[Way, tuple[Tile, ...]] = {
-    "one": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
-    "parts": (Tile(128, 128, 0, 8, 6, 0), Tile(64, 256, 0, 4, 5, 0), Tile(64, 128, 0, 4, 4, 0)),
-    "in order": (Tile(64, 256, 0, 8, 5, 0), Tile(128, 64, 0, 8, 6, 0)),
+    "one": (Tile(128, 128, 8, 6, 0), Tile(64, 256, 4, 5, 0), Tile(64, 128, 4, 4, 0)),
+    "parts": (Tile(128, 128, 8, 6, 0), Tile(64, 256, 4, 5, 0), Tile(64, 128, 4, 4, 0)),
+    "in order": (Tile(64, 256, 8, 5, 0), Tile(128, 64, 8, 6, 0)),
 }
 
 
 def run(bench: GpuBench) -> None:
-    """Time every block of products, then of attention."""
+    """Time every tile of products, then of attention."""
     for shape in MATRICES if bench.device.type == "cuda" else bench.sizes.matrices:
         for count in TOKENS:
             bench.record.attempt(f"product {shape} {count}", _products, bench, shape, count)
@@ -68,35 +66,19 @@ def run(bench: GpuBench) -> None:
 def sweep_variants(sizes: Sizes) -> dict[str, Variant]:
     """Return all kernels that are timed, for the phase that compiles."""
     found = {}
-    for blocks, parallel in product({b for count in TOKENS for b in blocks_for(count)}, (True, False)):
-        variant = _variant(blocks, parallel=parallel)
-        found[variant.name + repr(blocks)] = variant
+    for parallel in (True, False):
+        variant = _block_variant(parallel=parallel)
+        found[variant.name] = variant
     for way, tile in tiles_for(OTHER_TILES):
         variant = tile_variant("bf16", tile, way, bias=False, aligned=aligned_names(N=0, K=0))
         found[variant.name + repr(tile)] = variant
     for setting in attention_settings():
-        variant = _attention_variant(setting, sizes.heads[0])
+        variant = attention_variant(setting, sizes.heads[0])
         found[f"{variant.name} {tuple(setting[:4])} {setting.part}"] = variant
     return found
 
 
 # Products -----------------------------------------------------------------------------------------
-
-
-def blocks_for(count: int) -> Iterator[Blocks]:
-    """Yield blocks for a number of tokens that fit into shared memory.
-
-    For many tokens that is the block of products alone.
-    """
-    if count > FEW_TOKENS:
-        yield BLOCKS["plain"][-1]
-        return
-    tokens = (16,) if count <= 16 else (64,)
-    steps = (64, 128, 256) if count <= 16 else (64, 128)
-    for rows, width, step, warps, stages in product((64, 128), tokens, steps, NUM_WARPS, NUM_STAGES):
-        fits = (rows + width) * step * 2 * stages <= SHARED_BYTES
-        if fits and rows * width <= 128 * 32 * warps and rows >= 16 * warps:
-            yield Blocks(rows, width, step, warps, stages)
 
 
 def tiles_for(ways: Iterable[Way]) -> Iterator[tuple[Way, Tile]]:
@@ -108,9 +90,9 @@ def tiles_for(ways: Iterable[Way]) -> Iterator[tuple[Way, Tile]]:
                 yield way, tile._replace(num_stages=tile.num_stages - 1)
 
 
-def _variant(blocks: Blocks, *, parallel: bool) -> Variant:
+def _block_variant(*, parallel: bool) -> Variant:
     both = aligned_names(N=0, K=0)
-    return product_variant("plain", "bf16", blocks, parallel=parallel, bias=False, aligned=both)
+    return product_variant("plain", "bf16", BLOCK, parallel=parallel, bias=False, aligned=both)
 
 
 def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
@@ -121,18 +103,12 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
     found: list[tuple[float, str]] = []
     library_s = _time(bench, lambda: [torch.nn.functional.linear(x, w) for w in weights]) / copies
     usual = segment_of(*shape)
-    for blocks in blocks_for(count):
-        for segments in SEGMENTS:
-            if width % (segments * 128) or bench.record.left_s <= 0:
-                continue
-            segment = width // segments
-            if count > FEW_TOKENS and segment not in (usual, width):
-                continue
-            for parallel in (True, False) if count > FEW_TOKENS and segments > 1 else (segments > 1,):
-                work = partial(_multiply_all, weights, x, blocks, segment, parallel=parallel)
-                what = f"{tuple(blocks)} segment {segment}{' parallel' * parallel}{' usual' * (segment == usual)}"
-                found.append((_time(bench, work) / copies, what))
-    if count > FEW_TOKENS and uses_kernels(x):
+    for segment in {usual, width} if bench.record.left_s > 0 else ():
+        for parallel in (True, False) if segment < width else (False,):
+            work = partial(_multiply_all, weights, x, segment, parallel=parallel)
+            what = f"block segment {segment}{' parallel' * parallel}{' usual' * (segment == usual)}"
+            found.append((_time(bench, work) / copies, what))
+    if uses_kernels(x):
         found += _tiles(bench, weights, x, usual)
     found.sort()
     bench.record.put(
@@ -148,9 +124,9 @@ def _products(bench: GpuBench, shape: tuple[int, int], count: int) -> None:
 
 def _tiles(bench: GpuBench, weights: torch.Tensor, x: torch.Tensor, segment: int) -> list[tuple[float, str]]:
     """Time tiles, and tell those whose bits are not those of a block."""
-    (num_rows, width), blocks = weights.shape[1:], BLOCKS["plain"][-1]
+    num_rows, width = weights.shape[1:]
     matrices = [Matrix("plain", w, None, None, (num_rows, width), segment) for w in weights]
-    want = _multiply_all(weights[:1], x, blocks, segment, parallel=False)
+    want = _multiply_all(weights[:1], x, segment, parallel=False)
     chosen = {way: best_tile(num_rows, width, segment, len(x), num_processors(x.device), way)[0] for way in TILES}
     found = []
     for way, tile in tiles_for(("parts", "in order") if segment < width else ("one",)):
@@ -163,7 +139,7 @@ def _tiles(bench: GpuBench, weights: torch.Tensor, x: torch.Tensor, segment: int
         got = multiply_by(tile, way, x, matrices[0])
         got = finished(Parts(got, None, x.dtype)) if way == "parts" else got
         marks = " chosen" * (tile == chosen[way]) + " OTHER BITS" * (not torch.equal(got, want))
-        found.append((seconds, f"tile {tuple(tile[:5])} {way}{marks} usual"))
+        found.append((seconds, f"tile {tuple(tile[:4])} {way}{marks} usual"))
     return found
 
 
@@ -172,16 +148,14 @@ def _multiply_tiles(tile: Tile, way: Way, x: torch.Tensor, matrices: list[Matrix
         multiply_by(tile, way, x, m)
 
 
-def _multiply_all(
-    weights: torch.Tensor, x: torch.Tensor, blocks: Blocks, segment: int, *, parallel: bool
-) -> torch.Tensor:
+def _multiply_all(weights: torch.Tensor, x: torch.Tensor, segment: int, *, parallel: bool) -> torch.Tensor:
     """Multiply tokens by each matrix; return the last product."""
     (num_rows, width), count = weights.shape[1:], len(x)
     segments = cdiv(width, segment) if parallel else 1
     shape = (segments, count, num_rows) if parallel else (count, num_rows)
     out = torch.empty(shape, dtype=torch.float32 if parallel else x.dtype, device=x.device)
-    grid = blocks.number(num_rows, count), segments
-    variant = _variant(blocks, parallel=parallel)
+    grid = BLOCK.number(num_rows, count), segments
+    variant = _block_variant(parallel=parallel)
     for w in weights if uses_kernels(x) else ():
         launch(variant, grid, w, None, x, None, None, out, count, num_rows, width, segment)
     return out
@@ -191,7 +165,7 @@ def _time(bench: GpuBench, work: Callable[[], Any]) -> float:
     try:
         return median_s(captured(work, bench.device), bench.device, REPEATS)
     except Exception as error:  # one that does not compile or fit
-        bench.record.errors[f"{error}"[:80]] = "a block"
+        bench.record.errors[f"{error}"[:80]] = "a tile"
         return float("inf")
 
 
@@ -215,11 +189,15 @@ def attention_settings() -> Iterator[Setting]:
         yield Setting(rows, 64, 4, stages, programs, part)
     for rows, keys, stages, programs in product((16, 32), (64, 128), (2, 3), (1, 2)):
         yield Setting(rows, keys, 8, stages, programs, 256)
-    for keys, warps, stages in product((32, 64), NUM_WARPS, (2, 3, 4)):
+    for keys, warps, stages in product((32, 64), (4, 8), (2, 3, 4)):
         yield Setting(64, keys, warps, stages, 2, 256)
 
 
-def _attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
+def attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
+    """Return the kernel of attention with other sizes.
+
+    heads: KV heads, query heads of each, size.
+    """
     element = ELEMENTS[torch.bfloat16]
     usual = attention._attend_variant(element, element, *heads, s.rows, aligned_names(query_stride=0))
     constants = {**usual.constants, "KEYS": s.keys, "PART": s.part}
@@ -228,7 +206,7 @@ def _attention_variant(s: Setting, heads: tuple[int, int, int]) -> Variant:
 
 @contextmanager
 def _with(s: Setting, heads: tuple[int, int, int]) -> Iterator[None]:
-    variant = _attention_variant(s, heads)
+    variant = attention_variant(s, heads)
     with ExitStack() as stack:
         for name, value in (
             ("_attend_variant", lambda *_: variant),
@@ -246,7 +224,7 @@ def _attention(bench: GpuBench, rows: int, new: int) -> None:
     case = attention_case(((context, new),) * rows, heads, torch.bfloat16, "bf16", bench.device)
     layers = max(4, bench.sizes.copied_bytes // (16 * case.kv.data.nbytes))  # the plan is made once for all
     kv = torch.randn((layers, *case.kv.data.shape[1:]), device=bench.device, dtype=torch.bfloat16)
-    stores = [attention.LayerKV(layer) for layer in kv]
+    stores = [LayerKV(layer) for layer in kv]
 
     def work() -> None:
         plan = attention.plan_attention(case.tokens, case.group, 0)

@@ -159,11 +159,9 @@ def faults(variant: Variant, capability: int) -> list[str]:
     """Compile a variant and return what is wrong with it."""
     code = compiled(variant, capability)
     found = []
-    if code.registers > variant.max_registers:
-        found.append(f"{code.registers} registers")
     if code.shared_bytes > SHARED_BYTES[capability]:
         found.append(f"{code.shared_bytes} bytes of shared memory")
-    if code.spilled_bytes > max(SPILLED_BYTES[capability], variant.max_spilled):
+    if code.spilled_bytes > variant.max_spilled.get(capability, SPILLED_BYTES[capability]):
         found.append(f"{code.spilled_bytes} bytes of spilled registers")
     if capability == 90:
         known = {*code.opcodes, *(opcode.partition(".")[0] for opcode in code.opcodes)}

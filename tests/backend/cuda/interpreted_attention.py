@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backend.cuda.attention import DeviceKV, _work_items, attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import _work_items, attend, plan_attention
 from paceline.backend.cuda.kernel_launch import interpreted
+from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from tests.backend.cuda.interpreted import mend_interpreter, poison
 from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
 

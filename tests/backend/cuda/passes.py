@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from paceline.backend.cuda.attention import DeviceKV, new_kv
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from paceline.backend.seam import Packed
 from paceline.core.nouns import PAGE_TOKENS
 

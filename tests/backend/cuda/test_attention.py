@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.backend.cuda.attention import DeviceKV, attend, check_heads, new_kv, plan_attention
+from paceline.backend.cuda.attention import attend, check_heads, plan_attention
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from paceline.backend.reference import attention as reference
 from paceline.core.errors import ConfigError
 from tests.backend.cuda.interpreter import run_interpreted

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.decoder import CudaDecoder
 from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.kv_store import DeviceKV
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams

@@ -1,6 +1,7 @@
-"""Attention over paged keys and values: store, plan and sums.
+"""Attention over paged keys and values: plan and sums.
 
-Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left.
+Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left. Kernels have a
+form for few query rows and one for many, which docs/develop/gpu.md describes.
 A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
 the same row.
 """
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.device_memory import lazy_zeros
 from paceline.backend.cuda.kernel_launch import (
     ELEMENTS,
     NO_PDL,
@@ -34,6 +34,7 @@ from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.kv_store import LayerKV
 
 PART_TOKENS = 256  # keys of a part, whose sums begin at zero
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head, at most
@@ -43,17 +44,13 @@ PROGRAMS = 2  # of attention on a multiprocessor
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
+# Bytes of registers that a thread may spill, by capability, in tiles of many rows and of few. Of many rows 4 warps
+# spill and took 289 us for a prefill of 2048 tokens on an H200, where 8 took 438. An sm_80 was not measured.
+SPILLED: tuple[dict[int, int], dict[int, int]] = ({80: 640, 90: 144}, {80: 112})
 ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each takes passes of fewer rows
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
 FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
 MAX_GATHERED = 1 << 22  # numbers of keys that PyTorch gathers at once
-KV_TYPES = {
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "fp8": torch.float8_e4m3fn,
-}
 
 
 def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str = "auto") -> None:
@@ -68,61 +65,6 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
         raise ConfigError(
             f"heads of {head_dim} with {kv_type} KV: the cuda backend takes multiples of 8 up to {widest}"
         )
-
-
-# The store ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerKV:
-    """Keys and values of one layer, by slot; in fp8 they are `data` times `scales`."""
-
-    data: torch.Tensor  # [2, num_slots + 16, num_kv_heads, head_dim]
-    scales: torch.Tensor | None = None  # [2, num_slots + 16, num_kv_heads] float32, in fp8 only
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class DeviceKV:
-    """Keys and values of every layer, by slot; padding tokens write to the last page."""
-
-    data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
-    scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
-    number: int = 0  # by which other ranks know their parts of it
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that fit; the scratch page begins there."""
-        return self.data.shape[2] - PAGE_TOKENS
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all layers."""
-        layers, two, _, heads, head_dim = self.data.shape
-        scale_bytes = 0 if self.scales is None else self.scales.element_size()
-        return layers * two * heads * (head_dim * self.data.element_size() + scale_bytes)
-
-    def layer(self, index: int) -> LayerKV:
-        """Return the views of one layer."""
-        return LayerKV(self.data[index], None if self.scales is None else self.scales[index])
-
-
-def new_kv(
-    num_pages: int,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    kv_type: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DeviceKV:
-    """Return an empty store of `num_pages` pages and the scratch page.
-
-    kv_type: one of `KV_TYPES`, or "auto" for the model's `dtype`.
-    """
-    shape = (num_layers, 2, (num_pages + 1) * PAGE_TOKENS, num_kv_heads, head_dim)
-    stored = dtype if kv_type == "auto" else KV_TYPES[kv_type]
-    scales = lazy_zeros(shape[:-1], torch.float32, device) if kv_type == "fp8" else None
-    return DeviceKV(lazy_zeros(shape, stored, device), scales)
 
 
 # The plan of a pass -------------------------------------------------------------------------------
@@ -219,7 +161,7 @@ def _attend_variant(
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     scales = "*fp32" if fp8 else "none"
     swap, block = rows < TILE_ROWS, max(64, block_of(head_dim))
-    four = not fp8 and block <= WIDE  # warps: a third faster than eight, though some registers spill
+    hungry = tensor_cores and not fp8 and block <= WIDE  # the assembler spills some registers
     # With more keys at once, or more stages, many registers would spill.
     keys, stages = (16, 1) if not tensor_cores else (32 if block > WIDE else 64, 2 if fp8 and not swap else 3)
     return Variant(
@@ -259,8 +201,8 @@ def _attend_variant(
             **NO_PDL,
         },
         aligned=aligned,
-        num_warps=16 if not tensor_cores else 4 if swap or four else 8,
-        max_spilled=112 if four and not swap else 0,
+        num_warps=16 if not tensor_cores else 4 if swap or hungry else 8,
+        max_spilled=SPILLED[swap] if hungry else {},
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),

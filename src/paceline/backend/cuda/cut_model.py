@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.decoder import CudaDecoder, late_model
 from paceline.backend.cuda.device_memory import on_device
 from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.kv_store import DeviceKV
 from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.buckets import BUCKETS
 from paceline.backend.cuda.device_memory import enough_memory
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.kv_store import DeviceKV
 from paceline.backend.cuda.late_lookup import LookupProgram, OracleProgram
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched

@@ -21,7 +21,7 @@ from paceline.backend.cuda.device_memory import send
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.cuda.kernel_launch import uses_kernels
-from paceline.backend.cuda.record import Span
+from paceline.backend.cuda.record import DeviceSpan
 from paceline.backend.cuda.row_launches import advance_by_kernel, gather_by_kernel
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 from paceline.backend.rows import Rows
@@ -67,7 +67,7 @@ class DeviceRows(Rows):
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
         self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
-        self._draftings: list[Span] = []
+        self._draftings: list[DeviceSpan] = []
         self.verdict_sinks: list[VerdictSink] = []  # take what a pass chose and kept, before rows advance
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
@@ -91,12 +91,12 @@ class DeviceRows(Rows):
         if self.device.type == "cpu":
             yield
             return
-        span = Span()
+        span = DeviceSpan()
         yield
         span.end()
         self._draftings.append(span)
 
-    def take_draftings(self) -> list[Span]:
+    def take_draftings(self) -> list[DeviceSpan]:
         """Return the draftings since the last call."""
         taken, self._draftings = self._draftings, []
         return taken

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.cuda.attention import DeviceKV
 from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
+from paceline.backend.cuda.kv_store import DeviceKV
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.launched import DeviceResult, launched, to_host
 from paceline.backend.cuda.output_matrix import wide_product

@@ -79,8 +79,8 @@ class Variant:
     fp_fusion: bool = False  # multiplications and additions may become one instruction
     opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
-    max_registers: int = 255  # per thread
-    max_spilled: int = 0  # bytes of registers per thread, where it measured faster with some
+    # Bytes of registers per thread, by compute capability, where spilling measured faster or nothing was measured.
+    max_spilled: Mapping[int, int] = field(default_factory=dict)
     capability: int = 80  # least compute capability that it compiles for
     pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
 

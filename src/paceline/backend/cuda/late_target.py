@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
+    from paceline.backend.cuda.kv_store import DeviceKV
     from paceline.backend.cuda.record import Record
     from paceline.backend.cuda.step_graphs import Progress, StepOutputs
     from paceline.backend.pass_thread import PassThread

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import finalize
 
-from paceline.backend.cuda.attention import attend, new_kv, plan_attention
+from paceline.backend.cuda.attention import attend, plan_attention
+from paceline.backend.cuda.kv_store import new_kv
 from paceline.backend.cuda.products import multiply
 from paceline.backend.cuda.ranks import ONE_RANK, summed_product
 from paceline.backend.cuda.rowwise import add_norm, gated, write_qkv
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from paceline.backend.cuda.attention import AttentionWork, DeviceKV, LayerKV
+    from paceline.backend.cuda.attention import AttentionWork
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup, WeightReader
+    from paceline.backend.cuda.kv_store import DeviceKV, LayerKV
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.ranks import Lead, Ranks
     from paceline.backend.cuda.rowwise import Activation

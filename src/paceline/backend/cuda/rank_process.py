@@ -51,7 +51,7 @@ from paceline.core.system import end_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from paceline.backend.cuda.attention import DeviceKV
+    from paceline.backend.cuda.kv_store import DeviceKV
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.rank_messages import ToRank
 

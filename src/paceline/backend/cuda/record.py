@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def begin_record(device: torch.device, draftings: Sequence[Span] = ()) -> Record:
-    """Return the record of a step that is about to be enqueued. draftings: for it, on the device."""
+def begin_record(device: torch.device, draftings: Sequence[DeviceSpan] = ()) -> Record:
+    """Return the record of a step that is about to be enqueued.
+
+    draftings: for it, on the device.
+    """
     return Record() if device.type == "cpu" else StreamRecord(draftings)
 
 
-class Span:
+class DeviceSpan:
     """Time on a GPU between two places of its stream."""
 
     def __init__(self) -> None:
@@ -66,9 +69,9 @@ class Record:
 class StreamRecord(Record):
     """Record of a step on a GPU: copied to pinned memory, complete at an event."""
 
-    def __init__(self, draftings: Sequence[Span]) -> None:
+    def __init__(self, draftings: Sequence[DeviceSpan]) -> None:
         super().__init__()
-        self._draftings, self._span, self._copied = draftings, Span(), _event()
+        self._draftings, self._span, self._copied = draftings, DeviceSpan(), _event()
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor to pinned memory of the host."""

@@ -27,8 +27,8 @@ from paceline.backend.cuda.kernel_launch import (
 from paceline.backend.cuda.products import Parts, finished, quantise_rows
 
 if TYPE_CHECKING:
-    from paceline.backend.cuda.attention import LayerKV
     from paceline.backend.cuda.device_pass import DevicePass
+    from paceline.backend.cuda.kv_store import LayerKV
     from paceline.backend.cuda.products import Product
 
 Activation = Literal["silu", "gelu_tanh"]

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.cuda.attention import DeviceKV
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.device_rows import DeviceRows
     from paceline.backend.cuda.graphs import Graph, Uncaptured
+    from paceline.backend.cuda.kv_store import DeviceKV
 
     Capture = type[Graph[Any]] | type[Uncaptured[Any]]
     CapturedStep = Graph["StepOutputs"] | Uncaptured["StepOutputs"]

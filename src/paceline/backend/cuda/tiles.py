@@ -42,27 +42,26 @@ BYTES_PER_CYCLE = 2600  # that a device reads and writes
 
 
 class Tile(NamedTuple):
-    """Tile of one program: weights' rows, tokens, and tokens of a second accumulator."""
+    """Tile of one program: weights' rows and tokens."""
 
     rows: int
     tokens: int
-    more: int
     num_warps: int
     num_stages: int
     cycles: int  # estimate of one step
 
     def number(self, num_rows: int, num_tokens: int) -> int:
         """Return the number of tiles of a product."""
-        return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens + self.more)
+        return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens)
 
 
 # Where segments are added in order, registers hold two accumulators, so tiles are smaller. A step takes as long as
 # its products, its traffic in shared memory (128 bytes a cycle) or its copies (some 50 bytes a cycle).
-ALONE = (Tile(128, 256, 0, 8, 4, 1024), Tile(256, 128, 0, 8, 4, 1152), Tile(128, 128, 0, 8, 3, 655))
+ALONE = (Tile(128, 256, 8, 4, 1024), Tile(256, 128, 8, 4, 1152), Tile(128, 128, 8, 3, 655))
 TILES: dict[Way, tuple[Tile, ...]] = {
     "parts": ALONE,
     "one": ALONE,
-    "in order": (Tile(128, 128, 0, 8, 5, 655), Tile(64, 128, 0, 4, 4, 490)),
+    "in order": (Tile(128, 128, 8, 5, 655), Tile(64, 128, 4, 4, 490)),
 }
 
 
@@ -128,8 +127,7 @@ def multiply_by(tile: Tile, way: Way, x: torch.Tensor, m: Matrix) -> torch.Tenso
     grid = tile.number(num_rows, num_tokens), segments
     w = descriptor(m.data, tile.rows, STEP)
     tokens = descriptor(x, tile.tokens, STEP)
-    more = descriptor(x, tile.more, STEP) if tile.more else None
-    launch(variant, grid, w, tokens, more, bias, out, num_tokens, num_rows, width, m.segment)
+    launch(variant, grid, w, tokens, bias, out, num_tokens, num_rows, width, m.segment)
     return out
 
 
@@ -139,14 +137,13 @@ def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: fro
 
     element: Triton's name of the model's type.
     """
-    size = f"{tile.rows}x{tile.tokens}{f'+{tile.more}' if tile.more else ''}"
+    size = f"{tile.rows}x{tile.tokens}"
     return Variant(
         name=f"product tile {element} {size} {way}{' bias' * bias}{unaligned_marks(aligned, 'N')}",
         kernel="tile_kernels:multiply_tiles",
         arguments={
             "w": descriptor_type(element, tile.rows, STEP),
             "x": descriptor_type(element, tile.tokens, STEP),
-            "x_more": descriptor_type(element, tile.more, STEP) if tile.more else "none",
             "bias": f"*{element}" if bias else "none",
             "out": "*fp32" if way == "parts" else f"*{element}",
             **dict.fromkeys(("num_tokens", "N", "K", "segment"), "i32"),
@@ -155,7 +152,6 @@ def tile_variant(element: str, tile: Tile, way: Way, *, bias: bool, aligned: fro
             "WAY": way,
             "BLOCK_N": tile.rows,
             "BLOCK_T": tile.tokens,
-            "MORE_T": tile.more,
             "BLOCK_K": STEP,
             **NO_PDL,
         },

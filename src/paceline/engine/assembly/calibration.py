@@ -184,8 +184,9 @@ class _Calibrator:
                 self._keep(kind, num_rows, steps)
 
     def _context(self, until: float) -> None:
-        """Measure rows with long texts, for at most a share of the time: one, or on a device many.
+        """Measure with long texts, for at most a share of the time.
 
+        One row has such a text, or many on a device that one would leave idle.
         Steps with it alternate with steps of a short text, because a shared machine drifts by more than some
         hundred keys cost. The ratio of the two is applied to what the short text took before.
         """

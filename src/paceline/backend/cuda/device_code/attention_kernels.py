@@ -42,6 +42,15 @@ def _store_item(to, mask, row, first, size, first_part, num_parts, unit, units_p
     tl.store(to + 7, first_key, mask=mask)
 
 
+@triton.jit
+def _load_item(item):
+    """Return the numbers of an item, in the order in which they were stored."""
+    return (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+        tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7),
+    )  # fmt: skip
+
+
 LOOSE = ["cu_len", "positions", "first_keys", "num_rows", "num_tokens", "window", "fill", "max_units"]
 
 
@@ -233,14 +242,7 @@ def attend_parts(
     for at in range(tl.program_id(0), tl.load(counts) * KV_HEADS, tl.num_programs(0)):
         kv_head = at % KV_HEADS
         item = items + at // KV_HEADS * FIELDS
-        row = tl.load(item)
-        first = tl.load(item + 1)
-        size = tl.load(item + 2)
-        first_part = tl.load(item + 3)
-        num_parts = tl.load(item + 4)
-        unit = tl.load(item + 5)
-        stride = tl.load(item + 6)
-        first_key = tl.load(item + 7)
+        row, first, size, first_part, num_parts, unit, stride, first_key = _load_item(item)
         t = m // GROUP
         head = kv_head * GROUP + m % GROUP
         ok = t < size

@@ -49,29 +49,6 @@ def _sums_in_order(
 
 
 @triton.jit
-def _two_sums_in_order(
-    w, x, x_more, n0, t0, K, segment,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Return the sums of BLOCK_T tokens and of MORE_T after them, which share weights.
-
-    A loop for each segment: the assembler would make the products of one loop wait for each other.
-    """
-    total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    more = tl.zeros([BLOCK_N, MORE_T], tl.float32)
-    for start in range(0, K, segment):
-        part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        more_part = tl.zeros([BLOCK_N, MORE_T], tl.float32)
-        for k0 in range(start, tl.minimum(start + segment, K), BLOCK_K):
-            block = w.load([n0, k0])
-            part = tl.dot(block, x.load([t0, k0]).T, part)
-            more_part = tl.dot(block, x_more.load([t0 + BLOCK_T, k0]).T, more_part)
-        total += part
-        more += more_part
-    return total, more
-
-
-@triton.jit
 def _store_finished(
     bias, out, total, n0, t0, num_tokens, N,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -86,10 +63,8 @@ def _store_finished(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_tiles(
-    w, x, x_more, bias, out, num_tokens, N, K, segment,
-    WAY: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, MORE_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    w, x, bias, out, num_tokens, N, K, segment,
+    WAY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a tile of tokens by one of weights.
 
@@ -98,20 +73,14 @@ def multiply_tiles(
     one segment, and "in order": grid (tiles, 1) writes out [num_tokens, N] in the model's type, with the bias.
     """
     after_kernels_before(PDL)
-    n0, t0 = block_of_program(num_tokens, N, BLOCK_N, BLOCK_T + MORE_T)
+    n0, t0 = block_of_program(num_tokens, N, BLOCK_N, BLOCK_T)
     if WAY == "parts":
         s = tl.program_id(1)
         start = s * segment
         total = _sum_of(w, x, n0, t0, start, tl.minimum(start + segment, K), BLOCK_N, BLOCK_T, BLOCK_K)
         out += s.to(tl.int64) * num_tokens * N
-        _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
     elif WAY == "one":
         total = _sum_of(w, x, n0, t0, 0, K, BLOCK_N, BLOCK_T, BLOCK_K)
-        _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
-    elif MORE_T == 0:
-        total = _sums_in_order(w, x, n0, t0, K, segment, BLOCK_N, BLOCK_T, BLOCK_K)
-        _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
     else:
-        total, more = _two_sums_in_order(w, x, x_more, n0, t0, K, segment, BLOCK_N, BLOCK_T, MORE_T, BLOCK_K)
-        _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
-        _store_finished(bias, out, more, n0, t0 + BLOCK_T, num_tokens, N, BLOCK_N, MORE_T)
+        total = _sums_in_order(w, x, n0, t0, K, segment, BLOCK_N, BLOCK_T, BLOCK_K)
+    _store_finished(bias, out, total, n0, t0, num_tokens, N, BLOCK_N, BLOCK_T)
