@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.page_bytes import PageBytes
+    from paceline.engine.kv_events import PageChain
     from paceline.engine.kv_files import PageFiles
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class DiskCounts:
 class Reading:
     """Pages on their way from disk for one request."""
 
-    request_id: str
+    chain: PageChain  # the request's text
+    first: int  # page of it that is read first
     held: list[int]  # found in memory, then those that are read into
     hashes: list[bytes]  # of the latter
     num_read: int = 0
@@ -63,6 +65,11 @@ class Reading:
     moved_s: float = field(default_factory=time.monotonic)  # clock at its beginning, then at its newest page
     writing: Lock = field(default_factory=Lock)  # held while a page is written into
     done: Event = field(default_factory=Event)
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.chain.request.request_id
 
     def goes_on(self) -> bool:
         """Return True while its pages are held."""
@@ -128,9 +135,9 @@ class KvDisk:
             return 0
         return count
 
-    def begin(self, request_id: str, held: list[int], hashes: list[bytes]) -> None:
-        """Begin to read the last pages of `held`."""
-        self.reading = Reading(request_id, held, hashes)
+    def begin(self, chain: PageChain, first: int, held: list[int], hashes: list[bytes]) -> None:
+        """Begin to read the last pages of `held`, which are a text's from page `first` on."""
+        self.reading = Reading(chain, first, held, hashes)
         self._readings.put(self.reading)
 
     def gives_up(self, reading: Reading) -> bool:

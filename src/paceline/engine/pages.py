@@ -2,8 +2,8 @@
 
 One page table serves every store (the target's KV, each drafter's KV, the taps): page p holds the same 16 tokens
 in each of them. A page is *free*, *held* by at least one row, or *idle*: held by none, published in the prefix
-cache and evicted when pages run out, least recently used first. Plain logic over ints; `kv_disk.py`, if there is
-one, is told of pages that are published and evicted.
+cache and evicted when pages run out, least recently used first. Plain logic over ints; `kv_disk.py` and
+`kv_events.py`, if they are there, are told of pages that are published and evicted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.engine.kv_disk import KvDisk
+    from paceline.engine.kv_events import KvEventLog, PageChain
 
 
 def pages_for(num_tokens: int) -> int:
@@ -57,6 +58,7 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
         self.disk: KvDisk | None = None
+        self.events: KvEventLog | None = None
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -132,14 +134,20 @@ class PagePool:
         first = self.first_page(best)
         return first, self.match(hashes[first:best])
 
-    def publish(self, page: int, page_hash: bytes) -> None:
-        """Offer a full, computed page to other requests. A duplicate stays private."""
+    def publish(self, page: int, page_hash: bytes, chain: PageChain | None = None, index: int = 0) -> None:
+        """Offer a full, computed page to other requests. A duplicate stays private.
+
+        chain: the text of which this is the page at `index`; events need it.
+        """
         if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
             return
         self._hash[page] = page_hash
         self._by_hash[page_hash] = page
         if self.disk is not None:
             self.disk.offer(page, page_hash)
+        if self.events is not None:
+            assert chain is not None, "events tell a page's tokens"
+            self.events.stored(page_hash, chain, index)
 
     def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
         """Record that a store holds a row's first `num_tokens` tokens; the first `start` are recorded."""
@@ -179,6 +187,8 @@ class PagePool:
         self._idle.clear()
         self._by_hash.clear()
         self._hash = [None] * self.num_pages
+        if self.events is not None:
+            self.events.cleared()
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
@@ -188,6 +198,8 @@ class PagePool:
         self._hash[page] = None
         if self.disk is not None:
             self.disk.withdraw(page)
+        if self.events is not None:
+            self.events.removed(page_hash)
         return page
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:

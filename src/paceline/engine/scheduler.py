@@ -315,7 +315,7 @@ class Scheduler:
         if need + reserve > self.pool.num_available:
             self.pool.give_back(reversed(hits))
             return None
-        if self._begin_reading(state, hits, hashes[past + len(hits) :][:need]):
+        if self._begin_reading(state, past + len(hits), hits, hashes[past + len(hits) :][:need]):
             return None
         self._dequeue(state)
         state.row, state.group = self._free_rows.pop(), group or 0
@@ -328,14 +328,14 @@ class Scheduler:
         self._num_asking += _asks(state)
         return state
 
-    def _begin_reading(self, state: RequestState, hits: list[int], left: list[bytes]) -> bool:
+    def _begin_reading(self, state: RequestState, first: int, hits: list[int], left: list[bytes]) -> bool:
         """Begin to read a request's further pages from disk, if it pays; hold all."""
         disk = self.pool.disk
         count = 0 if disk is None or state.was_read else disk.worth(left)
         if disk is None or not count:
             return False
         state.was_read = True
-        disk.begin(state.request.request_id, hits + self.pool.take(count), left[:count])
+        disk.begin(state, first, hits + self.pool.take(count), left[:count])
         return True
 
     def end_reading(self, wait_s: float = 0.0) -> bool:
@@ -347,8 +347,9 @@ class Scheduler:
         reading.stopped = not self.waiting or self.waiting[0].request.request_id != reading.request_id
         if not reading.done.wait(wait_s) and not disk.gives_up(reading):
             return False
-        for page, page_hash in zip(reading.into[: reading.num_read], reading.hashes, strict=False):
-            self.pool.publish(page, page_hash)
+        read = zip(reading.into[: reading.num_read], reading.hashes, strict=False)
+        for index, (page, page_hash) in enumerate(read, reading.first):
+            self.pool.publish(page, page_hash, reading.chain, index)
         self.pool.give_back(reversed(reading.held))
         disk.reading = None
         return True
@@ -388,7 +389,7 @@ class Scheduler:
         for state, first, full in filled if self.pool.caching else ():
             hashes = state.page_hashes(full)
             for index in range(first, full):
-                self.pool.publish(state.pages[index], hashes[index])
+                self.pool.publish(state.pages[index], hashes[index], state, index)
         for state, _, _ in filled if self.pool.slides else ():
             self._give_back_past(state)
 

@@ -14,6 +14,7 @@ from paceline.core.errors import ConfigError, RequestError, suggest
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.sampling_defaults import default_params
 from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
 from paceline.serve.prompts import Prompts, requests_of, seed_of
@@ -106,12 +107,14 @@ def as_messages(prompt: Any) -> Sequence[Message] | None:
 def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`.
 
-    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`.
+    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`; so is `kv_events_config`.
     """
     options = dict(options)
     if (given := options.pop("speculative_config", None)) is not None:
         draft, profile = options_of(given, options.get("draft"), options.get("profile"))
         options |= {"draft": draft, "profile": profile}
+    if (given := options.pop("kv_events_config", None)) is not None:
+        options["kv_events"] = events_config(given)
     own = {f.name for f in fields(EngineConfig)} - {"model", "limits"}
     limits = {f.name for f in fields(Limits)}
     for name in options:

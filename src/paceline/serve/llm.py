@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EngineDied, QueueFull
+from paceline.core.errors import ConfigError, EngineDied, QueueFull
 from paceline.core.system import uninterrupted
 from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.assembly.owner import flush, load_engine
@@ -66,6 +66,10 @@ class LLM(Asking):
         return llm
 
     def _open(self, config: EngineConfig, progress: Progress | None, chat: ChatOptions | None = None) -> None:
+        if config.kv_events is not None:
+            raise ConfigError(
+                "kv_events are published by the process of an engine: use AsyncLLM or paceline serve"
+            )
         with visible(progress) as callback:
             self._owner: EngineOwner | None = load_engine(config, callback)
         Asking.__init__(self)

@@ -19,6 +19,7 @@ import uvicorn
 from paceline.core import logs
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
+from paceline.engine.assembly.kv_event_options import add_events_arguments
 from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import MAX_OPEN, make_app
@@ -361,6 +362,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     group.add_argument("--no-page", action="store_true", help="serve no page at /")
     add_sampling_defaults(group)
+    add_events_arguments(group)
     add_fleet_arguments(parser)
     add_operation_arguments(parser)
     add_chat_arguments(parser)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.backend.registry import AUTO, BACKENDS
 from paceline.core.sampling_defaults import KINDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
+from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
 
@@ -175,6 +176,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         packed_cache_bytes=args.packed_cache_bytes,
         kv_disk=args.kv_disk,
         kv_disk_bytes=args.kv_disk_bytes,
+        kv_events=events_config(events) if (events := getattr(args, "kv_events_config", None)) else None,
         profile=profile,
         overlap=getattr(args, "overlap", DEFAULTS.overlap),
         draft_device=args.draft_device,

@@ -14,6 +14,7 @@ from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.sampling_defaults import KINDS, MODEL
 from paceline.core.system import usable_cores
+from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.scheduler import Limits
 
@@ -27,7 +28,13 @@ PACKED_CACHE_BYTES = 64 << 30
 MAX_THREADS = 1024
 MAX_RANKS = 8
 MAX_SHARERS = 1024
-_KINDS = {"str": (str,), "str | None": (str, NoneType), "bool": (bool,), "Limits": (Limits,)}
+_KINDS = {
+    "str": (str,),
+    "str | None": (str, NoneType),
+    "bool": (bool,),
+    "Limits": (Limits,),
+    "KvEventsConfig | None": (KvEventsConfig, NoneType),
+}
 _FILES = frozenset({"model", "profile", "trace", "kv_disk"})  # options that may be given as a path object
 
 
@@ -50,6 +57,7 @@ class EngineConfig:
     packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
     kv_disk: str | None = None  # folder for pages of the prefix cache; None: they are in memory only
     kv_disk_bytes: int = 16 << 30  # of that folder, at most
+    kv_events: KvEventsConfig | None = None  # where the prefix cache is told of, by an engine's process
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
@@ -87,6 +95,8 @@ class EngineConfig:
         _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
         if self.kv_disk is not None and not self.prefix_cache:
             raise ConfigError("--kv-disk keeps pages of the prefix cache: leave out --no-prefix-cache")
+        if self.kv_events is not None and not self.prefix_cache:
+            raise ConfigError("--kv-events-config tells of the prefix cache: leave out --no-prefix-cache")
 
     @property
     def for_auto(self) -> str | None:

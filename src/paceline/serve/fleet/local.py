@@ -31,10 +31,11 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
     """
     options.check_law(engine.law)
     first, *others = options.dealt()
+    configs = replica_configs(engine, options.replicas)
     fleet = EngineFleet(options)
 
     def add(number: int, cores: frozenset[int], settled: Settled | None = None) -> None:
-        config = replica_config(engine, number, options.replicas)
+        config = configs[number]
         fleet.add(str(number), new_engine(config if settled is None else settled.pin(config), cores), cores)
 
     async def add_others() -> None:
@@ -46,6 +47,12 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
     add(0, first)
     fleet.spawn(add_others())
     return fleet
+
+
+def replica_configs(engine: EngineConfig, replicas: int) -> list[EngineConfig]:
+    """Return the replicas' configs, each with an endpoint of its own. Raises `ConfigError`."""
+    events = engine.kv_events.for_replicas(replicas) if engine.kv_events else [None] * replicas
+    return [replica_config(replace(engine, kv_events=events[n]), n, replicas) for n in range(replicas)]
 
 
 def replica_config(engine: EngineConfig, number: int, replicas: int) -> EngineConfig:

@@ -31,6 +31,7 @@ from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
 from paceline.serve.worker.commands import COMMANDS, Obeyed
+from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
     Cancel,
@@ -109,9 +110,10 @@ class ServerConnection:
 class EngineWorker:
     """Receives messages, steps the engine, sends outcomes."""
 
-    def __init__(self, commands: Commands, server: ServerConnection) -> None:
+    def __init__(self, commands: Commands, server: ServerConnection, publisher: KvPublisher | None = None) -> None:
         self.commands = commands
         self.server = server
+        self.publisher = publisher
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
         self.stopped = False
@@ -165,6 +167,12 @@ class EngineWorker:
         self._send_snapshot()
         if outcomes:
             self.server.send(OutcomeBatch(tuple(outcomes)))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish what happened in the prefix cache."""
+        if self.publisher is not None:
+            self.publisher.send(None if self.commands.owner.asleep else self.engine.scheduler.pool)
 
     def _send_snapshot(self) -> None:
         """Send a snapshot at intervals and before the last outcome, so it counts every answer."""
@@ -181,6 +189,7 @@ class EngineWorker:
         """Obey, and reply behind the outcomes of all steps before."""
         reply = self.commands.obey(message)
         self._send_outcomes()
+        self._publish()
         self.server.send(reply)
 
     def _send_outcomes(self) -> None:
@@ -295,13 +304,16 @@ def warm_up(built: Built) -> None:
     engine.reset_stats()
 
 
-def _load(server: ServerConnection) -> Commands | None:
+def _load(server: ServerConnection) -> EngineWorker | None:
     """Load what the first message asks for, or send the reason and return None."""
     message = server.receive(SEND_MS)
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
+    publisher = None
     try:
+        if message.config.kv_events is not None:  # before the model, as its place may be taken
+            publisher = KvPublisher(message.config.kv_events)
         owner = load_engine(
             message.config,
             _progress_sender(server),
@@ -309,12 +321,14 @@ def _load(server: ServerConnection) -> Commands | None:
                 Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
             ),
         )
+        if publisher is not None:
+            publisher.send(owner.built.engine.scheduler.pool)
         warm_up(owner.built)
         commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
         commands.begin(message)
         if commands.lost:
             server.send(Obeyed(owner.version, commands.promise))
-        return commands
+        return EngineWorker(commands, server, publisher)
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
@@ -327,11 +341,11 @@ def run(address: str) -> int:
     """Serve one server until it stops us. Returns the exit status."""
     server = ServerConnection(address)
     try:
-        commands = _load(server)
-        if commands is None:
+        worker = _load(server)
+        if worker is None:
             return 2
+        commands = worker.commands
         owner = commands.owner
-        worker = EngineWorker(commands, server)
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
@@ -340,6 +354,8 @@ def run(address: str) -> int:
         owner.drop_json()
         give_memory_back()
         worker.run()
+        if worker.publisher is not None:
+            worker.publisher.close()
         owner.close()
     except zmq.Again:
         log.exception("the server accepts no messages any more")
