@@ -13,7 +13,7 @@ import zmq
 
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.kv_event_options import KvEventsConfig, events_config
+from paceline.engine.assembly.kv_event_options import KvEventsConfig, binds, events_config
 from paceline.engine.pages import PagePool
 from paceline.engine.wire import encode
 from paceline.serve.asking import config_of
@@ -61,7 +61,7 @@ class Subscriber:
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:
         self.ask.send_multipart((b"", start.to_bytes(8, "big")))
-        found = []
+        found: list[tuple[int, bytes]] = []
         while True:
             assert self.ask.poll(WAIT_MS)
             empty, number, payload = self.ask.recv_multipart()
@@ -162,6 +162,23 @@ def test_an_engine_that_is_gone_or_new_has_no_pages(tmp_path: Path) -> None:
         assert (index.pages, index.clears) == ({told}, 3)
 
 
+def test_a_router_may_listen_and_engines_connect() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.SUB)
+    router.setsockopt(zmq.SUBSCRIBE, b"")
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    publisher, pool = KvPublisher(KvEventsConfig(endpoint=f"tcp://127.0.0.1:{port}")), PagePool(3)
+    publisher.send(pool)
+    for number in count():
+        publish(pool, number)
+        publisher.send(pool)
+        if router.poll(5):
+            break
+    assert len(router.recv_multipart()) == 3
+    publisher.close()
+    context.destroy(linger=0)
+
+
 def test_a_full_queue_loses_nothing(tmp_path: Path) -> None:
     with publishing(tmp_path, max_queue_size=1) as (publisher, subscriber, pool):
         publisher.send(pool)
@@ -235,6 +252,13 @@ def test_vllms_json_and_an_endpoint_are_read() -> None:
 def test_bad_options_are_refused_with_advice(given: str | dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         events_config(given)
+
+
+def test_who_listens_is_as_with_vllm() -> None:
+    ours = ["tcp://*:5557", "tcp://[::1]:5557", "ipc:///run/events"]
+    assert [binds(place) for place in [*ours, "tcp://router:5557", "tcp://127.0.0.1:5557"]] == [True] * 3 + [
+        False
+    ] * 2
 
 
 def test_events_need_a_prefix_cache_and_a_process() -> None:

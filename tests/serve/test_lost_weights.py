@@ -34,11 +34,11 @@ def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> 
     options = {"threads": 1, "num_rows": 2, "max_len": 256, "draft": "off"}
     gone = UpdateWeights(WeightSource(model=str(tmp_path / "step100")), "v7")
     server: Any = FakeServer(Load(config_of(str(model), options), gone, paused=True))
-    commands = process._load(server)
-    assert commands is not None, "it does not end, only to end again"
+    worker = process._load(server)
+    assert worker is not None, "it does not end, only to end again"
+    commands = worker.commands
     assert commands.paused
     assert Obeyed("default", commands.promise) in server.sent, "the server learns which weights it has"
-    worker = process.EngineWorker(commands, server)
     submit = Submit.of(Request("a", (1, 2, 3), SamplingParams(max_tokens=2), seed=1))
     worker._submit(submit)
     assert isinstance(server.sent[-1], Rejected)

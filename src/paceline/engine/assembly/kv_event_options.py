@@ -27,6 +27,7 @@ MAX_QUEUE = 1 << 24
 MAX_CHARS = 256  # of a topic, or of an endpoint
 MAX_PORT = 65535
 _ENDPOINT = re.compile(r"tcp://(?:[\w.*-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})|ipc:///[^\0*]+")
+_OURS = re.compile(r"[*]|::|^ipc:")  # in an endpoint at which we listen
 PLACES = "tcp://*:PORT listens on every address, tcp://HOST:PORT connects there, ipc:///PATH stays on this machine"
 
 
@@ -90,7 +91,7 @@ class KvEventsConfig:
 
 def binds(endpoint: str) -> bool:
     """Return whether we listen at an endpoint, by vLLM's rule, or connect to it."""
-    return "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp")
+    return _OURS.search(endpoint) is not None
 
 
 def _check_place(name: str, value: object) -> None:
