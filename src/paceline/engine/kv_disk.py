@@ -136,7 +136,7 @@ class KvDisk:
         return count
 
     def begin(self, chain: PageChain, first: int, held: list[int], hashes: list[bytes]) -> None:
-        """Begin to read the last pages of `held`, which are a text's from page `first` on."""
+        """Begin to read the last pages of `held`: a text's, from page `first` on."""
         self.reading = Reading(chain, first, held, hashes)
         self._readings.put(self.reading)
 

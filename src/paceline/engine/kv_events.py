@@ -1,6 +1,7 @@
-"""Events of the prefix cache: which pages requests can find, in the fields of vLLM's KV events.
+"""Events of the prefix cache, in the fields of vLLM's KV events.
 
-An index that applies them knows the hashes that the page pool finds. vLLM's word for a page is *block*.
+They tell which pages requests can find: an index that applies them knows the hashes that the page pool finds.
+vLLM's word for a page is *block*.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PLACES = "tcp://*:PORT listens on every address, tcp://HOST:PORT connects there,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsConfig:
-    """Where an engine publishes its events. Checked when made; raises `ConfigError`."""
+    """Places of an engine's events. Checked when made; raises `ConfigError`."""
 
     endpoint: str
     replay_endpoint: str | None = None  # None: nobody can ask for what was missed
