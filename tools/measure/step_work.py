@@ -70,7 +70,7 @@ def _answer_late(engine: Engine) -> None:
         none = torch.zeros(n, dtype=torch.int64)
         chosen = torch.full((num_wanted,), TOKEN)
         drafts = torch.zeros(n, MAX_DRAFTS, dtype=torch.int64)
-        return StepOutputs(chosen, none, drafts, drafts.double(), none, None, {}, none, none)
+        return StepOutputs(chosen, none, drafts, drafts.double(), none, torch.empty(0), {}, none, none)
 
     target: Any = engine.target
     target.graphs.run = run

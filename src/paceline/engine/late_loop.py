@@ -89,7 +89,8 @@ class LateLoop:
         since = max(self._taken_s, drafted.begun_s)
         drafted.host_s = max(0.0, end - since - drafting_s - pending.pass_s)
         self._taken_s = end
-        beside_s = max(0.0, pending.pass_s - (end - start))
+        late_s = pending.draft_s if pending.draft_s > drafted.draft_s else 0.0  # drafts were made beside the host
+        beside_s = max(0.0, pending.pass_s + late_s - (end - start))
         scored = StepScores(scores, pending.pass_s, beside_s, pending.draft_s)
         verdict = engine.judge(drafted, scored)
         engine.commit(drafted, scored, verdict)

@@ -99,7 +99,7 @@ class OverlappedLoop:
         scores = pending.wait()
         end = perf_counter()
         ready.drafted.idle_s = end - ready.ready_s - pending.pass_s
-        return ready.drafted, StepScores(scores, pending.pass_s, pending.pass_s - (end - start))
+        return ready.drafted, StepScores(scores, pending.pass_s, pending.pass_s - (end - start), pending.draft_s)
 
     def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None without rows or if all go together.

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape
 from paceline.backend.cuda.late_program import Program
+from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.backend.cuda.step_graphs import StepShape, run_step
 from paceline.backend.seam import HintRule
+from paceline.draft.drafter import MAX_K
 from tests.backend.cuda.interpreter import run_interpreted
 from tests.backend.cuda.row_states import MAX_LEN, random_state, random_step
 
@@ -118,3 +120,7 @@ def test_kernels_do_the_same_in_the_interpreter() -> None:
 
 def test_texts_stay_with_kernels_in_the_interpreter() -> None:
     run_interpreted("interpreted_text.py")
+
+
+def test_a_row_has_room_for_the_drafts_of_any_drafter() -> None:
+    assert MAX_K <= MAX_DRAFTS

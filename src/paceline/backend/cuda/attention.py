@@ -22,6 +22,7 @@ from paceline.backend.cuda.kernel_launch import (
     Variant,
     aligned_names,
     block_of,
+    interpreted,
     launch,
     lists_variants,
     num_processors,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 PART_TOKENS = 256  # keys of a part, whose sums begin at zero
 TILE_ROWS = 64  # tokens of a tile times query heads of a KV head, at most
 FEW_ROWS = 16  # the same where a pass has few tokens of each row
+MEASURED_CAPABILITY = 9  # Hopper
 FEW_TOKENS = 4  # new tokens of a row that are few, on average
 PROGRAMS = 2  # of attention on a multiprocessor
 MAX_HEAD_DIM = 256
@@ -253,12 +255,21 @@ def variants() -> list[Variant]:
     return listed + [_plan_variant(8, 4, rows, first) for rows in ROW_BLOCKS for first in (False, True)]
 
 
+@lru_cache
+def _same_either_way(device: torch.device) -> bool:
+    """Return True if swapped sides are known to give the same bits."""
+    if interpreted() or device.type == "meta":
+        return True
+    return torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
+
+
 def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
     """Return the rows of a tile, which change no bits.
 
     All tokens of a decoding step are wanted, and one of a prompt's chunk.
     """
     few = group <= FEW_ROWS and len(d.positions) <= FEW_TOKENS * (len(d.wanted) or len(d.cu_len) - 1)
+    few = few and _same_either_way(query.device)
     return FEW_ROWS if few and query.shape[2] <= WIDE and query.dtype != torch.float32 else TILE_ROWS
 
 

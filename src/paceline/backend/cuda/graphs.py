@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakSet
 
@@ -11,37 +13,53 @@ from paceline.backend.cuda.device_memory import sendable
 from paceline.backend.cuda.ranks import captured_together, replayed_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Graph(Generic[T]):
     """Captured function: run again, it reads new inputs and overwrites its outputs."""
 
     _alive: ClassVar[WeakSet[Graph[Any]]] = WeakSet()  # those of a device share memory
+    _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []  # whose memory PyTorch may still point to
+    _one_at_a_time: ClassVar[RLock] = RLock()
 
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
         """Capture a function, after a first run that compiles its kernels.
 
         inputs: on the device; to run with them must do no harm.
         """
-        self._device = device = inputs[0].device
-        others: list[Graph[Any]] = [graph for graph in self._alive if graph._device == device]
-        pool = others[0]._graph.pool() if others else None  # PyTorch refuses that of graphs which are all gone
+        self._device = inputs[0].device
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
-        torch.cuda.synchronize(device)
         self._graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-        with captured_together() as self._followed, capture:
+        with self._one_at_a_time, captured_together() as self._followed, self._recorded():
             self._outputs = function(*self._inputs)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Record what is launched within.
+
+        After an error, later graphs share no memory with earlier ones.
+        """
+        others: list[Graph[Any]] = [graph for graph in self._alive if graph._device == self._device]
+        pool = others[0]._graph.pool() if others else None  # PyTorch refuses that of graphs which are all gone
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.current_stream(self._device)
+        try:
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(before)  # PyTorch leaves that of the capture, and goes on filling its memory
+            self._broken.append(self._graph)
+            self._alive.clear()
+            raise
         self._alive.add(self)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
-        """Copy inputs from host or device and replay. Outputs hold until the next call."""
+        """Copy inputs from host or device and replay. Outputs hold until any graph runs."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(sendable(given, own.device), non_blocking=True)
         with replayed_together(self._followed):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 
-from paceline.backend.cuda.device_memory import on_device
+from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.record import begin_record
 from paceline.backend.cuda.step_graphs import StepGraphs
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.kv_store import DeviceKV
-    from paceline.backend.cuda.record import Record
+    from paceline.backend.cuda.record import DeviceSpan, Record
     from paceline.backend.cuda.step_graphs import Progress, StepOutputs
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.rows import Rows
@@ -57,7 +57,7 @@ class LateTarget(Backend):
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Capture the graphs of all steps."""
-        with on_device(self.rows.device):
+        with on_device(self.rows.device), enough_memory("the graphs of its steps"):
             self.graphs.capture_all(progress)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
@@ -65,7 +65,7 @@ class LateTarget(Backend):
         pairs = () if draft.is_empty else zip(batch.rows, draft.rows, strict=True)
         if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not d.is_bound]:
             self.rows.put_drafts(known)
-        return LatePass(self, batch, draft)
+        return LatePass(self, batch, draft, self.rows.take_draftings())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +75,7 @@ class LatePass:
     target: LateTarget
     batch: Batch
     draft: Draft  # unknown drafts are bounds
+    draftings: Sequence[DeviceSpan] = ()  # for it, on the device
 
     masks: ClassVar[None] = None  # the law chooses the tokens of rows with a grammar
 
@@ -93,7 +94,7 @@ class LatePass:
     def _enqueue(self) -> Record:
         target, batch = self.target, self.batch
         counts = [0] * len(batch.rows) if self.draft.is_empty else [len(d.token_ids) for d in self.draft.rows]
-        record = begin_record(target.rows.device, target.rows.take_draftings())
+        record = begin_record(target.rows.device, self.draftings)
         block, longest = target.rows.step_block(batch, counts)
         num_known, num_drafts, num_wanted = (int(block[index].sum()) for index in (1, 2, 3))
         budget = self.draft.budget
@@ -105,8 +106,8 @@ class LatePass:
         if out.taps:
             record.keep("cu_len", out.cu_len)
             record.keep("slots", out.slots)
-        if (here := self.chosen_here()) and out.logits is not None:
-            record.keep("logits", _logits_of(out, out.logits, here))
+        if (here := self.chosen_here()) and len(out.hidden):
+            record.keep("logits", target.decoder.logits(_hidden_of(out, here)))  # graphs keep none: they are large
         record.keep("chosen", out.chosen)
         record.keep("num_drafts", out.num_drafts)
         record.keep("drafts", out.drafts)
@@ -126,12 +127,12 @@ class LatePass:
         return [(index, len(d)) for index, (r, d) in rows if r.samples and r.row in here]
 
 
-def _logits_of(out: StepOutputs, logits: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """Return the logits of `LatePass.chosen_here` rows. [sum of 1 + bounds, vocab]"""
+def _hidden_of(out: StepOutputs, rows: list[tuple[int, int]]) -> torch.Tensor:
+    """Return the states of `LatePass.chosen_here` rows. [sum of 1 + bounds, hidden]"""
     owners = [index for index, count in rows for _ in range(1 + count)]
     places = [place for _, count in rows for place in range(1 + count)]
-    sent = torch.tensor([owners, places]).to(logits.device, non_blocking=True)
-    return logits[(out.first_place[sent[0]] + sent[1]).clamp(max=len(logits) - 1)]
+    sent = torch.tensor([owners, places]).to(out.hidden.device, non_blocking=True)
+    return out.hidden[(out.first_place[sent[0]] + sent[1]).clamp(max=len(out.hidden) - 1)]
 
 
 class PendingRecord:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.backend.device import Device
 
 INSTALL = "pip install 'paceline[cuda]'"
+LEAST_TRITON = (3, 4)  # with kernels that begin early
 LEAST_COMPUTE = (8, 0)  # Ampere: bf16 products and asynchronous copies
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # under /dev; the second is WSL's
 _LIBRARY = "libcuda.so.1"  # comes with the driver
@@ -98,8 +99,15 @@ def _packages(on_host: bool) -> Iterator[Finding]:
         yield Finding("PyTorch", False, f"{text}: install a newer driver or an older PyTorch")
     else:
         yield Finding("PyTorch", True, f"{torch_version} for CUDA {_dotted(built)}")
-    triton = _version("triton")
-    yield Finding("Triton", triton is not None, triton or f"Triton is not installed: {INSTALL}")
+    yield _triton(_version("triton"))
+
+
+def _triton(found: str | None) -> Finding:
+    if found is None:
+        return Finding("Triton", False, f"Triton is not installed: {INSTALL}")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_TRITON:
+        return Finding("Triton", False, f"Triton {found} is older than {_dotted(LEAST_TRITON)}: {INSTALL}")
+    return Finding("Triton", True, found)
 
 
 def torch_cuda() -> tuple[int, int] | None:

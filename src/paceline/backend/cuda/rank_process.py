@@ -13,8 +13,9 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 
@@ -237,6 +238,9 @@ class RankHost:
         self._graphs[message.number]()
 
 
+_graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that share memory: none of them leaves anything
+
+
 class Capture:
     """A graph that is being captured; on a host, messages to be followed again."""
 
@@ -248,20 +252,18 @@ class Capture:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            self._within.enter_context(torch.cuda.graph(self._graph, pool=_graph_memory()))
+            others = list(_graphs)  # PyTorch refuses the memory of graphs that are all gone
+            pool = others[0].pool() if others else None
+            capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+            self._within.enter_context(capture)
 
     def end(self, follow: Callable[[ToRank], None]) -> Replayed:
         """End the capture; return what replays it."""
         self._within.close()
         if self._graph is not None:
+            _graphs.add(self._graph)
             return self._graph.replay
         return partial(_follow_all, follow, tuple(self.messages))
-
-
-@lru_cache(maxsize=1)
-def _graph_memory() -> Any:
-    """Return memory that all graphs share: none of them leaves anything."""
-    return torch.cuda.graph_pool_handle()
 
 
 def _follow_all(follow: Callable[[ToRank], None], messages: Sequence[ToRank]) -> None:

@@ -67,7 +67,7 @@ class StepOutputs:
     drafts: torch.Tensor  # [num_rows, MAX_DRAFTS]
     margins: torch.Tensor  # [num_rows, MAX_DRAFTS]
     first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
-    logits: torch.Tensor | None  # [num_wanted, vocab]; None: none is wanted
+    hidden: torch.Tensor  # [num_wanted, hidden] before the final norm
     taps: Mapping[int, torch.Tensor]  # layer -> [num_tokens, hidden]
     cu_len: torch.Tensor  # [num_rows + 1]
     slots: torch.Tensor  # [num_tokens]
@@ -81,16 +81,15 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
     hidden, taps = target.decoder.forward(g.tokens, target.kv, taps=target.taps)
     for sink in target.rows.tap_sinks:
         sink(taps, g.tokens.slots)
-    logits, chosen = None, step.rows.new_empty(0)
+    chosen = step.rows.new_empty(0)
     if shape.num_wanted:
-        logits = target.decoder.logits(hidden)
-        chosen, _ = choose(logits, g.specs)
+        chosen, _ = choose(target.decoder.logits(hidden), g.specs)
     token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, g.drafts, step.samples)
     for learn in target.rows.verdict_sinks if shape.num_wanted else ():
         learn(g, g.drafts, chosen, num_tokens)
     advance(rows, g, token_ids, num_tokens)
     t = g.tokens
-    return StepOutputs(chosen, g.num_drafts, g.drafts, g.margins, g.first_place, logits, taps, t.cu_len, t.slots)
+    return StepOutputs(chosen, g.num_drafts, g.drafts, g.margins, g.first_place, hidden, taps, t.cu_len, t.slots)
 
 
 def _cut_block(target: StepParts, block: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:

@@ -87,11 +87,12 @@ def room(engine: Engine) -> list[int]:
     restricts nothing.
     """
     limits, capacity = engine.scheduler.limits, engine.scheduler.capacity
-    at_once = MANY * PROMPT_LEN
+    on_device = bool(engine.target.decoder.capabilities.token_buckets)
+    at_once = (DEVICE_ROWS[-1] if on_device else MANY) * PROMPT_LEN
     longest = min(limits.max_len, capacity, 2 * LONGEST)
     return [
         longest,
-        min(capacity, ENOUGH),
+        min(capacity, 2 * LONGEST * CONTEXTS if on_device else ENOUGH),
         min(limits.prefill_tokens, at_once),
         min(limits.max_queued_tokens, at_once),
     ]
@@ -192,9 +193,9 @@ class _Calibrator:
         """
         token_s = max(self._token_s(), 1e-9)
         limits, capacity = self.engine.scheduler.limits, self.engine.scheduler.capacity
-        num = min(CONTEXTS, limits.num_rows, max(1, capacity // (4 * SHORTEST))) if self.buckets else 1
-        room = min(self._longest, capacity // num) // 2
-        length = min(int(CONTEXT_SHARE * self.grid.seconds / token_s) // num, room)
+        tokens = min(int(CONTEXT_SHARE * self.grid.seconds / token_s), capacity // 2)
+        num = max(1, min(CONTEXTS, limits.num_rows, tokens // SHORTEST)) if self.buckets else 1
+        length = min(tokens // num, self._longest // 2)
         if length < SHORTEST or self._spent() + CONTEXT_SHARE >= 1:
             return
         long, short = _Rows(num, min(length, LONGEST), again=True), _Rows(num, self._prompt_len)
@@ -203,9 +204,9 @@ class _Calibrator:
         decodes = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
         known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: fewest rows
         for kind in kinds:
-            before = known.get(num * (1 + kind.k))
             steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])
-            if before and steps and beside:
+            if steps and beside:
+                before = known.get(num * (1 + kind.k)) or median(b.target_s for b in beside)
                 times = median(a.target_s / b.target_s for a, b in zip(steps, beside, strict=False))
                 self.passes.append(TimedPass(steps[-1].work, before * times, _num_touched(steps)))
 
@@ -339,7 +340,7 @@ class _Calibrator:
         foreseen = num_prefilled == int(prefill.tokens)
         ks = tuple(r.max_drafts for r, _ in decodes)
         touched = script.seen[-1][2] if script.seen else ()
-        host_s = max(gained.host_s, 0.0)  # clocks of a device and of the host differ
+        host_s = max(gained.host_s, 0.0)  # less where a device drafts while the host still launches
         return _Timed(work, gained.target_s, gained.draft_s, host_s, ks, num_prefilled, foreseen, touched)
 
     def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
