@@ -1,0 +1,108 @@
+"""Price of a fleet's front: one replica behind it, and two, beside a plain server.
+
+    python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1]
+
+All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
+new each time. The client is a process of its own on the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+import httpx
+
+from paceline.serve.terminal.display import plain_table
+from tools.served import served
+
+WARM_ROUNDS = 1
+TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Figures:
+    """Figures of one server, a value for each round."""
+
+    ttft_ms: list[float] = field(default_factory=list)  # of single requests
+    alone_per_s: list[float] = field(default_factory=list)  # tokens of a single request
+    together_per_s: list[float] = field(default_factory=list)  # tokens of all in flight
+
+
+async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> tuple[float, float, int]:
+    """Stream one answer; return the seconds to its first token and to its end, and its tokens."""
+    body = {
+        "prompt": f"Note {number}: describe how one would sort {number} books by colour, step by step.",
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start, first, tokens = perf_counter(), 0.0, 0
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            first = first or perf_counter() - start
+            tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+    return first, perf_counter() - start, tokens
+
+
+async def one_round(url: str, number: int, args: argparse.Namespace, figures: Figures) -> None:
+    """Ask a server singly, then all at once."""
+    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
+        for index in range(args.singles):
+            first, whole, tokens = await answer(client, url, number + index, args.tokens)
+            figures.ttft_ms.append(first * 1e3)
+            figures.alone_per_s.append((tokens - 1) / (whole - first))
+        start = perf_counter()
+        many = (answer(client, url, number + 100 + index, args.tokens) for index in range(args.in_flight))
+        done = await asyncio.gather(*many)
+        figures.together_per_s.append(sum(tokens for _, _, tokens in done) / (perf_counter() - start))
+
+
+def main() -> int:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--draft", default="off")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--singles", type=int, default=4, help="single requests of a round")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--in-flight", type=int, default=16)
+    args = parser.parse_args()
+    usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
+    ways: dict[str, list[str]] = {
+        "plain": [],
+        "one replica": ["--replicas", "1"],
+        "two replicas": ["--replicas", "2"],
+    }
+    figures = {name: Figures() for name in ways}
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(served([*usual, *more])) for name, more in ways.items()}
+        for number in range(-WARM_ROUNDS, args.rounds):
+            for name, url in urls.items():
+                kept = figures[name] if number >= 0 else Figures()
+                asyncio.run(one_round(url, 1000 * (number + WARM_ROUNDS + 1), args, kept))
+            sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
+    rows = [
+        (name, f"{median(f.ttft_ms):.2f}", f"{median(f.alone_per_s):.1f}", f"{median(f.together_per_s):.1f}")
+        for name, f in figures.items()
+    ]
+    columns = ("server", "TTFT ms", "tokens/s alone", f"tokens/s of {args.in_flight}")
+    sys.stdout.write(plain_table("", columns, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
