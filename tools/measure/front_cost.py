@@ -36,7 +36,10 @@ class Figures:
 
 
 async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> tuple[float, float, int]:
-    """Stream one answer; return the seconds to its first token and to its end, and its tokens."""
+    """Stream one answer.
+
+    Returns the seconds to its first token and to its end, and its tokens.
+    """
     body = {
         "prompt": f"Note {number}: describe how one would sort {number} books by colour, step by step.",
         "temperature": 0,
