@@ -60,7 +60,7 @@ async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: i
     return first, perf_counter() - start, tokens
 
 
-async def one_round(url: str, number: int, args: argparse.Namespace, figures: Figures) -> None:
+async def one_round(url: str, number: int, in_flight: int, args: argparse.Namespace, figures: Figures) -> None:
     """Ask a server singly, then all at once."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
         for index in range(args.singles):
@@ -68,7 +68,7 @@ async def one_round(url: str, number: int, args: argparse.Namespace, figures: Fi
             figures.ttft_ms.append(first * 1e3)
             figures.alone_per_s.append((tokens - 1) / (whole - first))
         start = perf_counter()
-        many = (answer(client, url, number + 100 + index, args.tokens) for index in range(args.in_flight))
+        many = (answer(client, url, number + 100 + index, args.tokens) for index in range(in_flight))
         done = await asyncio.gather(*many)
         figures.together_per_s.append(sum(tokens for _, _, tokens in done) / (perf_counter() - start))
 
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--singles", type=int, default=4, help="single requests of a round")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--in-flight", type=int, default=16, help="at each replica")
     args = parser.parse_args()
     usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
     ways: dict[str, list[str]] = {
@@ -91,18 +91,20 @@ def main() -> int:
         "two replicas": ["--replicas", "2"],
     }
     figures = {name: Figures() for name in ways}
+    in_flight = dict.fromkeys(ways, args.in_flight)
+    in_flight["two replicas"] *= 2
     with ExitStack() as stack:
         urls = {name: stack.enter_context(served([*usual, *more])) for name, more in ways.items()}
         for number in range(-WARM_ROUNDS, args.rounds):
             for name, url in urls.items():
                 kept = figures[name] if number >= 0 else Figures()
-                asyncio.run(one_round(url, 1000 * (number + WARM_ROUNDS + 1), args, kept))
+                asyncio.run(one_round(url, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
             sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
     rows = [
         (name, f"{median(f.ttft_ms):.2f}", f"{median(f.alone_per_s):.1f}", f"{median(f.together_per_s):.1f}")
         for name, f in figures.items()
     ]
-    columns = ("server", "TTFT ms", "tokens/s alone", f"tokens/s of {args.in_flight}")
+    columns = ("server", "TTFT ms", "tokens/s alone", f"tokens/s, {args.in_flight} at each")
     sys.stdout.write(plain_table("", columns, rows))
     return 0
 
