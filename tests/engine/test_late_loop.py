@@ -114,6 +114,23 @@ def test_a_device_that_captures_steps_and_drafting_tells_the_same() -> None:
     assert engine.stats().drafters["draft-model"].drafted > 50
 
 
+def test_a_drafting_that_cannot_be_captured_runs_piece_by_piece_and_is_tried_once() -> None:
+    asked, tried = requests(), []
+
+    def refusing(function: Any, inputs: Any) -> Any:
+        tried.append(function)
+        raise RuntimeError("a graph cannot hold this")
+
+    engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
+    rows: Any = engine.target.rows
+    rows.capture = refusing
+    assert_same(plain_answers(asked), run(engine, asked))
+    stats = engine.stats()
+    assert stats.drafter_failures
+    assert len(tried) == len({partial.args for partial in tried}) > 1
+    assert stats.drafters["draft-model"].drafted > 50
+
+
 @pytest.mark.parametrize("loop", [SerialLoop, LateLoop])
 def test_both_loops_run_on_a_late_target(loop: Any) -> None:
     asked = requests()

@@ -51,6 +51,7 @@ class DraftGraphs:
     def __init__(self, rows: DeviceRows, draft: Callable[[DraftShape, DraftOrders], None]) -> None:
         self._rows, self._draft = rows, draft
         self._made: dict[DraftShape, Callable[[torch.Tensor, torch.Tensor], None]] = {}
+        self._refused: set[DraftShape] = set()  # that could not be captured, and run piece by piece
 
     @property
     def pads(self) -> bool:
@@ -64,14 +65,16 @@ class DraftGraphs:
 
     def _run_drafts(self, shape: DraftShape, drafts: Sequence[LateDraft], *, captured: bool) -> None:
         orders = orders_of(drafts, shape, self._rows.num_rows)
-        if not (captured and self.pads):
+        if not (captured and self.pads) or shape in self._refused:
             self._run(shape, *(send(each, self._rows.device) for each in orders))
             return
         if shape not in self._made:
             assert self._rows.capture is not None
             nothing = orders_of((), shape, self._rows.num_rows)
             sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]
+            self._refused.add(shape)  # until it is there: one that fails is not tried again
             self._made[shape] = self._rows.capture(partial(self._run, shape), sent)
+            self._refused.discard(shape)
         self._made[shape](*map(torch.from_numpy, orders))
 
     @torch.inference_mode()
