@@ -124,11 +124,11 @@ def test_a_drafting_that_cannot_be_captured_runs_piece_by_piece_and_is_tried_onc
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
     rows: Any = engine.target.rows
     rows.capture = refusing
-    assert_same(plain_answers(asked), run(engine, asked))
-    stats = engine.stats()
-    assert stats.drafter_failures
+    for _ in range(4):  # rows whose drafting fails decode plainly; later ones draft
+        assert_same(plain_answers(asked), run(engine, asked))
+    assert engine.stats().drafter_failures
     assert len(tried) == len({partial.args for partial in tried}) > 1
-    assert stats.drafters["draft-model"].drafted > 50
+    assert engine.stats().drafters["draft-model"].drafted > 50
 
 
 @pytest.mark.parametrize("loop", [SerialLoop, LateLoop])
