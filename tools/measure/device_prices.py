@@ -1,4 +1,4 @@
-"""What `auto` chooses on a host whose passes cost what they cost on an H200.
+"""What `auto` chooses on a host at the prices of an H200.
 
     python -m tools.measure.device_prices [--rows 1,4,16,64,128,256]
 
@@ -103,7 +103,7 @@ def ms_a_token(engine: Engine, requests: Sequence[Request], prices: Prices) -> f
 
 
 def lines_of(counts: Sequence[int], folder: Path) -> list[tuple[str, ...]]:
-    """Return ms a token under each K and `auto`, a line for each number of rows."""
+    """Return ms a token under each K and `auto`, by rows."""
     prices, enqueue = Prices(), LatePass._enqueue
     setting: Any = SimpleNamespace(device=torch.device("cpu"), sizes=DRY)
     config, loaded = load_target(setting, DRY.model, "f64")

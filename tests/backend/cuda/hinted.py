@@ -64,9 +64,10 @@ def say(rows: DeviceRows, hints: LateHints, said: Sequence[Said]) -> None:
         step=SimpleNamespace(rows=torch.arange(n)),
         first_place=torch.tensor([sum(counts[:row]) + row for row in range(n)]),
         num_drafts=torch.tensor(counts),
+        drafts=drafts,
     )
     chosen = torch.tensor([token for _, choices, _ in said for token in choices])
-    hints.learn(g, drafts, chosen, torch.tensor([kept + 1 for _, _, kept in said]))
+    hints.learn(g, chosen, torch.tensor([kept + 1 for _, _, kept in said]))
 
 
 @st.composite

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Admission, Batch, Request, Verdict
 
 TapSink = Callable[[Mapping[int, torch.Tensor], torch.Tensor], None]  # (taps, slots)
-# (pass, drafts [num_rows, MAX_DRAFTS], chosen [num_wanted], num_tokens [num_rows] that rows gain)
-VerdictSink = Callable[["Gathered", torch.Tensor, torch.Tensor, torch.Tensor], None]
+# (pass, chosen [num_wanted], num_tokens [num_rows] that rows gain)
+VerdictSink = Callable[["Gathered", torch.Tensor, torch.Tensor], None]
 
 _MASK = 0xFFFFFFFF
 

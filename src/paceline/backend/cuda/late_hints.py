@@ -60,15 +60,15 @@ class LateHints:
         self._drafted.index_fill_(0, rows, True)
         return HintTrail(self, rows, min(num_pages * PAGE_TOKENS, self.rows.max_len))
 
-    def learn(self, g: Gathered, drafts: torch.Tensor, chosen: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def learn(self, g: Gathered, chosen: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Keep the target's choices behind the first draft that it refused, before rows advance.
 
-        drafts: [num_rows, MAX_DRAFTS]. chosen: [num_wanted]. num_tokens: [num_rows] that each row gains.
+        chosen: [num_wanted]. num_tokens: [num_rows] that each row gains.
         """
         d, rows, spare = self.rows.on_device, g.step.rows, self.rows.num_rows
         at = torch.arange(1, MAX_DRAFTS + 1, device=rows.device)
         length = d.length[rows, None]
-        drafted = torch.cat([d.token_ids[rows[:, None], (length - 1).clamp(min=0)], drafts], 1)
+        drafted = torch.cat([d.token_ids[rows[:, None], (length - 1).clamp(min=0)], g.drafts], 1)
         said = chosen[(g.first_place[:, None] + at).clamp(max=len(chosen) - 1)]
         mine = self._drafted[rows] & (d.sampling[rows, 3] > 0)
         learns = mine[:, None] & (at >= num_tokens[:, None]) & (at <= g.num_drafts[:, None]) & (said >= 0)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["plain", "fp8", "int4"]
+SUM_BYTES = 8  # to write and read one sum of a segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from paceline.backend.cuda.kernel_launch import (
     uses_kernels,
     with_pdl,
 )
-from paceline.backend.cuda.matrix import Kind
+from paceline.backend.cuda.matrix import SUM_BYTES, Kind
 from paceline.backend.cuda.matrix import Matrix as Matrix
 from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
@@ -43,7 +43,6 @@ LEAST_SEGMENT = 512
 FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
 ROWS = 64  # weight rows of a block with few tokens
 TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
-SUM_BYTES = 8  # bytes to write and read one sum of a segment
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
 

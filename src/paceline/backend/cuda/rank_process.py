@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
 
 import torch
 
 from paceline.backend.cuda.device_memory import enough_memory, on_device
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.device_weights import RankReader, Setup
+from paceline.backend.cuda.graphs import recorded
 from paceline.backend.cuda.layers import LayerShape, Stack, read_stack
 from paceline.backend.cuda.output_matrix import own_rows, wide_product
 from paceline.backend.cuda.rank_messages import (
@@ -238,9 +238,6 @@ class RankHost:
         self._graphs[message.number]()
 
 
-_graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that share memory: none of them leaves anything
-
-
 class Capture:
     """A graph that is being captured; on a host, messages to be followed again."""
 
@@ -250,18 +247,13 @@ class Capture:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._within = ExitStack()
         if device.type != "cpu":
-            torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            others = list(_graphs)  # PyTorch refuses the memory of graphs that are all gone
-            pool = others[0].pool() if others else None
-            capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-            self._within.enter_context(capture)
+            self._within.enter_context(recorded(self._graph, device))
 
     def end(self, follow: Callable[[ToRank], None]) -> Replayed:
         """End the capture; return what replays it."""
         self._within.close()
         if self._graph is not None:
-            _graphs.add(self._graph)
             return self._graph.replay
         return partial(_follow_all, follow, tuple(self.messages))
 

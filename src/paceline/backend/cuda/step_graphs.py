@@ -86,7 +86,7 @@ def run_step(target: StepParts, step: StepRows, shape: StepShape) -> StepOutputs
         chosen, _ = choose(target.decoder.logits(hidden), g.specs)
     token_ids, num_tokens = judge(chosen, g.first_place, g.num_drafts, g.drafts, step.samples)
     for learn in target.rows.verdict_sinks if shape.num_wanted else ():
-        learn(g, g.drafts, chosen, num_tokens)
+        learn(g, chosen, num_tokens)
     advance(rows, g, token_ids, num_tokens)
     t = g.tokens
     return StepOutputs(chosen, g.num_drafts, g.drafts, g.margins, g.first_place, hidden, taps, t.cu_len, t.slots)

@@ -7,7 +7,6 @@ time alone chooses the tile.
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from paceline.backend.cuda.kernel_launch import (
     unaligned_marks,
     with_pdl,
 )
+from paceline.backend.cuda.matrix import SUM_BYTES
 
 if TYPE_CHECKING:
     from paceline.backend.cuda.matrix import Matrix
@@ -37,7 +37,6 @@ TILES_FROM = 65  # tokens; blocks of `products` are faster for fewer
 CAPABILITY = 90  # of devices that copy tiles and multiply as blocks do there
 STEP = 64  # of K
 START_CYCLES = 4000  # of a tile: its first copies, and its stores
-SUM_BYTES = 8  # to write and read one sum of a segment
 BYTES_PER_CYCLE = 2600  # that a device reads and writes
 
 
@@ -73,8 +72,6 @@ def takes_tiles(x: torch.Tensor, m: Matrix) -> bool:
 
 @lru_cache
 def _copies_tiles(device: torch.device) -> bool:
-    if find_spec("triton.tools") is None or find_spec("triton.tools.tensor_descriptor") is None:
-        return False
     if interpreted() or device.type == "meta":  # no device, or none yet
         return True
     major, minor = torch.cuda.get_device_capability(device)
