@@ -1,4 +1,4 @@
-"""What `auto` chooses on a host at the prices of an H200.
+"""Choices of `auto` on a host, at the prices of an H200.
 
     python -m tools.measure.device_prices [--rows 1,4,16,64,128,256]
 
