@@ -13,6 +13,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.serve.server import HttpConfig
+from paceline.serve.worker.socket_folder import LOCK, PREFIX, SECONDS_TO_LOCK, socket_folder
 from tests.serve.conftest import COMMAND, running
 from tests.serve.test_faults import eventually
 
@@ -55,7 +56,7 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
                 engines = psutil.Process(loading.pid).children()
                 for child in engines:
                     child.suspend()  # one that connects at once leaves no time to look
-                assert eventually(lambda: any(Path(folder).iterdir()))
+                assert eventually(lambda: any(Path(folder).glob(f"*/{LOCK}")))
             finally:
                 loading.kill()
             for child in engines:
@@ -63,3 +64,15 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
         assert len(list(Path(folder).iterdir())) == 1
         with running(model, env=environment):
             assert list(Path(folder).iterdir()) == []
+
+
+def test_a_folder_without_a_lock_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server killed before it locked its folder leaves it; one that is being made stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, young = tmp_path / f"{PREFIX}old", tmp_path / f"{PREFIX}young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, young.stat().st_mtime - 2 * SECONDS_TO_LOCK))
+    with socket_folder():
+        assert not old.exists()
+        assert young.exists()

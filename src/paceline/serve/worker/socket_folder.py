@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 PREFIX = "paceline-engine-"
 LOCK = "lock"  # file that the server holds locked, so that others see that it lives
+SECONDS_TO_LOCK = 60.0  # a folder without a lock file that is older was left by a server killed at once
 MAX_FOLDER_BYTES = 90  # of the path; a unix socket's path may have about 100
 
 
@@ -44,6 +46,9 @@ def _remove_if_dead(folder: Path) -> None:
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return
+        if not (folder / LOCK).exists() and time.time() - found.st_mtime > SECONDS_TO_LOCK:
+            shutil.rmtree(folder, ignore_errors=True)
             return
         with os.fdopen(os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
