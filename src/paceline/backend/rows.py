@@ -257,12 +257,13 @@ class Rows(TokenRows):
     def _target_specs(self, row: int, guesses: Sequence[int], *, masks: bool) -> list[SamplingSpec]:
         """Return the specs of the target's choices.
 
+        The law `typical` compares probabilities with the likeliest token's, so it needs all logits.
         With a grammar the law chooses, unless the pass takes masks. Edits may ban all that a mask allows, which
         only the law sees; and log-probabilities are of all tokens, where a masked pass scores some.
         """
         specs = self.row_specs(row, guesses)
         if row not in self.grammars.states:
-            return specs
+            return [s._replace(kind="sampled") for s in specs] if self.may_change(row) else specs
         masks = masks and self.params(row).logprobs is None
         return [s if masks and s.edits is None else s._replace(kind="logits") for s in specs]
 
@@ -282,6 +283,11 @@ class Rows(TokenRows):
         """Return True if a row's specs depend on which tokens come before them."""
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
+
+    def may_change(self, row: int) -> bool:
+        """Return True if the law may keep drafts of a row that are not the target's choices."""
+        request = self.requests[row]
+        return request is not None and bool(request.change_budget)
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""

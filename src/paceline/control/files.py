@@ -361,6 +361,11 @@ def drafter_names(path: Path) -> tuple[str, ...]:
     return tuple(next(_read(path), {}).get("names", ()))
 
 
+def law_name(path: Path) -> str:
+    """Return the law of a trace's engine, empty if it is not told. Raises `ConfigError`."""
+    return str(next(_read(path), {}).get("profile", {}).get("about", {}).get("law", ""))
+
+
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines, without a last one that was not written whole."""
     try:

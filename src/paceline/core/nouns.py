@@ -74,6 +74,16 @@ class Request:
         """True if its prompt's tokens get log-probabilities, which come with an answer's first tokens."""
         return self.params.prompt_logprobs is not None and not self.told
 
+    @property
+    def keeps_text(self) -> bool:
+        """False if it asks for a law that changes texts."""
+        return self.speculation is None or self.speculation.keeps_text
+
+    @property
+    def change_budget(self) -> float | None:
+        """Largest share of changed tokens; None under a lossless law. Settled by the engine."""
+        return None if self.speculation is None else self.speculation.budget
+
 
 @noun
 class Stop:
@@ -326,6 +336,20 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+class Mismatches(NamedTuple):
+    """Drafts of a row that are not the target's own choices, under the law `typical`."""
+
+    places: tuple[int, ...]  # among the drafts, ascending
+    gaps: tuple[float, ...]  # nats by which the target's likeliest token is likelier than each
+    num_kept: int  # the first ones: each changes a token of the text. Another ends the draft
+
+    def changed(self, num_tokens: int) -> tuple[int, float]:
+        """Return the changed tokens among a row's first ones, and the sum of their gaps in nats."""
+        pairs = zip(self.places[: self.num_kept], self.gaps, strict=False)
+        gaps = [gap for place, gap in pairs if place < num_tokens]
+        return len(gaps), sum(gaps)
+
+
 class RowVerdict(Struct, frozen=True, eq=False, gc=False):
     """Gain of one row: kept drafts, then the target's next token, or a final BROKEN.
 
@@ -335,6 +359,7 @@ class RowVerdict(Struct, frozen=True, eq=False, gc=False):
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
     logprobs: Sequence[TokenLogprobs] | None = None  # of each token but BROKEN, if the request asked
+    mismatches: Mismatches | None = None  # None under a lossless law
 
 
 @noun

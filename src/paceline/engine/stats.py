@@ -74,6 +74,7 @@ class Stats:
     cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
     prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0
+    changed_tokens: int = 0  # of `output_tokens`: not the target's own choices, by the law `typical`
     preemptions: int = 0
     resumed_requests: int = 0  # whose answers had begun elsewhere
     resumed_tokens: int = 0  # of these answers, told with their requests

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.backend.target import Backend, PendingPass, ReadyPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
+    from paceline.engine.changes import ChangeBudgets
     from paceline.engine.drafters import DrafterPool
     from paceline.engine.scheduler import Group, RequestState, Scheduler
     from paceline.verify.law import Law
@@ -122,6 +123,8 @@ class Loop(Protocol):
 
 class Verbs:
     """The six verbs of a step, on a target, drafters, a controller, law and scheduler."""
+
+    changes: ChangeBudgets  # of rows under the law `typical`
 
     def __init__(
         self,
@@ -227,6 +230,8 @@ class Verbs:
             drafted.take_made(scores.made, scores.draft)
         if (grammars := self.target.rows.grammars).states:
             scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
+        if self.outputs.changeable:
+            return self.changes.judge(self.outputs.changeable, drafted.batch, drafted.draft, scores)
         return self.law.judge(drafted.draft, scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
@@ -313,6 +318,7 @@ class Verbs:
             response.count_pass(proposed, num_verified, min(verdict.num_accepted, count), count)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
+        self._stats.changed_tokens += response.count_changed(verdict, count)
         num_full = state.computed_len // PAGE_TOKENS
         self.scheduler.reveal(r, state, token_ids)
         if ends or state.computed_len // PAGE_TOKENS > num_full:

@@ -14,11 +14,15 @@ LAWS: dict[str, str] = {  # name -> module:class
     "coupled": "paceline.verify.coupled:Coupled",
     "rejection": "paceline.verify.rejection:Rejection",
     "block": "paceline.verify.block:Block",
+    "typical": "paceline.verify.typical:Typical",
 }
 
 
 class Law(Protocol):
-    """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
+    """Decides which drafts are kept.
+
+    But for `typical`, what is emitted follows the target's own distribution.
+    """
 
     name: str
     admits_any_trim: bool  # a trim may look at the step's drafts without biasing the output

@@ -96,14 +96,18 @@ def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draf
     The rule returns the kept drafts and one token more, which is BROKEN where the target has no finite number. The
     drafts before it stay: plain decoding would have written them too.
     """
-    bounds = pairwise(int(offset) for offset in scores.cu_len)
-    rows = (RowScores(scores, start, end) for start, end in bounds)
-    return Verdict(tuple(_judge_row(rule, d, r) for d, r in zip(draft.rows, rows, strict=True)))
+    return Verdict(tuple(judge_row(rule, d, r) for d, r in zip(draft.rows, rows_of(scores), strict=True)))
 
 
-def _judge_row(
+def rows_of(scores: Scores) -> list[RowScores]:
+    """Return the scores of each row."""
+    return [RowScores(scores, start, end) for start, end in pairwise(map(int, scores.cu_len))]
+
+
+def judge_row(
     rule: Callable[[RowDraft, RowScores], Sequence[int]], drafted: RowDraft, row: RowScores
 ) -> RowVerdict:
+    """Apply a rule to one row, see `judge_rows`."""
     if len(row) == 0:
         return RowVerdict()
     assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"

@@ -228,6 +228,7 @@ def assemble(
         fingerprint = identity(loaded.decoder, loaded.content, config.numerics_mode)
     own = versioned(fingerprint, loaded.version)
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, own)
+    engine.changes.usual = config.change_budget
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
@@ -462,8 +463,7 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     if target is None or target.is_host:
         usual = "all cores but the drafters'" if target is not None and target.cores else "all cores"
         yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
-    why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
-    yield Choice("law", config.law, why)
+    yield Choice("law", config.full_law, config.about_law)
     yield Choice("sampling", told(loaded.sampling), loaded.why_sampling)
 
 

@@ -1,0 +1,85 @@
+"""Change budgets: rows under the law `typical`, on an engine whose law is that or `coupled`.
+
+A request states its share of changed tokens, or takes the engine's. The counts are those of its open response, so
+they outlast a preemption. Of an answer that began elsewhere only the tokens behind `told` count: each part keeps
+the budget, and so does the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from paceline.control.gaps import GapRecord
+from paceline.core.errors import RequestError
+from paceline.core.params import TYPICAL, Speculation, shown
+from paceline.verify.typical import Tolerance, Typical
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.core.nouns import Batch, BatchRow, Draft, Request, Scores, Verdict
+    from paceline.engine.output import Response
+
+PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that the same drafts serve
+
+
+class ChangeBudgets:
+    """What rows may change of their texts, and what of it is worth taking."""
+
+    def __init__(self, eos_ids: frozenset[int]) -> None:
+        self.usual: float | None = None  # of requests that state none; None: they must, to be under `typical`
+        self._eos_ids = eos_ids
+        self._gaps = GapRecord()
+
+    def settled(self, request: Request, engine_law: str) -> Request:
+        """Return a request with its change budget, None under another law. Raises `RequestError`.
+
+        An answer with a grammar is under `coupled`: its masks are made for the target's own choices.
+        """
+        asked = request.speculation or Speculation()
+        law = asked.law or engine_law
+        if law != engine_law and not {law, engine_law} <= PER_REQUEST:
+            known = sorted(PER_REQUEST) if engine_law in PER_REQUEST else [engine_law]
+            raise RequestError(f"speculation.law is {' or '.join(known)} here, not {shown(law)}", "speculation")
+        if law != TYPICAL:
+            if asked.budget is not None:
+                raise RequestError(f"speculation.budget goes with the law {TYPICAL}, not {law}", "speculation")
+            return request
+        budget = self.usual if asked.budget is None else asked.budget
+        if budget is None:
+            raise RequestError(
+                f"the law {TYPICAL} needs speculation.budget, the largest share of changed tokens, such as 0.02",
+                "speculation",
+            )
+        budget = None if request.params.grammar is not None else budget
+        return replace(request, speculation=replace(asked, budget=budget))
+
+    def judge(self, open_: Mapping[str, Response], batch: Batch, draft: Draft, scores: Scores) -> Verdict:
+        """Judge a step in which some rows have a change budget.
+
+        open_: responses of these, by request id.
+        """
+        tolerances = [self._tolerance(r, open_) for r in batch.rows]
+        verdict = Typical(tolerances).judge(draft, scores)
+        for row in verdict.rows:
+            if row.mismatches is not None:
+                self._gaps.learn(len(row.token_ids), row.mismatches.gaps)
+        return verdict
+
+    def forget(self) -> None:
+        """Start cold."""
+        self._gaps = GapRecord()
+
+    def _tolerance(self, row: BatchRow, open_: Mapping[str, Response]) -> Tolerance | None:
+        response = open_.get(row.request_id)
+        if response is None:
+            return None
+        request = response.state.request
+        budget, num_changed = request.change_budget or 0.0, response.changed_tokens
+        num_tokens = response.checker.num_tokens - len(request.told)
+        reach = self._gaps.reach(budget, budget * (num_tokens + 1) - num_changed)
+        ends = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            ends |= self._eos_ids
+        return Tolerance(budget, num_tokens, num_changed, reach, ends)
