@@ -285,7 +285,7 @@ class Rows(TokenRows):
         return sampling is not None and sampling.history.penalised
 
     def may_change(self, row: int) -> bool:
-        """Return True if the law may keep drafts of a row that are not the target's choices."""
+        """Return True if a row's drafts may replace the target's choices."""
         request = self.requests[row]
         return request is not None and bool(request.change_budget)
 

@@ -1,4 +1,4 @@
-"""Gaps of drafts that are not the target's choice, and how large they may be for a change budget.
+"""Gaps of drafts that are not the target's choice, and the largest to keep.
 
 The law `typical` keeps such a draft if the target's likeliest token is likelier by at most the reach, a number of
 nats. The budget itself holds whatever the reach. The reach decides what it is spent on: too small, and it is left;

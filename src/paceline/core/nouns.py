@@ -344,7 +344,7 @@ class Mismatches(NamedTuple):
     num_kept: int  # the first ones: each changes a token of the text. Another ends the draft
 
     def changed(self, num_tokens: int) -> tuple[int, float]:
-        """Return the changed tokens among a row's first ones, and the sum of their gaps in nats."""
+        """Return how many of a row's first tokens are changed, and their gaps' sum."""
         pairs = zip(self.places[: self.num_kept], self.gaps, strict=False)
         gaps = [gap for place, gap in pairs if place < num_tokens]
         return len(gaps), sum(gaps)

@@ -126,10 +126,10 @@ def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | Non
 
 
 def gap(logits: NDArray[floating], choose: SamplingSpec, token_id: int) -> float:
-    """Return by how many nats the likeliest token is likelier than a token, after all transforms.
+    """Return by how many nats the likeliest token is likelier than another.
 
-    Infinite for one that cannot be chosen. At temperature 0 probabilities are those of temperature 1, since the
-    others are 0. logits: [vocab] raw.
+    After all transforms. Infinite for one that cannot be chosen. At temperature 0 probabilities are those of
+    temperature 1, since the others are 0. logits: [vocab] raw.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
-"""Change budgets: rows under the law `typical`, on an engine whose law is that or `coupled`.
+"""Change budgets of rows under the law `typical`.
 
-A request states its share of changed tokens, or takes the engine's. The counts are those of its open response, so
-they outlast a preemption. Of an answer that began elsewhere only the tokens behind `told` count: each part keeps
-the budget, and so does the whole.
+The engine's own law is that or `coupled`. A request states its share of changed tokens, or takes the engine's. The
+counts are those of its open response, so they outlast a preemption. Of an answer that began elsewhere only the
+tokens behind `told` count: each part keeps the budget, and so does the whole.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from paceline.verify.typical import Tolerance, Typical
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.core.nouns import Batch, BatchRow, Draft, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Draft, Mismatches, Request, Scores, Verdict
     from paceline.engine.output import Response
 
 PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that the same drafts serve
 
 
 class ChangeBudgets:
-    """What rows may change of their texts, and what of it is worth taking."""
+    """Budgets of rows, and the gaps that they are spent on."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
         self.usual: float | None = None  # of requests that state none; None: they must, to be under `typical`
@@ -66,6 +66,13 @@ class ChangeBudgets:
             if row.mismatches is not None:
                 self._gaps.learn(len(row.token_ids), row.mismatches.gaps)
         return verdict
+
+    def count(self, response: Response, mismatches: Mismatches, num_tokens: int) -> int:
+        """Count and return the changed tokens of a pass. num_tokens: without those behind a stop."""
+        count, nats = mismatches.changed(num_tokens)
+        response.changed_tokens += count
+        response.changed_nats += nats
+        return count
 
     def forget(self) -> None:
         """Start cold."""

@@ -123,15 +123,6 @@ class Response:
             self.accepted_tokens += num_accepted
             self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted
 
-    def count_changed(self, verdict: RowVerdict, num_tokens: int) -> int:
-        """Count and return the changed tokens of a pass. num_tokens: without those behind a stop."""
-        if verdict.mismatches is None:
-            return 0
-        count, nats = verdict.mismatches.changed(num_tokens)
-        self.changed_tokens += count
-        self.changed_nats += nats
-        return count
-
     def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Return the log-probabilities of the prompt, once."""
         scored, self.prompt_logprobs = self.prompt_logprobs, None

@@ -318,7 +318,8 @@ class Verbs:
             response.count_pass(proposed, num_verified, min(verdict.num_accepted, count), count)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
-        self._stats.changed_tokens += response.count_changed(verdict, count)
+        if verdict.mismatches is not None:
+            self._stats.changed_tokens += self.changes.count(response, verdict.mismatches, count)
         num_full = state.computed_len // PAGE_TOKENS
         self.scheduler.reveal(r, state, token_ids)
         if ends or state.computed_len // PAGE_TOKENS > num_full:

@@ -1,4 +1,4 @@
-"""Typical acceptance within a budget: Cai et al., arXiv 2401.10774, section 2.3.1, held to a share of the tokens.
+"""Typical acceptance within a budget, after Cai et al., arXiv 2401.10774, section 2.3.1.
 
 A draft that is not the target's own choice is kept, too, if
 
@@ -42,7 +42,7 @@ def most_changed(budget: float, num_tokens: int) -> int:
 
 @noun
 class Tolerance:
-    """What a row's change budget leaves it in a pass."""
+    """Rest of a row's change budget in a pass."""
 
     budget: float  # largest share of changed tokens
     num_tokens: int  # of the answer, as far as this engine wrote it
@@ -52,7 +52,10 @@ class Tolerance:
 
 
 class Typical:
-    """Promises the target's text but for a share of its tokens. Equal to `Coupled` without that share."""
+    """Promises the target's text but for a share of its tokens.
+
+    Equal to `Coupled` without that share.
+    """
 
     name = "typical"
     admits_any_trim = True
@@ -63,7 +66,7 @@ class Typical:
         self._tolerances = tolerances
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
-        """Keep each row's drafts up to the first that is neither the target's choice nor tolerated."""
+        """Keep each row's drafts up to the first mismatch that is not tolerated."""
         if not any(self._tolerances):
             return Coupled().judge(draft, scores)
         rows = zip(draft.rows, rows_of(scores), self._tolerances, strict=True)
@@ -83,7 +86,7 @@ def _judged(drafted: RowDraft, row: RowScores, tolerance: Tolerance | None) -> R
 def _typical_row(
     tolerance: Tolerance, places: list[int], gaps: list[float], drafted: RowDraft, row: RowScores
 ) -> list[int]:
-    """Return the kept drafts and the target's choice behind them; note each mismatch that could be kept."""
+    """Return the kept drafts and the target's choice behind them; note mismatches."""
     kept: list[int] = []
     num_changed = tolerance.num_changed
     for index, guess in enumerate(drafted.token_ids):

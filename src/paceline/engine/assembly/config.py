@@ -127,7 +127,7 @@ class EngineConfig:
 
     @property
     def about_law(self) -> str:
-        """What texts under the law can be relied on for."""
+        """Meaning of the law for texts."""
         if self.change_budget is not None:
             return f"changes up to {self.change_budget:.2%} of an answer's tokens, for speed; --law-budget sets it"
         return (

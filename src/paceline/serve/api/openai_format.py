@@ -306,7 +306,7 @@ def usage(figures: Sequence[Figures], n: int) -> Json:
 
 
 def changed_usage(figures: Sequence[Figures]) -> Json:
-    """Return the law, its budget and what it changed; nothing of answers under a lossless law."""
+    """Return the law, its budget and its changes; nothing under a lossless law."""
     budgets = [f.change_budget for f in figures if f.change_budget is not None]
     if not budgets:
         return {}
