@@ -154,6 +154,7 @@ class Rows(TokenRows):
         self._law_needs_probs = law_needs_probs
         self._counted: set[int] = set()  # rows whose tokens change the choices behind them
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
+        self.changing: set[int] = set()  # rows whose drafts may replace the target's choices in their pass
         self.grammars = RowGrammars()
 
     @property
@@ -198,6 +199,7 @@ class Rows(TokenRows):
         self.computed[row] = admission.cached_len
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
+        self.changing.discard(row)
         (self._scoring.add if request.scores_prompt else self._scoring.discard)(row)
         self._texts[row] = None
         if request.params.grammar is not None:
@@ -263,7 +265,7 @@ class Rows(TokenRows):
         """
         specs = self.row_specs(row, guesses)
         if row not in self.grammars.states:
-            return [s._replace(kind="sampled") for s in specs] if self.may_change(row) else specs
+            return [s._replace(kind="sampled") for s in specs] if row in self.changing else specs
         masks = masks and self.params(row).logprobs is None
         return [s if masks and s.edits is None else s._replace(kind="logits") for s in specs]
 
@@ -283,11 +285,6 @@ class Rows(TokenRows):
         """Return True if a row's specs depend on which tokens come before them."""
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
-
-    def may_change(self, row: int) -> bool:
-        """Return True if a row's drafts may replace the target's choices."""
-        request = self.requests[row]
-        return request is not None and bool(request.change_budget)
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""

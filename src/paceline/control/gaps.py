@@ -17,6 +17,7 @@ MOST_REACH = 3.0  # nats: the likeliest token is at most 20 times as likely
 NUM_BINS = 48
 WIDTH = MOST_REACH / NUM_BINS
 MEMORY_TOKENS = 2000.0  # older tokens fade
+EAGERNESS = 4.0  # times the budget's own rate, for each token left over: answers are short
 PRIOR_TOKENS = 100.0
 PRIOR_RATE = 0.1  # mismatches a token and nat
 
@@ -42,7 +43,7 @@ class GapRecord:
 
         budget: changed tokens a token. left: tokens that the row may change, as far as it has come.
         """
-        wanted = budget * (1.0 + max(left, 0.0)) * self._tokens
+        wanted = budget * (1.0 + EAGERNESS * max(left, 0.0)) * self._tokens
         for index, count in enumerate(self._counts):
             if count >= wanted:
                 return (index + wanted / count) * WIDTH if count else index * WIDTH

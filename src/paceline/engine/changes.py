@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from paceline.control.gaps import GapRecord
 from paceline.core.errors import RequestError
 from paceline.core.params import TYPICAL, Speculation, shown
-from paceline.verify.typical import Tolerance, Typical
+from paceline.verify.typical import Tolerance, Typical, most_changed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from paceline.core.nouns import Batch, BatchRow, Draft, Mismatches, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Mismatches, Request, Scores, Verdict
     from paceline.engine.output import Response
 
 PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that the same drafts serve
@@ -55,12 +55,30 @@ class ChangeBudgets:
         budget = None if request.params.grammar is not None else budget
         return replace(request, speculation=replace(asked, budget=budget))
 
-    def judge(self, open_: Mapping[str, Response], batch: Batch, draft: Draft, scores: Scores) -> Verdict:
-        """Judge a step in which some rows have a change budget.
+    def prepare(self, open_: Mapping[str, Response], batch: Batch, draft: Draft, changing: set[int]) -> None:
+        """Note in `changing` the rows that may change a token in this pass: only they need logits.
 
-        open_: responses of these, by request id.
+        open_: responses with a budget, by request id.
         """
-        tolerances = [self._tolerance(r, open_) for r in batch.rows]
+        for r, drafted in zip(batch.rows, draft.rows, strict=True):
+            response = open_.get(r.request_id)
+            budget = 0.0 if response is None else response.state.request.change_budget or 0.0
+            may = response is not None and (
+                most_changed(budget, _num_tokens(response) + len(drafted)) > response.changed_tokens
+            )
+            (changing.add if may and len(drafted) else changing.discard)(r.row)
+
+    def tolerances(
+        self, open_: Mapping[str, Response], batch: Batch, changing: Collection[int]
+    ) -> list[Tolerance | None]:
+        """Return what rows may change, None for those that nothing was noted of. Arguments as in `prepare`."""
+        return [
+            self._tolerance(open_[r.request_id]) if r.row in changing and r.request_id in open_ else None
+            for r in batch.rows
+        ]
+
+    def judge(self, tolerances: Sequence[Tolerance | None], draft: Draft, scores: Scores) -> Verdict:
+        """Judge a step, and learn from its mismatches."""
         verdict = Typical(tolerances).judge(draft, scores)
         for row in verdict.rows:
             if row.mismatches is not None:
@@ -78,15 +96,16 @@ class ChangeBudgets:
         """Start cold."""
         self._gaps = GapRecord()
 
-    def _tolerance(self, row: BatchRow, open_: Mapping[str, Response]) -> Tolerance | None:
-        response = open_.get(row.request_id)
-        if response is None:
-            return None
-        request = response.state.request
+    def _tolerance(self, response: Response) -> Tolerance:
+        request, num_tokens = response.state.request, _num_tokens(response)
         budget, num_changed = request.change_budget or 0.0, response.changed_tokens
-        num_tokens = response.checker.num_tokens - len(request.told)
         reach = self._gaps.reach(budget, budget * (num_tokens + 1) - num_changed)
         ends = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             ends |= self._eos_ids
         return Tolerance(budget, num_tokens, num_changed, reach, ends)
+
+
+def _num_tokens(response: Response) -> int:
+    """Return the tokens of an answer that this engine wrote."""
+    return response.checker.num_tokens - len(response.state.request.told)

@@ -214,6 +214,8 @@ class Verbs:
 
     def request(self, drafted: StepInput) -> ReadyPass:
         """Gather the target's pass."""
+        if self.outputs.changeable:
+            self.changes.prepare(self.outputs.changeable, drafted.batch, drafted.draft, self.target.rows.changing)
         ready = self.target.request(drafted.batch, drafted.draft)
         drafted.mask_room = ready.masks
         return ready
@@ -231,7 +233,8 @@ class Verbs:
         if (grammars := self.target.rows.grammars).states:
             scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
         if self.outputs.changeable:
-            return self.changes.judge(self.outputs.changeable, drafted.batch, drafted.draft, scores)
+            tolerances = self.changes.tolerances(self.outputs.changeable, drafted.batch, self.target.rows.changing)
+            return self.changes.judge(tolerances, drafted.draft, scores)
         return self.law.judge(drafted.draft, scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
