@@ -66,6 +66,7 @@ class Family:
     norms_values: bool = False  # each head's values are normed, without weights
     layer_scales: bool = False  # each layer has a factor of its output
     truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
+    normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -90,6 +91,14 @@ _GEMMA4_KEYS = {
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+}
+_GLM_MOE: dict[str, Any] = {
+    "bias_switches": {"attention_bias": QKV},
+    "defaults": {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+    "fixed": {"n_group": 1, "topk_group": 1},
+    "mixture": MixtureFacts(
+        normed=True, shared=True, shared_gate=False, shared_block="shared_experts", sigmoid=True
+    ),
 }
 _GLM_NAMES = {
     "attn_post_norm": "post_self_attn_layernorm.weight",
@@ -218,6 +227,9 @@ FAMILIES: dict[str, Family] = {
             defaults={"partial_rotary_factor": 0.5},
             names=_GLM_NAMES,
         ),
+        Family("glm4_moe", "glm4moe", **_GLM_MOE, normed_heads="glm4_moe_normed"),
+        Family("glm4_moe_normed", None, **_GLM_MOE, qk_norm="head"),
+        Family("mimo", None, biases=QKV),
         Family(
             "seed_oss",
             "seed_oss",

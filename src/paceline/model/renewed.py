@@ -12,6 +12,7 @@ from paceline.model.files import hf
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.files.source_files import SourceFile, file_state
 from paceline.model.files.stored import Held
+from paceline.model.heads.mtp import is_mtp_name
 from paceline.model.weights import LazyWeights, canonical_names, load_model
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def _found(config: ModelConfig, found: Mapping[str, Stored]) -> dict[str, Stored
     plain = hf.text_tensors(found)
     apart, shapes = hf.parts(config, plain, names), tensor_shapes(config)
     own = {name: apart[theirs] for name, theirs in names.items() if theirs in apart}
-    if unknown := _unknown(config, found, set(names.values())):
+    others = [name for name in found if not is_mtp_name(name, config.num_layers)]  # drafters keep their numbers
+    if unknown := _unknown(config, others, set(names.values())):
         raise BadModelFile(f"this model has no tensor {', '.join(map(repr, unknown[:MAX_SHOWN]))}")
     for name, tensor in own.items():
         if tensor.shape != shapes[name]:

@@ -238,7 +238,10 @@ def canonical_names(
         else:
             _, number, short = name.split(".", 2)
             of_keys = short == "attn_v" and config.keys_are_values and not windows[int(number)]
-            names[name] = prefix.format(layer=number) + layer["attn_k" if of_keys else short]
+            is_dense = config.experts is not None and int(number) < config.experts.num_dense
+            dense = f"{hf.DENSE}{short}"
+            short = "attn_k" if of_keys else dense if is_dense and dense in layer else short
+            names[name] = prefix.format(layer=number) + layer[short]
     return names
 
 
