@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +18,20 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
 from paceline.backend.seam import Features, FedBack, PassRequest
 from paceline.core.errors import BadModelFile, ConfigError, UnsupportedModel
-from paceline.core.nouns import SamplingSpec
+from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.draft.registry import parse_drafters
+from paceline.engine.assembly.build import Built, build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.model.config import Sliding
+from paceline.model.files import hf
 from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name, load_mtp, usable_mtp
 from paceline.model.weights import load_model
 from tests.draft.mtp_files import KINDS, names_of, transformers, write_checkpoint
+from tests.engine.same_text import STAIRCASE, run
 from tests.model.helpers import logits_of, pack
 from tests.oracles.mtp import MtpOracle
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOGITS = SamplingSpec("logits", SamplingParams())
 IDS = [(11 * i * i + 5 * i) % 320 for i in range(40)]
@@ -126,3 +131,124 @@ def test_glm_drafts_as_transformers_does(tmp_path: Path) -> None:
     runner = ReferenceHead(head, ReferenceDecoder(model.config, model.weights, torch.float32))
     logits, _ = guessed(runner, states, IDS)
     assert np.abs(np.array(logits[: len(IDS) - 1]) - expected).max() < 1e-4
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def changed(folder: Path, changes: dict[str, Any]) -> None:
+    """Change tensors of a folder by name; None removes one."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_what_is_wrong_with_an_mtp_layer_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path, "mimo")
+    model, name = load_model(tmp_path), "model.mtp_layers.0.self_attn.k_proj.weight"
+    whole = load_file(tmp_path / "model.safetensors")[name]
+    for wrong, told in ((None, "lacks the tensor"), (whole[:3], "has shape")):
+        changed(tmp_path, {name: wrong})
+        with pytest.raises(BadModelFile, match=told):
+            load_mtp(model)
+        assert usable_mtp(model) is None
+        assert "is left out" in caplog.text
+    changed(tmp_path, {name: whole * np.nan})
+    head = load_mtp(model)
+    assert head is not None
+    with pytest.raises(BadModelFile, match="NaN"):
+        check_numbers(head)
+
+
+def test_files_without_mtp_have_none(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "glm", with_mtp=False)
+    assert usable_mtp(load_model(tmp_path)) is None
+    assert drafters_within(None) == ()
+
+
+def test_a_window_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen")
+    model = load_model(tmp_path)
+    sliding = Sliding(16, frozenset({0}), model.config.rope)
+    with pytest.raises(UnsupportedModel, match="layers with a window"):
+        load_mtp(replace(model, config=replace(model.config, sliding=sliding)))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("mtp.fc.weight", True),
+        ("model.mtp_layers.0.input_proj.weight", True),
+        ("model.layers.4.enorm.weight", True),
+        ("model.layers.3.input_layernorm.weight", False),
+        ("model.norm.weight", False),
+    ],
+)
+def test_names_of_mtp_layers_are_known(name: str, known: bool) -> None:
+    assert is_mtp_name(name, 4) == known
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "deepseek_v3"])
+def test_targets_that_do_not_run_are_refused_in_words(kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match="MTP"):
+        hf.config_from_json({"model_type": kind})
+
+
+# In the engine -----------------------------------------------------------------------------------
+
+
+def built(folder: Path, draft: str, **changes: Any) -> Built:
+    limits = Limits(num_rows=4, max_len=128, prefill_tokens=32)
+    config = EngineConfig(model=str(folder), draft=draft, limits=limits, threads=1, kv_tokens=1024)
+    return build(replace(config, **changes))
+
+
+def requests() -> list[Request]:
+    """Greedy and drawn texts, two that share a stem."""
+    params = [SamplingParams(temperature=t, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+    return [Request(str(i), (*range(40, 70), 50 + i), params[i % 2], seed=i) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "weights"),
+    [
+        ("glm", "native", "int4"),
+        ("mimo", "native", "int8"),
+        ("qwen", "native", "bf16"),
+        ("glm, normed heads", "reference", "f64"),
+    ],
+)
+def test_drafts_do_not_change_the_text(kind: str, backend: str, weights: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, kind)
+    asked = {"backend": backend, "weights": weights}
+    expected = run(built(tmp_path, "off", **asked).engine, requests())
+    engine = built(tmp_path, "mtp:k=3", **asked).engine
+    assert run(engine, requests()) == expected
+    assert engine.stats().drafter_failures == 0
+    assert sum(c.drafted for c in engine.stats().drafters.values()) > 100
+
+
+def test_auto_finds_it_without_being_told(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mimo")
+    costs = json.loads(Path(STAIRCASE).read_text())
+    of_model = costs["drafters"]["draft-model"]
+    costs["drafters"] = {"suffix": [], "grammar": [], "mtp": of_model}
+    profile = tmp_path / "costs.json"
+    profile.write_text(json.dumps(costs))
+    found = built(tmp_path, "auto", weights="int8", backend="native", profile=str(profile))
+    assert [*found.engine.drafting.drafters] == ["suffix", "grammar", "mtp"]
+    assert any("within the target's files" in choice.value for choice in found.choices)
+    assert run(found.engine, requests()) == run(built(tmp_path, "off", weights="int8").engine, requests())
+
+
+def test_without_such_a_layer_mtp_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mimo", with_mtp=False)
+    with pytest.raises(ConfigError, match="no MTP layer"):
+        built(tmp_path, "mtp", backend="native")
+
+
+def test_doctor_counts_the_layer(tmp_path: Path) -> None:
+    own = write_checkpoint(tmp_path, "glm")
+    model = load_model(tmp_path)
+    (config,) = parse_drafters("auto", model.fingerprint, drafters_within(usable_mtp(model))).configs[-1:]
+    assert config.num_weights(model) == sum(tensor.size for tensor in own.values())

@@ -34,7 +34,7 @@ class MtpOracle:
     """One MTP layer with what it has seen of a text."""
 
     def __init__(self, kind: str, tensors: Tensors, target: Tensors, values: Mapping[str, Any]) -> None:
-        """tensors: by their names without the prefix of MTP. target: embedding and head. values: of config.json."""
+        """tensors: by their names behind MTP's prefix. target: embedding and head. values: of config.json."""
         *self.names, prefix = KINDS[kind]
         self.t, self.prefix, self.target, self.values = tensors, prefix, target, values
         self.hidden_first = kind == "mimo"

@@ -249,8 +249,22 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Families whose checkpoints hold MTP layers, and what their models need that no backend has.
+_LINEAR = "layers of linear attention (gated delta net)"
+_LATENT = "attention over latent keys and values (MLA)"
+_NOT_RUN = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _LINEAR),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "longcat_flash"), _LATENT),
+    "mimo_v2_flash": "heads whose keys and values differ in size",
+}
+
+
 def family(name: str) -> Family:
     """Return a family by name. Raises `UnsupportedModel`."""
+    if name in _NOT_RUN:
+        raise UnsupportedModel(
+            f"{name} models need {_NOT_RUN[name]}, which no backend has; so their MTP layers do not run either"
+        )
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))  # a name that looks alike is another family: nothing to suggest
         raise UnsupportedModel(f"Paceline does not know the model family {name[:80]!r}; known: {known}")

@@ -172,8 +172,8 @@ def _own_head(head: Head | None) -> Head:
     """Return a target's own head. Raises `ConfigError` if it has none."""
     if head is None:
         raise ConfigError(
-            f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, as auto finds such "
-            "layers by itself, or take the checkpoint of its authors: converted ones often lack them"
+            f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, or take the "
+            "checkpoint of the model's authors, as converted ones often lack such layers"
         )
     return head
 
