@@ -166,7 +166,7 @@ class ModelConfig:
 
     @property
     def widest_feed(self) -> int:
-        """Most outputs of the gate of a feed-forward network that all tokens of a layer share."""
+        """Outputs of the widest gate that all tokens of a layer share."""
         e = self.experts
         widest = self.intermediate_size if e is None else max(e.shared_size, e.dense_size)
         return (widest or self.intermediate_size) * self.sharing_factor

@@ -42,7 +42,7 @@ class MixtureFacts:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of all layers but perhaps the first: the router sends each token to a few of them."""
+    """Experts of every layer but perhaps the first: a token goes to a few."""
 
     num: int
     per_token: int

@@ -227,8 +227,8 @@ class CudaHead:
             hidden = normed if self.config.norm_before_residual else features
             read = torch.cat([_normed(embedded, first_norm, eps), normed], dim=-1)
         else:
-            read = [_normed(embedded, w.embed_norm, eps), _normed(features, w.feature_norm, eps)]
-            both = torch.cat(read, dim=-1)
+            features = _normed(features, w.feature_norm, eps)
+            both = torch.cat([_normed(embedded, w.embed_norm, eps), features], dim=-1)
             hidden = finished(multiply(both, w.fc, fast=fast))
             read = _normed(hidden, first_norm, eps)
         hidden, _ = w.stack.run(device_pass, kv, read, hidden)

@@ -131,7 +131,7 @@ class PEagleConfig(HeadOptions):
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """`mtp`: the target's own MTP layer, with `k` drafts per step among the `vocabulary` lowest token ids."""
+    """`mtp`: the target's own MTP layer, `k` drafts among the `vocabulary` lowest ids."""
 
     name: ClassVar[str] = MTP.name
     k: int = 3

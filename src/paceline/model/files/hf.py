@@ -290,7 +290,7 @@ def _experts(read: JsonReader, facts: Family) -> Experts | None:
 
 
 def _shared_size(read: JsonReader, mixture: MixtureFacts) -> int:
-    """Return the size of the expert that serves every token; some configs count experts of the usual size."""
+    """Return the size of the shared expert; some configs count usual experts."""
     if not mixture.shared:
         return 0
     if mixture.shared_gate:

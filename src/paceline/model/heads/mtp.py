@@ -1,4 +1,4 @@
-"""Layers in a model's own checkpoint that guess the token after the next one (multi-token prediction, MTP).
+"""Multi-token prediction (MTP): layers in a checkpoint that guess the token after the next.
 
 Such a layer (DeepSeek-V3, arXiv 2412.19437) reads the target's last hidden state beside the embedding of the next
 token, each normed. It is a layer of the target's own kind; a norm and the target's own head follow. What the norm
@@ -47,7 +47,10 @@ class MtpNames:
 
 
 def mtp_names(num_layers: int) -> tuple[MtpNames, ...]:
-    """Return the kinds in use for a target of so many layers: GLM and DeepSeek, MiMo, Qwen3-Next and later."""
+    """Return the kinds in use: GLM and DeepSeek, MiMo, Qwen3-Next and later.
+
+    num_layers: of the target.
+    """
     numbered = f"model.layers.{num_layers}."
     of_glm = {"fc": "eh_proj", "embed_norm": "enorm", "feature_norm": "hnorm", "norm": "shared_head.norm"}
     of_mimo = {
@@ -74,7 +77,7 @@ def mtp_names(num_layers: int) -> tuple[MtpNames, ...]:
 
 
 def is_mtp_name(name: str, num_layers: int) -> bool:
-    """Return True for the name of a tensor that belongs to MTP layers, also to those that are not read."""
+    """Return True for a tensor of any MTP layer, read or not, by its name."""
     prefix = "model.layers."
     number = name.removeprefix(prefix).partition(".")[0]
     behind = name.startswith(prefix) and number.isdecimal() and int(number[:6]) >= num_layers
@@ -133,7 +136,7 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
 
 
 def load_mtp(model: LoadedModel) -> Head | None:
-    """Return the MTP layer of a model's own files, None if they have none. No weights are read yet.
+    """Return the MTP layer of a model's own files, if any; reads no weights.
 
     Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape.
     """
@@ -141,7 +144,7 @@ def load_mtp(model: LoadedModel) -> Head | None:
 
 
 def usable_mtp(model: LoadedModel) -> Head | None:
-    """Return the MTP layer of a model's own files, None if they have none. Logs why one cannot be used."""
+    """Return the MTP layer of a model's own files, if it can be used."""
     try:
         return load_mtp(model)
     except ModelError as error:
@@ -155,7 +158,7 @@ def drafters_within(own_head: Head | None) -> tuple[str, ...]:
 
 
 def check_numbers(head: Head) -> None:
-    """Raise `BadModelFile` for NaN or infinity in the layer, its experts left out: they are many."""
+    """Raise `BadModelFile` for NaN or infinity; experts are not read."""
     for name in head_shapes(head.config):
         if ".experts." not in name and not np.isfinite(head.weights[name]).all():
             raise BadModelFile(
@@ -184,7 +187,7 @@ def _in_folder(model: LoadedModel) -> Head | None:
 
 
 def _named(found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return a folder's tensors by the names of a model of text alone, and those that Qwen has beside it."""
+    """Return a folder's tensors as a text model names them, with Qwen's beside."""
     return {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
 
 
