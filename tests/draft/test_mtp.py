@@ -30,7 +30,7 @@ from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name
 from paceline.model.weights import load_model
 from tests.draft.mtp_files import KINDS, names_of, transformers, write_checkpoint
 from tests.engine.same_text import STAIRCASE, run
-from tests.model.helpers import logits_of, pack
+from tests.model.helpers import logits_of, pack, write_gguf
 from tests.oracles.mtp import MtpOracle
 
 LOGITS = SamplingSpec("logits", SamplingParams())
@@ -164,6 +164,23 @@ def test_files_without_mtp_have_none(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "glm", with_mtp=False)
     assert usable_mtp(load_model(tmp_path)) is None
     assert drafters_within(None) == ()
+
+
+@pytest.mark.parametrize("kind", ["glm", "glm, normed heads"])
+def test_gguf_files_of_llama_cpp_keep_the_layer(kind: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, kind)
+    model = load_model(tmp_path)
+    head = load_mtp(model)
+    assert head is not None
+    keys = {"rope.dimension_count": 8, "leading_dense_block_count": 1, "expert_weights_scale": 1.7}
+    extra = {f"glm4moe.{key}": value for key, value in keys.items()}
+    again = load_model(write_gguf(tmp_path / "model.gguf", model.config, model.weights, extra=extra, mtp=head))
+    assert again.config.num_layers == model.config.num_layers
+    found = load_mtp(again)
+    assert found is not None
+    assert found.config.taps == head.config.taps
+    for name, tensor in head.weights.items():
+        np.testing.assert_array_equal(found.weights[name], tensor)
 
 
 def test_a_window_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ MAX_PER_TOKEN = 32
 MAX_SHARED_SIZE = 1 << 19
 MAX_DENSE = 1 << 10
 SWIGLU = (7.0, 1.702)  # limit and factor of the activation `clamped_silu`
+DENSE = "dense_"  # begins the short names of a layer without experts in a model with some
 ROUTER_NAMES = frozenset({"router", "shared_gate"})
 PARTS = ("gate", "up", "down")
 

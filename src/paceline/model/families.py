@@ -93,6 +93,7 @@ _GEMMA4_KEYS = {
     "num_key_value_heads": 4,
 }
 _GLM_MOE: dict[str, Any] = {
+    "gguf_names": {"mlp_norm": "post_attention_norm.weight"},
     "bias_switches": {"attention_bias": QKV},
     "defaults": {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
     "fixed": {"n_group": 1, "topk_group": 1},

@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
+from paceline.model.experts import DENSE
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor
 from paceline.model.files.kept_headers import open_kept
@@ -239,7 +240,7 @@ def canonical_names(
             _, number, short = name.split(".", 2)
             of_keys = short == "attn_v" and config.keys_are_values and not windows[int(number)]
             is_dense = config.experts is not None and int(number) < config.experts.num_dense
-            dense = f"{hf.DENSE}{short}"
+            dense = f"{DENSE}{short}"
             short = "attn_k" if of_keys else dense if is_dense and dense in layer else short
             names[name] = prefix.format(layer=number) + layer[short]
     return names

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
-from paceline.model.experts import PARTS, SWIGLU, Experts, MixtureFacts, expert_names
+from paceline.model.experts import DENSE, PARTS, SWIGLU, Experts, MixtureFacts, expert_names
 from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
@@ -72,7 +72,6 @@ LAYER_NAMES: dict[str, str] = {
     "input_post_norm": "post_per_layer_input_norm.weight",
 }
 _MLP = ("mlp_gate", "mlp_up", "mlp_down")
-DENSE = "dense_"  # begins the short names of a layer without experts in a model with some
 POST_NORM_NAMES: dict[str, str] = {
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",

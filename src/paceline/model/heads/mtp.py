@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
-from paceline.model.files import hf
+from paceline.model.files import gguf_model, hf
+from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
-from paceline.model.files.source_files import folder_sources, folder_states
+from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import MTP, HeadConfig, head_shapes
 from paceline.model.weights import LazyWeights, canonical_names
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 log = logging.getLogger(__name__)
+
+GGUF_NAMES = {
+    "fc": "nextn.eh_proj.weight",
+    "embed_norm": "nextn.enorm.weight",
+    "feature_norm": "nextn.hnorm.weight",
+    "norm": "nextn.shared_head_norm.weight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,9 @@ def load_mtp(model: LoadedModel) -> Head | None:
 
     Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape.
     """
-    return _in_folder(model) if model.path.is_dir() else None
+    if model.path.is_dir():
+        return _in_folder(model)
+    return _in_gguf(model) if model.path.is_file() else None
 
 
 def usable_mtp(model: LoadedModel) -> Head | None:
@@ -182,8 +192,26 @@ def _in_folder(model: LoadedModel) -> Head | None:
     if kind.hidden_first:
         chosen["fc"] = HalvesSwapped(chosen["fc"])
     sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
-    weights = LazyWeights(hf.as_used(config.layers, chosen), (*sources, MTP.name))
-    return Head(config, weights, np.arange(target.vocab_size, dtype=np.int64))
+    return _head(config, hf.as_used(config.layers, chosen), sources)
+
+
+def _in_gguf(model: LoadedModel) -> Head | None:
+    """Find the layer behind the target's, as llama.cpp keeps it."""
+    source = SourceFile(model.path, file_state(model.path))
+    file, prefix = open_kept(source), f"blk.{model.config.num_layers}."
+    if prefix + GGUF_NAMES["fc"] not in file.tensors:
+        return None
+    config = mtp_config(model.config)
+    layer_names = gguf_model.layer_names(config.layers)
+    names = canonical_names(config.layers, gguf_model.MODEL_NAMES, layer_names, prefix)
+    names |= {name: prefix + there for name, there in GGUF_NAMES.items()}
+    found = gguf_model.tensors_for(file, config.layers, names)
+    return _head(config, _chosen(config, names, found, model.path), (source,))
+
+
+def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
+    weights = LazyWeights(tensors, (*sources, MTP.name))  # by its name a cache tells it from the target
+    return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
 
 def _named(found: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -192,15 +220,15 @@ def _named(found: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _chosen(
-    config: HeadConfig, names: Mapping[str, str], found: Mapping[str, Stored], folder: Path
+    config: HeadConfig, names: Mapping[str, str], found: Mapping[str, Stored], where: Path
 ) -> dict[str, Stored]:
     """Return the layer's tensors by canonical name. Raises `BadModelFile`."""
     chosen: dict[str, Stored] = {}
     for name, shape in head_shapes(config).items():
         stored = found.get(names[name])
         if stored is None:
-            raise BadModelFile(f"{folder} has an MTP layer that lacks the tensor {names[name]!r}")
+            raise BadModelFile(f"{where} has an MTP layer that lacks the tensor {names[name]!r}")
         if stored.shape != shape:
-            raise BadModelFile(f"{folder}: {names[name]!r} has shape {stored.shape}, its model asks for {shape}")
+            raise BadModelFile(f"{where}: {names[name]!r} has shape {stored.shape}, its model asks for {shape}")
         chosen[name] = stored
     return chosen
