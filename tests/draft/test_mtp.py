@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from paceline import kernels
+from paceline import LLM, kernels
 from paceline.backend.native.load import load_runner, pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
@@ -20,6 +20,7 @@ from paceline.backend.seam import Features, FedBack, PassRequest
 from paceline.core.errors import BadModelFile, ConfigError, UnsupportedModel
 from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.weight_source import WeightSource
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.config import EngineConfig
@@ -27,6 +28,7 @@ from paceline.engine.scheduler import Limits
 from paceline.model.config import Sliding
 from paceline.model.files import hf
 from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name, load_mtp, usable_mtp
+from paceline.model.renewed import renewed, with_arrays
 from paceline.model.weights import load_model
 from tests.draft.mtp_files import KINDS, names_of, transformers, write_checkpoint
 from tests.engine.same_text import STAIRCASE, run
@@ -269,3 +271,35 @@ def test_doctor_counts_the_layer(tmp_path: Path) -> None:
     model = load_model(tmp_path)
     (config,) = parse_drafters("auto", model.fingerprint, drafters_within(usable_mtp(model))).configs[-1:]
     assert config.num_weights(model) == sum(tensor.size for tensor in own.values())
+
+
+def test_newer_weights_bring_their_layer(tmp_path: Path) -> None:
+    """From a folder, from some tensors and from arrays; without any the layer stays."""
+    write_checkpoint(tmp_path, "mimo")
+    model, name = load_model(tmp_path), "model.mtp_layers.0.input_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    newer = {name: tensors[name] * 2}
+    (tmp_path / "tensors").mkdir()
+    save_file(newer, tmp_path / "tensors" / "model.safetensors")
+    by_tensors = renewed(lambda: model, WeightSource(tensors=str(tmp_path / "tensors")))
+    by_arrays = with_arrays(model, tensors | newer)
+    first = load_mtp(model)
+    assert first is not None
+    for other in (by_tensors, by_arrays):
+        head = load_mtp(other)
+        assert head is not None
+        np.testing.assert_array_equal(head.weights["fc"], first.weights["fc"] * 2)
+        np.testing.assert_array_equal(head.weights["norm"], first.weights["norm"])
+
+
+def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mimo")
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.mtp_layers.0.input_proj.weight"
+    with LLM(str(tmp_path), draft="mtp:k=2", backend="native", weights="int8", max_len=128, threads=1) as llm:
+        (drafter,) = llm.built.engine.drafting.drafters.values()
+        report = llm.update_weights({**tensors, name: tensors[name] * 2}, "newer")
+        assert report.rebuilt == ("mtp",)
+        (newer,) = llm.built.engine.drafting.drafters.values()
+        assert newer is not drafter
+        (found,) = llm.generate([tuple(range(40, 70))], SamplingParams(temperature=0.0, max_tokens=12))
+        assert found.figures.drafted_tokens

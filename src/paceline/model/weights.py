@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -163,6 +163,7 @@ class LoadedModel:
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
     reads_images: bool = False  # the part of it that does is not loaded
+    newer_mtp: Mapping[str, Stored] = field(default_factory=dict)  # tensors in place of its files', by their names
 
     @property
     def fingerprint(self) -> str:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
+    from paceline.engine.assembly.built_again import BuildAgain
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.kv_files import PageFiles
@@ -125,7 +126,7 @@ class Built:
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
-    rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
+    rebuild: Mapping[str, BuildAgain] = field(default_factory=dict)  # see `rebuilders`
     fingerprint: str = ""  # of the KV of the files' weights
     settled: Settled | None = None
 
@@ -260,8 +261,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         fingerprint=model.fingerprint,
         local=None,
     )
-    within = drafters_within(usable_mtp(model))
-    chosen = parse_drafters(config.draft, model.fingerprint, within).configs[index]
+    chosen = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model))).configs[index]
     if not chosen.stands_alone and chosen.num_weights(
         model
     ):  # it shares the target's tables: they are loaded again

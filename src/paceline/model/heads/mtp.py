@@ -182,6 +182,7 @@ def _in_folder(model: LoadedModel) -> Head | None:
     if not any(is_mtp_name(name, target.num_layers) for name in _named(stored)):
         return None
     found = _named(joined_tensors(read_quantisation(hf.read_json(folder / "config.json")), stored))
+    found |= _named(model.newer_mtp)
     kind = next((k for k in mtp_names(target.num_layers) if k.beside + k.names["fc"] in found), None)
     if kind is None:
         return None
