@@ -283,7 +283,7 @@ def _experts(read: _GgufReader, facts: Family) -> Experts | None:
 
 
 def _with_normed_heads(file: GgufFile, facts: Family) -> Family:
-    """Return the family, or that of its models with norms of q and k, by the tensors."""
+    """Return the family, or the one of its models with normed heads."""
     has_norms = LAYER_PREFIX.format(layer=0) + LAYER_NAMES["attn_q_norm"] in file.tensors
     return FAMILIES[facts.normed_heads] if facts.normed_heads and has_norms else facts
 
