@@ -234,7 +234,7 @@ void Decoder::fuse_features(const Pass& pass, size_t thread) {
         auto& row = s.threads[thread].normed;
         std::fill(row.begin(), row.end(), 0.0f);
         norm(&s.hidden[t * hidden], weights_.embed_norm, hidden, shape_.norm_eps, row.data());
-        std::copy_n(pass.features + t * hidden, hidden, row.data() + hidden);
+        norm(pass.features + t * hidden, weights_.feature_norm, hidden, shape_.norm_eps, row.data() + hidden);
         s.hidden_q.set(t, row.data(), weights_.fuse->type(), 2 * hidden);
     });
     multiply_all(*pool_, {{weights_.fuse.get(), &s.hidden_q, s.delta.data(), stride, &weights_.fuse_bias}}, pass.num_tokens);

@@ -143,6 +143,8 @@ class Decoder:
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,
+        routes_by_sigmoid: bool = False,
+        share_scale: float = 1.0,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...

@@ -223,7 +223,7 @@ def _head_matrices(
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
     relay = {f"relay.{name}" for name in _RELAY_MATRICES}
     found = {
-        name: Wanted(weight_type, *shape)
+        name: Wanted(matrix_type(weights, name, weight_type), *shape)
         for name, shape in shapes.items()
         if name == "fc" or name in relay or name.startswith("layers.")
     }
@@ -281,7 +281,7 @@ def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
     widest = config.hidden_size  # columns of embedding and head, whatever the others' type
     if weight_type in ("int8", "int4_row"):
-        widest = max(widest, config.intermediate_size * config.sharing_factor)
+        widest = max(widest, config.intermediate_size, config.widest_feed)
         widest = max(widest, config.num_heads * max(view.heads.dim for view in config.views))
     if table_type(weight_type) == "int8" and widest > _MAX_INT8_COLUMNS:
         raise ConfigError(
@@ -355,8 +355,7 @@ def compile_decoder(
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
-        intermediate=(config.experts and config.experts.shared_size)
-        or config.intermediate_size * config.sharing_factor,
+        intermediate=config.widest_feed,
         num_heads=config.num_heads,
         head_dim=2 * angles.shape[1],
         heads=[view.heads for view in views],
@@ -392,4 +391,6 @@ def compile_decoder(
         token_ids=output.token_ids,
         experts_per_token=config.experts.per_token if config.experts else 0,
         norms_shares=config.experts is None or config.experts.normed,
+        routes_by_sigmoid=config.experts is not None and config.experts.sigmoid,
+        share_scale=config.experts.scale if config.experts else 1.0,
     )

@@ -277,7 +277,7 @@ class ReferenceDecoder:
         hidden = hidden + self._norm(layer, "attn_post_norm", added) * self.config.residual_factor
         normed = self._norm(layer, "mlp_norm", hidden)
         experts = self.config.experts
-        if experts is None:
+        if experts is None or "router" not in layer:
             added = self._feed_forward(layer, "mlp_", normed)
         else:
             added = mix(experts, layer, normed, self._feed_forward)

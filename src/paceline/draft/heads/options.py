@@ -17,7 +17,8 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
-from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes
+from paceline.model.heads.config import EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
+from paceline.model.heads.mtp import check_numbers, load_mtp
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,55 @@ class PEagleConfig(HeadOptions):
         head = self.load(target)
         make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
         return _drafter(make, self.asked(target), target, head)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """`mtp`: the target's own MTP layer, `k` drafts among the `vocabulary` lowest ids."""
+
+    name: ClassVar[str] = MTP.name
+    k: int = 3
+    weights: str | None = None  # their type in memory, see `weight_type`; None: the backend's usual one
+    vocabulary: int | None = None  # None: a few thousand
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return the size of the layer; embedding and output matrix are the target's."""
+        config = _own_head(load_mtp(target)).config
+        return sum(prod(shape) for shape in head_shapes(config).values())
+
+    @property
+    def stands_alone(self) -> bool:
+        """False: it reads the target's taps and embedding."""
+        return False
+
+    @property
+    def reads(self) -> str:
+        """Say what it reads in every pass."""
+        return "the target's hidden states"
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
+        head, size = _own_head(target.own_head), target.config.vocab_size
+        check_numbers(head)
+        if self.vocabulary is not None:
+            bounded(self, "vocabulary", 1, size)
+        asked = AskedHead(self.name, self.k, "within the target's files", self.weights, ())
+        return _drafter(
+            SerialHeadDrafter, asked, target, narrowed(head, min(size, self.vocabulary or _VOCABULARY))
+        )
+
+
+def _own_head(head: Head | None) -> Head:
+    """Return a target's own head. Raises `ConfigError` if it has none."""
+    if head is None:
+        raise ConfigError(
+            f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, or take the "
+            "checkpoint of the model's authors, as converted ones often lack such layers"
+        )
+    return head
 
 
 def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:

@@ -39,13 +39,8 @@ from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.files.source_files import SourceFile
 from paceline.model.grammar import Grammars
-from paceline.model.weights import (
-    LazyWeights,
-    forget_files,
-    load_model,
-    load_tokenizer,
-    tokenizer_json,
-)
+from paceline.model.heads.mtp import drafters_within, usable_mtp
+from paceline.model.weights import LazyWeights, forget_files, load_model, load_tokenizer, tokenizer_json
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
@@ -59,6 +54,7 @@ if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
+    from paceline.engine.assembly.built_again import BuildAgain
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.kv_files import PageFiles
@@ -98,6 +94,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
+    own_head: Head | None = None  # that its own files hold
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
@@ -129,7 +126,7 @@ class Built:
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
-    rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
+    rebuild: Mapping[str, BuildAgain] = field(default_factory=dict)  # see `rebuilders`
     fingerprint: str = ""  # of the KV of the files' weights
     settled: Settled | None = None
 
@@ -155,7 +152,8 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         )
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
-    for one in parse_drafters(config.draft, model.fingerprint).configs:
+    own_head = usable_mtp(model)
+    for one in parse_drafters(config.draft, model.fingerprint, drafters_within(own_head)).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
@@ -176,6 +174,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         template=template,
         tokenizer_json=json,
         fingerprint=model.fingerprint,
+        own_head=own_head,
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
@@ -195,8 +194,8 @@ def assemble(
     this process.
     """
     config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
-    law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
-    files = open_folder(config, loaded.decoder)
+    specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.own_head))
+    law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
@@ -216,6 +215,7 @@ def assemble(
             partial(_run_head, config, loaded.decoder),
             partial(_run_cut_model, config, loaded.decoder),
         ),
+        own_head=loaded.own_head,
         apart=config.placement.apart,
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
@@ -262,7 +262,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         fingerprint=model.fingerprint,
         local=None,
     )
-    chosen = parse_drafters(config.draft, model.fingerprint).configs[index]
+    chosen = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model))).configs[index]
     if not chosen.stands_alone and chosen.num_weights(
         model
     ):  # it shares the target's tables: they are loaded again

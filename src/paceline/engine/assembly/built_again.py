@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,20 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.model.heads.checkpoint import Head
+
+    BuildAgain = Callable[[Head | None], Drafter]  # from the newer model's own head; None: it is the first one's
 
 
 def rebuilders(
     config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load: Loader
-) -> dict[str, Callable[[], Drafter]]:
+) -> dict[str, BuildAgain]:
     """Return makers of the drafters that read tables of the target, by name."""
 
-    def build_again(one: DrafterConfig) -> Drafter:
+    def build_again(one: DrafterConfig, own_head: Head | None) -> Drafter:
         if config.draft_process:
             raise ConfigError("its process has read the target's first tables")
-        return place(one.build(target, load), config.placement)
+        newer = replace(target, own_head=own_head or target.own_head)
+        return place(one.build(newer, load), config.placement)
 
     return {one.name: partial(build_again, one) for one in configs if not one.stands_alone}

@@ -10,6 +10,7 @@ import gc
 import logging
 import secrets
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
@@ -18,6 +19,7 @@ from paceline.engine.assembly.build import assemble, load
 from paceline.engine.renewal import Renewal, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.files.pull import resolve
+from paceline.model.heads.mtp import usable_mtp
 from paceline.model.renewed import check_same_shape, renewed, with_arrays
 from paceline.model.weights import LazyWeights, forget_files, load_model
 
@@ -102,12 +104,12 @@ class EngineOwner:
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
         check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
         put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
-        mark = f"{version}\0{digest}"
+        mark, own_head = f"{version}\0{digest}", usable_mtp(model)
 
         def put() -> None:
             put_in_place()
             self.version, self.mark = version, mark
-            self._loaded = replace(loaded, version=mark)
+            self._loaded = replace(loaded, version=mark, own_head=own_head or loaded.own_head)
             self._released.discard(WEIGHTS)
             self._source, self._from_arrays = source, source is None
 
@@ -115,7 +117,8 @@ class EngineOwner:
             put()
             return self._woken()
         built = self._built
-        report = renew(built.engine, put, version, versioned(built.fingerprint, mark), built.rebuild)
+        rebuild = {name: partial(make, own_head) for name, make in built.rebuild.items()}
+        report = renew(built.engine, put, version, versioned(built.fingerprint, mark), rebuild)
         log.warning("weights are now version %s; drafters: %s", version, describe(report))
         return report
 
