@@ -38,7 +38,7 @@ def test_same_text_with_random_trees(types: str) -> None:
     kept, preempted = [0], [0]
 
     @seed(7)
-    @settings(max_examples=25, database=None, suppress_health_check=list(HealthCheck), deadline=None)
+    @settings(max_examples=12, database=None, suppress_health_check=list(HealthCheck), deadline=None)
     @given(
         requests=workloads(),
         changed=settings_(hard=True),
@@ -102,7 +102,9 @@ def pages_of(engine: Engine, request: Request, num_tokens: int) -> Any:
 @pytest.mark.parametrize("tree", range(4))
 def test_a_kept_branch_leaves_the_keys_and_values_of_a_prefill(types: str, tree: int) -> None:
     """Bit for bit, in every full page."""
-    request = Request("0", tuple(range(40, 51)), SamplingParams(temperature=1.0, max_tokens=90, ignore_eos=True), 5)
+    request = Request(
+        "0", tuple(range(40, 51)), SamplingParams(temperature=1.0, max_tokens=90, ignore_eos=True), 5
+    )
     answers = plain_answers([request], types)
     engine = make_engine(f"{CHAIN},k=8", PLAIN, types=types)
     drafter = plant(engine, answers, tree)

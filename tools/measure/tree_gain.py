@@ -1,12 +1,12 @@
 """Tell what trees of drafts can gain here: `python -m tools.measure.tree_gain [--prompts FILE.jsonl]`.
 
 Chains of a head are verified, and the head's second choice at each depth is noted beside them. So it is known of
-each step what a chain of m drafts would have kept, and what the same chain would with second choices as branches of
-one token: one token more where the target refuses a draft and chooses its rival. Prices are measured: drafting to a
-depth, a pass of n tokens, the host. The table has, for each number of verified tokens, the best chain and the best
-chain with branches, tokens and milliseconds of a step, and time a token. Branches are taken as a drafter hands them
-out, those it thinks likeliest first; `best` is an oracle that takes the one branch that is kept, if any: no tree of
-second choices gains more.
+each step what a shorter chain would have kept, and what it would with second choices as branches of one token: one
+token more where the target refuses a draft and chooses its rival. Prices are measured: drafting to a depth, and a
+pass of n tokens. A table has, for each number of verified tokens, the best chain and the best chain with branches:
+tokens and milliseconds of a step, and time a token. Branches are those that the drafter thinks likeliest. Two
+bounds follow. `one right branch`: an oracle adds in each step the one branch that is kept, for the price of one
+token. `free`: verified tokens cost nothing, and every chain has all its branches.
 """
 
 from __future__ import annotations
@@ -143,14 +143,14 @@ def _show(kept: Sequence[Kept], k: int, cost: MeasuredCost) -> None:
         by_depth.add_row(str(depth + 1), f"{len(here) / len(kept):.3f}", f"{saved:.3f}")
     shown.print(f"{len(kept)} steps; mean tokens of a chain of {k}: {_mean(kept, k, 0):.3f}", by_depth)
     found = Table("verified", "best chain", "tokens", "step ms", "ms/token", "with branches", "tokens", "step ms",
-                  "ms/token", "gain", "best", title="chains and trees of the same number of tokens")  # fmt: skip
+                  "ms/token", "gain", title="chains and trees of the same number of tokens")  # fmt: skip
     for n in SHAPES:
         chains = [(m, 0) for m in range(1, min(n, k) + 1)]
         trees = [(m, n - m) for m in range(1, min(n, k) + 1) if 0 < n - m <= m]
         chain, tree = (_best(kept, shapes, cost) for shapes in (chains, trees))
         if tree is None or chain is None:
             continue
-        found.add_row(str(n), *chain[1], *tree[1], f"{chain[0] / tree[0]:.3f}", f"{_oracle(kept, k, cost):.3f}")
+        found.add_row(str(n), *chain[1], *tree[1], f"{chain[0] / tree[0]:.3f}")
     shown.print(found)
     every = [(m, b) for m in range(1, k + 1) for b in range(m + 1)]
     of_all = _best(kept, every, cost)
@@ -161,17 +161,26 @@ def _show(kept: Sequence[Kept], k: int, cost: MeasuredCost) -> None:
         f"best chain {of_chains[1]}, best of all {of_all[1]}: "
         f"{of_chains[0] / of_all[0]:.3f} x the best chain's time a token"
     )
+    shown.print(
+        f"bounds: one right branch {_oracle(kept, k, cost):.3f} x, free {_mean(kept, k, k) / _mean(kept, k, 0):.3f} x"
+    )
+    prices = (f"{n}: {_pass_s(cost, n, 0) / _pass_s(cost, 0, 0):.3f}" for n in (1, 2, 4, 6, 8, 15))
+    shown.print("price of a pass with so many drafts, of one without: " + ", ".join(prices))
 
 
 def _mean(kept: Sequence[Kept], num_chain: int, num_branches: int) -> float:
     return float(np.mean([one.tokens(num_chain, num_branches) for one in kept]))
 
 
-def _step_s(cost: MeasuredCost, num_chain: int, num_branches: int) -> float:
+def _pass_s(cost: MeasuredCost, num_chain: int, num_branches: int) -> float:
     n = 1 + num_chain + num_branches
-    read = CONTEXT * (1 + num_branches)  # each branch reads the context anew
-    drafting = float(cost.drafters[0].seconds[1, min(num_chain, cost.drafters[0].max_depth)])
-    return float(cost.target(Work(n, 0, CONTEXT, n * CONTEXT + read - CONTEXT))) + drafting
+    pairs = (n + num_branches) * CONTEXT  # a branch reads the context anew
+    return float(cost.target(Work(n, 0, CONTEXT, pairs)))
+
+
+def _step_s(cost: MeasuredCost, num_chain: int, num_branches: int) -> float:
+    drafting = cost.drafters[0]
+    return _pass_s(cost, num_chain, num_branches) + float(drafting.seconds[1, min(num_chain, drafting.max_depth)])
 
 
 def _best(

@@ -81,7 +81,7 @@ class Branches:
         for r, d in zip(batch.rows, drafted, strict=True):
             if d.branches is not None:
                 most = room if r.decodes and rows.may_branch(r.row) else 0
-                d = d.with_branches(d.branches.only(len(d), len(d), most.__gt__))  # noqa: PLW2901
+                d = d.with_most(most)  # noqa: PLW2901
                 room -= d.num_branch_tokens
                 branched = branched or d.branches is not None
             fitted.append(d)
@@ -234,4 +234,4 @@ class _Packing:
 
 def without_branches(drafted: Sequence[RowDraft]) -> Draft:
     """Return chains alone."""
-    return Draft(tuple(d if d.branches is None else d.with_branches(None) for d in drafted))
+    return Draft(tuple(d.with_most(0) for d in drafted))

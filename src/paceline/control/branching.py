@@ -21,7 +21,7 @@ from paceline.core.tree import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from numpy import float64, int64
+    from numpy import int64
     from numpy.typing import NDArray
 
     from paceline.control.acceptance import AcceptanceModel
@@ -95,14 +95,11 @@ class Branching:
         count = self._worth(view, batch, draft, [value for value, *_ in offered])
         if count:
             self._idle = 0
-        wanted = {(i, branch) for _, i, branch in offered[:count]}
-        rows = []
-        for i, d in enumerate(draft.rows):
-            if d.branches is not None:
-                left = d.branches.only(len(d), len(d), lambda branch, i=i: (i, branch) in wanted)
-                d = d.with_branches(left)  # noqa: PLW2901
-            rows.append(d)
-        return Draft(tuple(rows), draft.budget, branched=count > 0)
+        wanted: list[set[int]] = [set() for _ in draft.rows]
+        for _, i, branch in offered[:count]:
+            wanted[i].add(branch)
+        rows = tuple(d.with_only(own.__contains__) for d, own in zip(draft.rows, wanted, strict=True))
+        return Draft(rows, draft.budget, branched=count > 0)
 
     def _offered(self, view: StepView, batch: Batch, draft: Draft) -> Iterator[tuple[float, int, int]]:
         """Yield (tokens that it brings, row of the batch, index there) of each branch."""

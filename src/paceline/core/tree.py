@@ -73,8 +73,8 @@ def chain_and_branches(
 ) -> tuple[list[int], tuple[int, ...], Branches | None]:
     """Return a tree's chain, its indices in `token_ids`, and its branches.
 
-    parents: [num_tokens] index of each token's parent, `ROOT` for the row's newest token; a parent comes before its
-    children. Of several longest paths the one that ends first is the chain.
+    parents: [num_tokens] index of each token's parent, `ROOT` for the row's newest token; a parent comes before
+    its children. Of several longest paths the one that ends first is the chain.
     """
     depths: list[int] = []
     for parent in parents:

@@ -167,8 +167,7 @@ class DrafterPool:
             return
         for index, (row_draft, bound) in enumerate(zip(draft.rows, batch.rows, strict=True)):
             if len(row_draft) and self._fits(drafter, row_draft, bound.max_drafts):
-                most = plan.branches(bound.row)
-                rows[index] = row_draft if row_draft.branches is None else _with_branches(row_draft, most)
+                rows[index] = row_draft.with_most(plan.branches(bound.row))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
@@ -237,12 +236,6 @@ class DrafterPool:
         if drafter.name not in self._logged:
             self._logged.add(drafter.name)
             log.warning("drafter %s failed, so its rows decode plainly: %s", drafter.name, reason)
-
-
-def _with_branches(draft: RowDraft, most: int) -> RowDraft:
-    """Return a draft with at most so many tokens of branches."""
-    assert draft.branches is not None
-    return draft.with_branches(draft.branches.only(len(draft), len(draft), most.__gt__))
 
 
 def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:

@@ -243,12 +243,12 @@ class Verbs:
         What answers gained waits for `flush`, but for their first tokens and their ends.
         """
         assert not self.outputs.gains, "an end could overtake the tokens before it"
-        batch, proposed, draft, scores = drafted.batch, drafted.proposed, drafted.draft, scored.scores
+        batch, proposed, draft, along_path = drafted.batch, drafted.proposed, drafted.draft, scored.scores
         if draft.branched and self.target.branches is not None:
-            scores = self.target.branches.along_path(batch, draft, scores, verdict)
+            along_path = self.target.branches.along_path(batch, draft, scored.scores, verdict)
         self.target.commit(batch, verdict)
         start = perf_counter()
-        self.drafting.commit(batch, scores, verdict)
+        self.drafting.commit(batch, along_path, verdict)
         drafted.draft_s = max(drafted.draft_s, scored.draft_s) + perf_counter() - start
         self._stats.draft_s += drafted.draft_s
         for index, scores in (scored.scores.prompts or {}).items():

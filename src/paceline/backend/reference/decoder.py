@@ -39,7 +39,7 @@ from paceline.model.experts import SWIGLU
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
