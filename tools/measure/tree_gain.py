@@ -14,15 +14,18 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from paceline.backend.branches import without_branches
 from paceline.bench.interleave import make_questions
 from paceline.bench.prompt_file import read_prompts, spread
 from paceline.control.cost import MeasuredCost
+from paceline.control.files import read_profile
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core.params import SamplingParams
@@ -71,8 +74,6 @@ class WatchedTrees(FixedK):
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Leave the chains."""
-        from paceline.backend.branches import without_branches
-
         return without_branches(draft.rows)
 
     def observe(
@@ -103,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="M")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
     parser.add_argument("--k", type=int, default=8, metavar="K", help="depth of the chains")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="prices of a `paceline profile`; they are measured otherwise"
+    )
     parser.add_argument("--threads", type=int, default=None, metavar="N")
     args = parser.parse_args(argv)
     config = EngineConfig(
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     loaded = load(config)
     engine = assemble(config, loaded).engine
-    cost = measure(engine, config, args.model).cost
+    cost = _prices(args.profile) if args.profile else measure(engine, config, args.model).cost
     assert isinstance(cost, MeasuredCost)
     encode = Prompts(loaded.tokenizer, compiled(loaded.template), loaded.decoder.config.max_context)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
@@ -123,6 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _answer(engine, watched, [q.request for q in questions])
     _show(watched.kept, args.k, cost)
     return 0
+
+
+def _prices(path: str) -> MeasuredCost:
+    """Return the prices of a profile, of one drafter."""
+    profile = read_profile(Path(path))
+    assert isinstance(profile.cost, MeasuredCost)
+    return MeasuredCost(profile.cost.target, (profile.cost.drafters[profile.drafters.index(DRAFTER)],))
 
 
 def _answer(engine: Engine, watched: WatchedTrees, requests: Sequence[object]) -> None:
@@ -162,7 +173,8 @@ def _show(kept: Sequence[Kept], k: int, cost: MeasuredCost) -> None:
         f"{of_chains[0] / of_all[0]:.3f} x the best chain's time a token"
     )
     shown.print(
-        f"bounds: one right branch {_oracle(kept, k, cost):.3f} x, free {_mean(kept, k, k) / _mean(kept, k, 0):.3f} x"
+        f"bounds: one right branch {_oracle(kept, k, cost):.3f} x, "
+        f"free {_mean(kept, k, k) / _mean(kept, k, 0):.3f} x"
     )
     prices = (f"{n}: {_pass_s(cost, n, 0) / _pass_s(cost, 0, 0):.3f}" for n in (1, 2, 4, 6, 8, 15))
     shown.print("price of a pass with so many drafts, of one without: " + ", ".join(prices))
