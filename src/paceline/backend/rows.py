@@ -252,7 +252,10 @@ class Rows(TokenRows):
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if r.samples:
-                specs += self._target_specs(r.row, d.token_ids, masks=masks)
+                of_row = self._target_specs(r.row, d.token_ids, masks=masks)
+                specs += of_row
+                if d.branches is not None:
+                    specs += [of_row[depth] for depth in d.branches.depths(len(d))]
             cu_len.append(len(specs))
         return cu_len, specs
 
@@ -285,6 +288,10 @@ class Rows(TokenRows):
         """Return True if a row's specs depend on which tokens come before them."""
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
+
+    def may_branch(self, row: int) -> bool:
+        """Return True if a row's specs are the same on every path of a tree."""
+        return row not in self._counted
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""

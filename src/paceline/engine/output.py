@@ -113,12 +113,13 @@ class Response:
             log.exception(FAILED, self.request_id)
             return StopCheck(0, "error")
 
-    def count_pass(self, proposed: RowDraft, num_verified: int, num_accepted: int, num_tokens: int) -> None:
-        """Count one decode pass. num_accepted, num_tokens: without those behind a stop."""
+    def count_pass(self, proposed: RowDraft, draft: RowDraft, num_accepted: int, num_tokens: int) -> None:
+        """Count one decode pass. draft: what was verified. num_accepted, num_tokens: not behind a stop."""
+        beside = draft.num_branch_tokens
         self.decode_passes += 1
         self.decoded_tokens += num_tokens
-        self.drafted_tokens += len(proposed)
-        self.verified_tokens += num_verified
+        self.drafted_tokens += len(proposed) + beside
+        self.verified_tokens += len(draft) + beside
         if num_accepted and proposed.drafter is not None:
             self.accepted_tokens += num_accepted
             self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted

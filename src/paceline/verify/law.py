@@ -26,6 +26,7 @@ class Law(Protocol):
 
     name: str
     admits_any_trim: bool  # a trim may look at the step's drafts without biasing the output
+    walks_trees: bool  # drafts may have branches
     needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

@@ -59,6 +59,7 @@ class Typical:
 
     name = "typical"
     admits_any_trim = True
+    walks_trees = False
     needs_probs = False
 
     def __init__(self, tolerances: Sequence[Tolerance | None] = ()) -> None:

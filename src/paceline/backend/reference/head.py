@@ -136,7 +136,8 @@ class ReferenceHead:
         hidden = run_layers(self.config, self._weights, embedded, features, positions, paged)
         wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
         logits, fed_back = read_out(self.config, self._weights, wanted)
-        return replace(self._choose(logits, request.specs), hidden=to_numpy(fed_back))
+        result = self._choose(logits, request.specs, wants_second=request.wants_second)
+        return replace(result, hidden=to_numpy(fed_back))
 
     def _features(self, request: PassRequest) -> NDArray[floating]:
         """Return the features beside the tokens of a pass, [num_tokens, width]; of guesses in float32."""
@@ -171,11 +172,13 @@ class ReferenceHead:
         result = self._choose(functional.linear(here, self._weights["head"]), specs)
         return replace(result, hidden=to_numpy(messages))
 
-    def _choose(self, logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
+    def _choose(
+        self, logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_second: bool = False
+    ) -> PassResult:
         """Choose by rows of the draft vocabulary's logits."""
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         spread[:, self._token_ids] = logits
-        return choose_from(spread, specs)
+        return choose_from(spread, specs, wants_second=wants_second)
 
 
 def _fed_back(fed_back: FedBack) -> NDArray[floating]:

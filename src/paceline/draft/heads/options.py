@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.draft.drafter import MAX_K
+from paceline.draft.drafter import MAX_BRANCHES, MAX_K
 from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
@@ -106,13 +106,19 @@ class EagleConfig(HeadOptions):
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(HeadOptions):
-    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
+    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step and some second choices."""
 
     name: ClassVar[str] = EAGLE3.name
+    branches: int = 0  # second choices beside the drafts, at most; under `auto` as many of these as pay
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)  # super() does not see through slots
+        bounded(self, "branches", 0, MAX_BRANCHES)
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return _drafter(SerialHeadDrafter, self.asked(target), target, self.load(target))
+        asked = replace(self.asked(target), branches=self.branches)
+        return _drafter(SerialHeadDrafter, asked, target, self.load(target))
 
 
 @dataclass(frozen=True, slots=True)
