@@ -20,6 +20,7 @@ MAX_REPLICAS = 256
 MAX_CORE = 1 << 16
 RESUMES = ("on", "off", "any")
 HEDGES = ("off", "p95")
+PLACES = ("here", "ray")  # values of --on
 AUTO = "auto"
 EXACT_LAW = "coupled"
 _GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
@@ -140,6 +141,12 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
     group.add_argument(
         "--replicas", type=int, metavar="N", default=_DEFAULTS.replicas, help="engines that share the requests"
+    )
+    group.add_argument(
+        "--on",
+        choices=PLACES,
+        default=PLACES[0],
+        help="where engines run: as processes here, or as a Ray Serve application",
     )
     group.add_argument(
         "--cores",
