@@ -1,8 +1,8 @@
 """Write the lock files of the scripts' installs: pinned releases with hashes of all files.
 
-`scripts/lock` runs this; `scripts/lock ray` writes only the file of that extra. pip resolves the requirements of `pyproject.toml`. The hashes are those that the index of
-pip's configuration lists; they cover the files of every platform. torch is pinned in a file of its own without
-hashes: its builds differ by index.
+`scripts/lock` runs this; `scripts/lock ray` writes only the file of that extra. pip resolves the requirements of
+`pyproject.toml`. The hashes are those that the index of pip's configuration lists; they cover the files of every
+platform. torch is pinned in a file of its own without hashes: its builds differ by index.
 """
 
 from __future__ import annotations

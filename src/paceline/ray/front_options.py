@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from paceline.serve.server import HttpConfig
 
-FLEET = ("route", "resume", "resume_wait_s", "hedge")  # of `ReplicaOptions`
+FLEET = ("route", "resume", "resume_wait_s", "hedge", "tail")  # of `ReplicaOptions`
 NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
 
 
