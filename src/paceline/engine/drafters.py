@@ -71,13 +71,13 @@ class DrafterPool:
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
         return drafter
 
-    def rebuild(self, name: str, make: Callable[[], Drafter]) -> None:
+    def replace(self, name: str, new: Drafter) -> None:
         """Replace a drafter by a new one while no row is admitted.
 
         Its place and its index stay.
         """
         self._failed_now.discard(name)
-        old, new = self.drafters[name], make()
+        old = self.drafters[name]
         self.drafters[name] = new
         self._with_stores = [new if kept is old else kept for kept in self._with_stores]
 

@@ -64,38 +64,45 @@ def pack_decoder(
     team: kernels.ThreadPool,
     weight_type: str = "int8",
     kv_type: str = "i16",
+    packers: kernels.ThreadPool | None = None,
 ) -> NativeDecoder:
     """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
 
+    packers: threads that pack, None for those of the team.
     Raises `ConfigError` for types that the model is too wide for.
     """
     config.check()
     check_types(config, weight_type, kv_type)
+    packers = packers or team
     wanted = wanted_matrices(config, weights, weight_type)
-    weights = kept(weights, wanted, team)
+    weights = kept(weights, wanted, packers)
     embed, *untied = (
-        pack(weights, name, wanted[name].dtype, team) for name in ("embed", "head") if name in wanted
+        pack(weights, name, wanted[name].dtype, packers) for name in ("embed", "head") if name in wanted
     )
     head = untied[0] if untied else embed
     tables = SharedTables(embed, head, as_float32(weights["final_norm"]))
     compiled = compile_decoder(
         config,
         team,
-        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, team) if config.layer_input_size else None),
+        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, packers) if config.layer_input_size else None),
         output=Output(head, tables.final_norm),
         layers=[
-            pack_layer(i, layer_shapes(config, i), weights, weight_type, team) for i in range(config.num_layers)
+            pack_layer(i, layer_shapes(config, i), weights, weight_type, packers) for i in range(config.num_layers)
         ],
         factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
 
 
-def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+def repack(
+    decoder: Decoder, weights: Mapping[str, NDArray[floating]], beside: bool
+) -> tuple[Decoder, Callable[[], None]]:
     """Pack other weights of the same shape, see `BackendSpec.repack`."""
     assert isinstance(decoder, NativeDecoder)
-    fresh = pack_decoder(decoder.config, weights, decoder.team, decoder.weight_type, decoder.kv_type)
-    return partial(decoder.adopt, fresh)
+    team = decoder.team
+    packers = kernels.ThreadPool(max(1, team.num_threads // 2)) if beside else team
+    fresh = pack_decoder(decoder.config, weights, team, decoder.weight_type, decoder.kv_type, packers)
+    return fresh, partial(decoder.adopt, fresh)
 
 
 def pack_inputs(

@@ -70,10 +70,13 @@ def load_decoder(
     return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
 
 
-def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+def repack(
+    decoder: Decoder, weights: Mapping[str, NDArray[floating]], _: bool
+) -> tuple[Decoder, Callable[[], None]]:
     """Take other weights of the same shape, see `BackendSpec.repack`."""
     assert isinstance(decoder, ReferenceDecoder)
-    return partial(decoder.adopt, ReferenceDecoder(decoder.config, weights, decoder.dtype, decoder.device))
+    fresh = ReferenceDecoder(decoder.config, weights, decoder.dtype, decoder.device)
+    return fresh, partial(decoder.adopt, fresh)
 
 
 def check_draft_type(asked: str | None) -> None:

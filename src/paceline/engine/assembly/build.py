@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
+    from paceline.backend.seam import KV, CutModelDecoder, Decoder, HeadRunner
     from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
@@ -209,12 +209,7 @@ def assemble(
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
-        local=Memory(
-            loaded.decoder,
-            backend.kv,
-            partial(_run_head, config, loaded.decoder),
-            partial(_run_cut_model, config, loaded.decoder),
-        ),
+        local=(over := partial(_memory, config, backend.kv))(loaded.decoder),
         own_head=loaded.own_head,
         apart=config.placement.apart,
     )
@@ -240,7 +235,7 @@ def assemble(
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
-    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
+    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config), over)
     settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
     return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
@@ -267,8 +262,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         model
     ):  # it shares the target's tables: they are loaded again
         decoder = _target_decoder(model, config, PackedCache(config.packed_cache_bytes), None)
-        run_head, run_cut_model = partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder)
-        target = replace(target, local=Memory(decoder, decoder.new_kv(1), run_head, run_cut_model))
+        target = replace(target, local=_memory(config, decoder.new_kv(1), decoder))
     return chosen.build(target, partial(_load_drafter, config)), rows
 
 
@@ -409,6 +403,10 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     load_decoder = spec.load(numerics, config.draft_tensor_parallel)
     weights = _kept(model.weights, PackedCache(config.packed_cache_bytes))
     return DraftWeights(load_decoder(model.config, weights, *types, threads, device), vocabulary)
+
+
+def _memory(config: EngineConfig, kv: KV, decoder: Decoder) -> Memory:
+    return Memory(decoder, kv, partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder))
 
 
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
