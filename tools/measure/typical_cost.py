@@ -104,7 +104,8 @@ def facts(arm: LawArm, plain: LawArm) -> dict[str, Any]:
 
 def measure(args: Namespace, console: Console) -> list[dict[str, Any]]:
     """Ask every prompt under every law; return their figures."""
-    config = replace(engine_config(args), law=COUPLED, law_budget=None)
+    # Every answer computes its prompt: behind cached pages a head catches up in the decode passes.
+    config = replace(engine_config(args), law=COUPLED, law_budget=None, prefix_cache=False)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
     llm = LLM.of(config)
     arms = [LawArm(COUPLED, llm)]
