@@ -25,6 +25,7 @@ from tests.engine.same_text import (
     settings_,
     workloads,
 )
+from tests.engine.trees import plant
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -265,3 +266,19 @@ def test_learnt_gaps_are_forgotten() -> None:
     first = run(engine, requests)
     engine.forget()
     assert_same(first, run(engine, requests))
+
+
+def test_beside_trees_only_first_paths_are_changed() -> None:
+    """Rows that may change nothing in a step still walk their branches."""
+    params = SamplingParams(temperature=2.0, max_tokens=50, ignore_eos=True)
+    requests = asking([Request(str(i), (40 + i, 41, 42), params, seed=i) for i in range(3)], budgets=(0.5,))
+    beside = [Request(f"beside {i}", (40 + i, 41, 42), params, seed=i) for i in range(2)]
+    engine = make_engine(NGRAM, PLAIN)
+    drafter = plant(engine, plain_answers([*requests, *beside]), 1)
+    answers, figures = figures_of(engine, [*requests, *beside])
+    assert_same(plain_answers(beside), answers)
+    check_budgets(requests, answers, figures)
+    counted = {r.request_id: figures[r.request_id].changed_tokens for r in requests}
+    assert counted == recount(requests, answers, "f64")
+    assert sum(counted.values()) >= 2
+    assert drafter.kept_beside > 0

@@ -262,13 +262,14 @@ class Tracer:
         max_ks: Sequence[int],
         objective: str = THROUGHPUT,
         apart: bool = False,
+        law: str = "",
     ) -> None:
-        """names, max_ks: by drafter. apart: drafters have a device of their own."""
+        """names, max_ks: by drafter. apart: drafters have a device of their own. law: by which drafts are kept."""
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
         known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
-        self._write(**known, objective=objective, apart=apart)
+        self._write(**known, objective=objective, apart=apart, law=law)
 
     def begun(self) -> None:
         """Note that a loop begins that has learnt nothing yet."""
@@ -370,7 +371,7 @@ def drafter_names(path: Path) -> tuple[str, ...]:
 
 def law_name(path: Path) -> str:
     """Return the law of a trace's engine, empty if it is not told. Raises `ConfigError`."""
-    return str(next(_read(path), {}).get("profile", {}).get("about", {}).get("law", ""))
+    return str(next(_read(path), {}).get("law", ""))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

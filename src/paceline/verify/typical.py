@@ -10,6 +10,8 @@ The paper keeps a draft of probability p if p >= min(epsilon, alpha * exp(-H)), 
 p >= exp(-reach) * p_max. As p_max = exp(-H_min), with H_min the min-entropy, this is the paper's second term with
 another entropy. It follows how certain the target is, and needs no sum over the vocabulary.
 
+Of a tree only the first path may have changed tokens.
+
 Where the target ends an answer, it ends, and no draft ends one that the target goes on with.
 
 The text depends on the drafts, and so does its distribution. By the coupling inequality the distribution at a
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import BROKEN, Mismatches, RowVerdict, Verdict, noun
 from paceline.core.sampling import gap
-from paceline.verify.coupled import Coupled, coupled_row
+from paceline.verify.coupled import Coupled, coupled_row, walk_row
 from paceline.verify.row_scores import judge_row, rows_of
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class Typical:
 
 def _judged(drafted: RowDraft, row: RowScores, tolerance: Tolerance | None) -> RowVerdict:
     if tolerance is None:
-        return judge_row(coupled_row, drafted, row)
+        return judge_row(coupled_row, drafted, row, walk_row)
     places: list[int] = []
     gaps: list[float] = []
     v = judge_row(partial(_typical_row, tolerance, places, gaps), drafted, row)

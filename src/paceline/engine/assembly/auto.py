@@ -53,9 +53,8 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     num_rows = engine.scheduler.limits.num_rows
     tracer = None
     if config.trace:
-        tracer = Tracer(
-            _opened(config.trace), profile, names, num_rows, max_ks, config.objective, config.placement.apart
-        )
+        how = config.objective, config.placement.apart, config.law
+        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, *how)
     objective = Objective.parse(config.objective)
     branches = [n.branches for n in needs] if engine.takes_branches else []
 
