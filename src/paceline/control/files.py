@@ -264,7 +264,10 @@ class Tracer:
         apart: bool = False,
         law: str = "",
     ) -> None:
-        """names, max_ks: by drafter. apart: drafters have a device of their own. law: by which drafts are kept."""
+        """Begin a file.
+
+        names, max_ks: by drafter. apart: drafters have a device of their own. law: by which drafts are kept.
+        """
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}

@@ -56,9 +56,9 @@ class ChangeBudgets:
         return replace(request, speculation=replace(asked, budget=budget))
 
     def prepare(self, open_: Mapping[str, Response], batch: Batch, draft: Draft, changing: set[int]) -> None:
-        """Note in `changing` the rows that may change a token in this pass: only they need logits.
+        """Note in `changing` the rows that may change a token in this pass.
 
-        open_: responses with a budget, by request id.
+        Only they need logits. open_: responses with a budget, by request id.
         """
         for r, drafted in zip(batch.rows, draft.rows, strict=True):
             response = open_.get(r.request_id)
@@ -71,7 +71,7 @@ class ChangeBudgets:
     def tolerances(
         self, open_: Mapping[str, Response], batch: Batch, changing: Collection[int]
     ) -> list[Tolerance | None]:
-        """Return what rows may change, None for those that nothing was noted of. Arguments as in `prepare`."""
+        """Return what rows may change; None for rows not in `changing`. As in `prepare`."""
         return [
             self._tolerance(open_[r.request_id]) if r.row in changing and r.request_id in open_ else None
             for r in batch.rows

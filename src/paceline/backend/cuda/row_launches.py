@@ -72,7 +72,7 @@ def advance_by_kernel(d: RowTensors, step: StepRows, token_ids: torch.Tensor, nu
 
 
 def allot_by_kernel(d: RowTensors, step: StepRows, budget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's drafts, and how many of them are within a budget, see `allot`. [num_rows] each"""
+    """Return the counts of rows' drafts, and of those within a budget. [num_rows] each"""
     made, kept = torch.empty_like(step.rows), torch.empty_like(step.rows)
     num_rows, depth = len(step.rows), d.alive.shape[1]
     launch(

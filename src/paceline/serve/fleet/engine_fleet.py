@@ -347,8 +347,7 @@ class EngineFleet:
         self._dispatch.ended(answer, member)
         self._legs.end(answer, leg)
         self._legs.forget(answer)
-        # No key writes an inexact one again, nor one whose law changes tokens.
-        if self.options.audit and not answer.inexact and answer.request.keeps_text:
+        if self.options.audit and not answer.inexact and answer.request.keeps_text:  # it can be written again
             self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:

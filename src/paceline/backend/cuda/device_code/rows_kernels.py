@@ -158,10 +158,11 @@ def allot_rows(
     num_rows,
     DEPTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Count a row's drafts, and those of them within a budget, see `allot`. A program takes one row.
+    """Count a row's drafts, and those within a budget, see `allot`.
 
-    A draft is within the budget if fewer drafts than it has come before: likelier ones, and of equal ones those
-    less deep, then of earlier rows. Each program compares its drafts with those of all rows, ROWS at once.
+    A program takes one row. A draft is within the budget if fewer drafts than it has come before: likelier ones,
+    and of equal ones those less deep, then of earlier rows. Each program compares its drafts with those of all
+    rows, ROWS at once.
     """
     own = tl.program_id(0)
     row = tl.load(rows + own)
