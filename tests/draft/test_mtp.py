@@ -22,7 +22,7 @@ from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.weight_source import WeightSource
 from paceline.draft.registry import parse_drafters
-from paceline.engine.assembly.build import Built, build
+from paceline.engine.assembly.build import Built, assemble, build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.config import Sliding
@@ -30,8 +30,9 @@ from paceline.model.files import hf
 from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name, load_mtp, usable_mtp
 from paceline.model.renewed import renewed, with_arrays
 from paceline.model.weights import load_model
+from tests.draft.heads import trained_mtp
 from tests.draft.mtp_files import KINDS, names_of, transformers, write_checkpoint
-from tests.engine.same_text import STAIRCASE, run
+from tests.engine.same_text import KV_TYPES, STAIRCASE, run, target
 from tests.model.helpers import logits_of, pack, write_gguf
 from tests.oracles.mtp import MtpOracle
 
@@ -303,3 +304,18 @@ def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
         assert newer is not drafter
         (found,) = llm.generate([tuple(range(40, 70))], SamplingParams(temperature=0.0, max_tokens=12))
         assert found.figures.drafted_tokens
+
+
+@pytest.mark.parametrize("types", ["f64", "int4"])
+def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
+    """Of guesses at three depths some are right: states and tokens come in the places that it was trained for."""
+    loaded = replace(target(types), own_head=trained_mtp(target().decoder))  # type: ignore[arg-type]
+    backend, limits = "reference" if types == "f64" else "native", Limits(4, 128, 48)
+    config = EngineConfig(
+        draft="mtp:k=3", backend=backend, weights=types, kv=KV_TYPES[types], kv_tokens=2048, limits=limits
+    )
+    engine = assemble(config, loaded).engine
+    params = SamplingParams(temperature=0.7, max_tokens=60)
+    run(engine, [Request(str(i), (40 + i, 50), params, seed=i) for i in range(6)])
+    (counts,) = engine.stats().drafters.values()
+    assert counts.accepted > 0.25 * counts.drafted > 0

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
 GGUF_NAMES = {
     "fc": "nextn.eh_proj.weight",
     "embed_norm": "nextn.enorm.weight",
@@ -112,17 +113,13 @@ class HalvesSwapped:
 
 def mtp_config(target: ModelConfig) -> HeadConfig:
     """Return the shape of a target's MTP layer. Raises `UnsupportedModel` where drafters cannot run one."""
-    lacking = [
-        words
-        for words in target.needs
-        if words not in ("a mixture of experts",)  # others are of layers whose kind the checkpoint does not tell
-    ]
+    lacking = [words for words in target.needs if words not in _RUN]
     if target.sliding is not None:
         lacking.append("layers with a window")
     if target.facts.norms != "before" or target.embed_scale != 1.0 or target.query_scalar is not None:
         lacking.append("norms behind blocks, or scales of its own")
-    if target.rope.scaling == "factors":
-        lacking.append("RoPE factors in a tensor")
+    if target.rope.scaling in ("factors", "longrope"):
+        lacking.append(f"RoPE of the kind {target.rope.scaling}")
     if lacking:
         raise UnsupportedModel(
             f"MTP layers of a model with {', '.join(lacking)} are not run; use another drafter, such as "
