@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from paceline import LLM, kernels
 from paceline.backend.native.load import load_runner, pack_decoder
@@ -289,6 +291,7 @@ def test_newer_weights_bring_their_layer(tmp_path: Path) -> None:
     for other in (by_tensors, by_arrays):
         head = load_mtp(other)
         assert head is not None
+        assert head.weights.sources == ()  # no cache may take it for the first one
         np.testing.assert_array_equal(head.weights["fc"], first.weights["fc"] * 2)
         np.testing.assert_array_equal(head.weights["norm"], first.weights["norm"])
 
@@ -319,3 +322,20 @@ def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
     run(engine, [Request(str(i), (40 + i, 50), params, seed=i) for i in range(6)])
     (counts,) = engine.stats().drafters.values()
     assert counts.accepted > 0.25 * counts.drafted > 0
+
+
+def test_a_quantised_layer_is_read_with_its_scales(tmp_path: Path) -> None:
+    """As published in FP8: blocks of 128 x 128 for the layer's matrices, beside plain ones."""
+    write_checkpoint(tmp_path, "mimo")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    name, tensors = "model.mtp_layers.0.self_attn.q_proj", load_torch(tmp_path / "model.safetensors")
+    plain = tensors[f"{name}.weight"]
+    tensors[f"{name}.weight"] = (plain * 2).to(torch.float8_e4m3fn)
+    tensors[f"{name}.weight_scale_inv"] = torch.full((1, 1), 0.5)
+    save_torch(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    head = load_mtp(load_model(tmp_path))
+    assert head is not None
+    expected = (plain * 2).to(torch.float8_e4m3fn).float() / 2
+    np.testing.assert_array_equal(head.weights["layers.0.attn_q"], expected.numpy())
