@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from paceline import LLM, kernels
 from paceline.backend.native.load import load_runner, pack_decoder
@@ -22,7 +24,7 @@ from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.weight_source import WeightSource
 from paceline.draft.registry import parse_drafters
-from paceline.engine.assembly.build import Built, build
+from paceline.engine.assembly.build import Built, assemble, build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.config import Sliding
@@ -30,8 +32,9 @@ from paceline.model.files import hf
 from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name, load_mtp, usable_mtp
 from paceline.model.renewed import renewed, with_arrays
 from paceline.model.weights import load_model
+from tests.draft.heads import trained_mtp
 from tests.draft.mtp_files import KINDS, names_of, transformers, write_checkpoint
-from tests.engine.same_text import STAIRCASE, run
+from tests.engine.same_text import KV_TYPES, STAIRCASE, run, target
 from tests.model.helpers import logits_of, pack, write_gguf
 from tests.oracles.mtp import MtpOracle
 
@@ -288,6 +291,7 @@ def test_newer_weights_bring_their_layer(tmp_path: Path) -> None:
     for other in (by_tensors, by_arrays):
         head = load_mtp(other)
         assert head is not None
+        assert head.weights.sources == ()  # no cache may take it for the first one
         np.testing.assert_array_equal(head.weights["fc"], first.weights["fc"] * 2)
         np.testing.assert_array_equal(head.weights["norm"], first.weights["norm"])
 
@@ -303,3 +307,35 @@ def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
         assert newer is not drafter
         (found,) = llm.generate([tuple(range(40, 70))], SamplingParams(temperature=0.0, max_tokens=12))
         assert found.figures.drafted_tokens
+
+
+@pytest.mark.parametrize("types", ["f64", "int4"])
+def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
+    """Of guesses at three depths some are right: states and tokens come in the places that it was trained for."""
+    loaded = replace(target(types), own_head=trained_mtp(target().decoder))  # type: ignore[arg-type]
+    backend, limits = "reference" if types == "f64" else "native", Limits(4, 128, 48)
+    config = EngineConfig(
+        draft="mtp:k=3", backend=backend, weights=types, kv=KV_TYPES[types], kv_tokens=2048, limits=limits
+    )
+    engine = assemble(config, loaded).engine
+    params = SamplingParams(temperature=0.7, max_tokens=60)
+    run(engine, [Request(str(i), (40 + i, 50), params, seed=i) for i in range(6)])
+    (counts,) = engine.stats().drafters.values()
+    assert counts.accepted > 0.25 * counts.drafted > 0
+
+
+def test_a_quantised_layer_is_read_with_its_scales(tmp_path: Path) -> None:
+    """As published in FP8: blocks of 128 x 128 for the layer's matrices, beside plain ones."""
+    write_checkpoint(tmp_path, "mimo")
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    name, tensors = "model.mtp_layers.0.self_attn.q_proj", load_torch(tmp_path / "model.safetensors")
+    plain = tensors[f"{name}.weight"]
+    tensors[f"{name}.weight"] = (plain * 2).to(torch.float8_e4m3fn)
+    tensors[f"{name}.weight_scale_inv"] = torch.full((1, 1), 0.5)
+    save_torch(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    head = load_mtp(load_model(tmp_path))
+    assert head is not None
+    expected = (plain * 2).to(torch.float8_e4m3fn).float() / 2
+    np.testing.assert_array_equal(head.weights["layers.0.attn_q"], expected.numpy())

@@ -143,6 +143,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"initializer_range": 0.06},
     ),
     "gemma4 unified": ("Gemma4Unified", {**GEMMA4, "global_head_dim": 16, "num_kv_shared_layers": 2}),
+    "dots1": ("Dots1", {**GLM_MOE, "first_k_dense_replace": 1, "sliding_window": None}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "rotary_dim": 8},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 12}),
     "glm4_moe": ("Glm4Moe", {**GLM_MOE, "attention_bias": True}),
     "glm4_moe with normed heads": (
         "Glm4Moe",

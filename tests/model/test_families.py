@@ -94,6 +94,14 @@ def test_what_gemma_4_cannot_be_is_refused(changes: dict[str, object], told: str
         hf.config_from_json(GEMMA4 | changes)
 
 
+def test_rotated_numbers_are_read_as_minimax_writes_them() -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 72, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 3}
+    config = hf.config_from_json({"model_type": "minimax_m2", **sizes, **heads, **experts})
+    assert config.rope.share == 0.5
+
+
 # GGUF --------------------------------------------------------------------------------------------
 
 FUSED_UP = {"ffn_up.weight": ("mlp_gate", "mlp_up")}
@@ -145,6 +153,9 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     "exaone4 hybrid": ({}, {}),
     "glm4": ({"rope.dimension_count": 8}, FUSED_UP),
     "glm4_moe": (GLM_MOE_KEYS, {}),
+    "dots1": (GLM_MOE_KEYS | {"rope.dimension_count": 16, "expert_weights_norm": False}, {}),
+    "minimax_m2": ({"rope.dimension_count": 8, "expert_gating_func": 2}, {}),
+    "olmoe": ({}, {}),
     "glm4_moe with normed heads": (
         {**GLM_MOE_KEYS, "leading_dense_block_count": 2, "expert_weights_norm": False},
         {},

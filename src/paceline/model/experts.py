@@ -29,6 +29,7 @@ class MixtureFacts:
     shared_gate: bool = True  # behind a gate of its own
     shared_block: str = "shared_expert"  # its module in `block`
     sigmoid: bool = False  # the weights of experts are sigmoids, and a correction helps to choose them
+    correction: str = "gate.e_score_correction_bias"  # its tensor in `block`
     biased: bool = False  # router and experts add biases
     size_key: str = "moe_intermediate_size"
     router: str = "gate"  # the module in `block`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import UnsupportedModel
@@ -92,14 +92,14 @@ _GEMMA4_KEYS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}  # of experts
+_SIGMOIDS = MixtureFacts(normed=True, shared=True, shared_gate=False, shared_block="shared_experts", sigmoid=True)
 _GLM_MOE: dict[str, Any] = {
     "gguf_names": {"mlp_norm": "post_attention_norm.weight"},
     "bias_switches": {"attention_bias": QKV},
     "defaults": {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
-    "fixed": {"n_group": 1, "topk_group": 1},
-    "mixture": MixtureFacts(
-        normed=True, shared=True, shared_gate=False, shared_block="shared_experts", sigmoid=True
-    ),
+    "fixed": _ONE_GROUP,
+    "mixture": _SIGMOIDS,
 }
 _GLM_NAMES = {
     "attn_post_norm": "post_self_attn_layernorm.weight",
@@ -231,6 +231,27 @@ FAMILIES: dict[str, Family] = {
         Family("glm4_moe", "glm4moe", **_GLM_MOE, normed_heads="glm4_moe_normed"),
         Family("glm4_moe_normed", None, **_GLM_MOE, qk_norm="head"),
         Family("mimo", None, biases=QKV),
+        Family("dots1", "dots1", qk_norm="head", fixed=_ONE_GROUP, mixture=replace(_SIGMOIDS, normed=False)),
+        Family(
+            "minimax_m2",
+            "minimax-m2",
+            qk_norm="whole",
+            mixture=MixtureFacts(
+                normed=True,
+                sigmoid=True,
+                size_key="intermediate_size",
+                block="block_sparse_moe",
+                parts=("w1", "w3", "w2"),
+                correction="e_score_correction_bias",
+            ),
+        ),
+        Family(
+            "olmoe",
+            "olmoe",
+            qk_norm="whole",
+            fixed={"clip_qkv": None},
+            mixture=MixtureFacts(normed=False, size_key="intermediate_size"),
+        ),
         Family(
             "seed_oss",
             "seed_oss",

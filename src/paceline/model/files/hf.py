@@ -356,7 +356,7 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     names |= expert_names(config.experts, pattern, dict(zip(PARTS, mixture.parts, strict=True)))
     names |= {"attn_sinks": "self_attn.sinks", "router": f"{mixture.block}.{mixture.router}.weight"}
     names["router_bias"] = f"{mixture.block}.{mixture.router}.bias"
-    names["router_correction"] = f"{mixture.block}.{mixture.router}.e_score_correction_bias"
+    names["router_correction"] = f"{mixture.block}.{mixture.correction}"
     names |= {f"{DENSE}{name}": LAYER_NAMES[name] for name in _MLP}
     if mixture.shared:
         shared = f"{mixture.block}.{mixture.shared_block}"

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
 GGUF_NAMES = {
     "fc": "nextn.eh_proj.weight",
     "embed_norm": "nextn.enorm.weight",
@@ -112,17 +113,13 @@ class HalvesSwapped:
 
 def mtp_config(target: ModelConfig) -> HeadConfig:
     """Return the shape of a target's MTP layer. Raises `UnsupportedModel` where drafters cannot run one."""
-    lacking = [
-        words
-        for words in target.needs
-        if words not in ("a mixture of experts",)  # others are of layers whose kind the checkpoint does not tell
-    ]
+    lacking = [words for words in target.needs if words not in _RUN]
     if target.sliding is not None:
         lacking.append("layers with a window")
     if target.facts.norms != "before" or target.embed_scale != 1.0 or target.query_scalar is not None:
         lacking.append("norms behind blocks, or scales of its own")
-    if target.rope.scaling == "factors":
-        lacking.append("RoPE factors in a tensor")
+    if target.rope.scaling in ("factors", "longrope"):
+        lacking.append(f"RoPE of the kind {target.rope.scaling}")
     if lacking:
         raise UnsupportedModel(
             f"MTP layers of a model with {', '.join(lacking)} are not run; use another drafter, such as "
@@ -179,10 +176,10 @@ def check_numbers(head: Head) -> None:
 def _in_folder(model: LoadedModel) -> Head | None:
     folder, target = model.path, model.config
     states, stored = folder_states(folder), hf.stored_tensors(folder)
-    if not any(is_mtp_name(name, target.num_layers) for name in _named(stored)):
+    if not _named(stored, target):
         return None
-    found = _named(joined_tensors(read_quantisation(hf.read_json(folder / "config.json")), stored))
-    found |= _named(model.newer_mtp)
+    found = _named(joined_tensors(read_quantisation(hf.read_json(folder / "config.json")), stored), target)
+    found |= _named(model.newer_mtp, target)
     kind = next((k for k in mtp_names(target.num_layers) if k.beside + k.names["fc"] in found), None)
     if kind is None:
         return None
@@ -193,7 +190,7 @@ def _in_folder(model: LoadedModel) -> Head | None:
     if kind.hidden_first:
         chosen["fc"] = HalvesSwapped(chosen["fc"])
     sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
-    return _head(config, hf.as_used(config.layers, chosen), sources)
+    return _head(config, hf.as_used(config.layers, chosen), () if model.newer_mtp else sources)
 
 
 def _in_gguf(model: LoadedModel) -> Head | None:
@@ -211,13 +208,15 @@ def _in_gguf(model: LoadedModel) -> Head | None:
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
-    weights = LazyWeights(tensors, (*sources, MTP.name))  # by its name a cache tells it from the target
+    named = (*sources, MTP.name) if sources else ()  # by its name a cache tells it from the target
+    weights = LazyWeights(tensors, named)
     return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
 
-def _named(found: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return a folder's tensors as a text model names them, with Qwen's beside."""
-    return {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
+def _named(found: Mapping[str, Stored], target: ModelConfig) -> dict[str, Stored]:
+    """Return the tensors of MTP layers as a text model names them; Qwen's lie beside its text model."""
+    tensors = {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
+    return {name: tensor for name, tensor in tensors.items() if is_mtp_name(name, target.num_layers)}
 
 
 def _chosen(
