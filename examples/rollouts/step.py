@@ -2,7 +2,7 @@
 
 `python examples/rollouts/step.py` writes roll-outs of the default model with `paceline serve --rl`, by the adapter
 of `verl_adapter.py`. The trainer is PyTorch with verl's own advantages (`verl.trainer.ppo.core_algos`), on a copy
-of the model that transformers reads. The newer weights go back while an answer is open, and the next roll-outs tell
+of the model that transformers reads. The newer weights go back while an answer is open; the next roll-outs tell
 their version. verl's trainer itself wants GPUs, so its loop is written out here. Needs verl, PyTorch and
 transformers, and accelerate for a .gguf file.
 """

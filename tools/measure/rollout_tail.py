@@ -1,4 +1,4 @@
-"""Tail of a roll-out on two replicas: `auto` against `off`, with and without moving the last answers.
+"""Tail of a roll-out on two replicas: `auto` against `off`, with and without moves.
 
     python -m tools.measure.rollout_tail [--model default] [--prompts 32] [--most 768] [--rounds 3]
 
@@ -50,7 +50,7 @@ def lengths(count: int, typical: int, most: int, seed: int) -> list[int]:
 
 
 async def roll_out(url: str, sizes: list[int], seed: int) -> tuple[float, float, str]:
-    """Write all answers; return seconds of the tail and of all, and a digest of the tokens."""
+    """Write all answers; return seconds of the tail and of all, and a digest."""
     done: list[float] = []
     headers = {"authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=None)
