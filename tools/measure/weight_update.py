@@ -2,8 +2,8 @@
 
     python -m tools.measure.weight_update [--model default] [--open 4] [--updates 6]
 
-`--open` streams run all the time. The model is written out as two safetensors folders of 16 bits, one with a tenth
-of a percent of noise, and the server takes them in turn from disk. Texts of both are told apart by a greedy answer.
+`--open` streams run all the time. The server takes the model's folder and a copy with a tenth of a percent of noise
+in turn from disk, and a greedy answer tells them apart; a .gguf file is taken again and again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ KEY = "a-key-for-this-measurement"
 TIMEOUT_S = 600.0
 NOISE = 1e-3
 ASKED = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
+
+
+Figures = tuple[list[float], list[float], int]
 
 
 def noisy(folder: Path, source: Path) -> Path:
@@ -66,9 +69,7 @@ async def stream(client: httpx.AsyncClient, number: int, gaps: list[float]) -> N
                     last_s = now_s
 
 
-async def measure(
-    url: str, places: list[str], num_open: int, updates: int
-) -> tuple[list[float], list[float], int]:
+async def measure(url: str, places: list[str], num_open: int, updates: int) -> Figures:
     """Return seconds of updates, the longest gap during each, and how many texts there are."""
     headers = {"authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=None)

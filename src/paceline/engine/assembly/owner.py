@@ -88,7 +88,8 @@ class EngineOwner:
     def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
         """Make a source's weights ready; return what puts them in place.
 
-        That is called between two steps. beside: the engine steps meanwhile, in another thread. Raises as `update`.
+        That is called between two steps. beside: the engine steps meanwhile, in another thread.
+        Raises as `update`.
         """
         check_version(version)
         newer = renewed(self._first_model, source)
