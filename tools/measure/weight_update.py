@@ -1,8 +1,8 @@
-"""Newer weights in a server that answers: seconds until they are taken, and the longest gap in streams.
+"""Newer weights in a server that answers: seconds, and the longest gap in streams.
 
     python -m tools.measure.weight_update [--model default] [--open 4] [--updates 6]
 
-`--open` streams run all the time. The server takes the model's folder and a copy with a tenth of a percent of noise
+`--open` streams run all the time. The server takes the model's folder and a copy with 0.1 % of noise
 in turn from disk, and a greedy answer tells them apart; a .gguf file is taken again and again.
 """
 
@@ -38,7 +38,10 @@ Figures = tuple[list[float], list[float], int]
 
 
 def noisy(folder: Path, source: Path) -> Path:
-    """Write a copy of a model's folder with a little noise. Raises `ConfigError` if it is none."""
+    """Write a copy of a model's folder with a little noise.
+
+    Raises `ConfigError` if it is none.
+    """
     if not source.is_dir():
         raise ConfigError("--model must be a folder of safetensors, whose tensors can be changed")
     copy = shutil.copytree(source, folder / "noisy")

@@ -23,7 +23,7 @@ HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """What is done with a tail."""
+    """Choice of what is done with a tail."""
 
     kind: str = OFF
     rows: int = 0  # of a replica that others are packed onto, at most
