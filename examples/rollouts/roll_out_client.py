@@ -1,4 +1,4 @@
-"""Client of `paceline serve --rl` for trainers: tokens in, tokens out, cut and go on, newer weights."""
+"""Client of `paceline serve --rl` for trainers: tokens in, tokens out, newer weights."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RollOutClient:
         return written
 
     async def pause(self, mode: str = "abort") -> None:
-        """Take no further step. mode: `abort` answers what is open with what there is; `keep` keeps it."""
+        """Take no further step. mode: `abort` ends what is open; `keep` keeps it."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def go_on(self) -> None:
@@ -104,7 +104,7 @@ class RollOutClient:
         await self.post("/resume_memory_occupation", {"tags": list(tags)} if tags else {})
 
     async def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
-        """Send tensors by their names in the model's folder, in chunks; the update follows the last."""
+        """Send tensors by their names in files, in chunks; the update follows the last."""
         chunk: dict[str, torch.Tensor] = {}
         num_bytes = 0
         for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""Tail of a roll-out on two replicas: `auto` against `off`, with and without moving the last answers.
+"""Tail of a roll-out on two replicas: `auto` against `off`, with and without moves.
 
     python -m tools.measure.rollout_tail [--model default] [--prompts 32] [--most 768] [--rounds 3]
 
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ def lengths(count: int, typical: int, most: int, seed: int) -> list[int]:
 
 
 async def roll_out(url: str, sizes: list[int], seed: int) -> tuple[float, float, str]:
-    """Write all answers; return seconds of the tail and of all, and a digest of the tokens."""
+    """Write all answers; return seconds of the tail and of all, and a digest."""
     done: list[float] = []
     headers = {"authorization": f"Bearer {KEY}"}
     limits = httpx.Limits(max_connections=None)
@@ -72,11 +73,11 @@ async def roll_out(url: str, sizes: list[int], seed: int) -> tuple[float, float,
     return done[-1] - begin, done[-1] - begun_s, digest
 
 
-def wait_for_all(url: str) -> None:
+def wait_for_all(url: str, replicas: int) -> None:
     """Wait until all replicas serve. Raises `TimeoutError`."""
     for _ in range(int(TIMEOUT_S / 0.5)):
         found = httpx.get(f"{url}/v1/fleet", headers={"authorization": f"Bearer {KEY}"}, timeout=10).json()
-        if all(replica["state"] == "up" for replica in found["replicas"]):
+        if [replica["state"] for replica in found["replicas"]] == ["up"] * replicas:
             return
         sleep(0.5)
     raise TimeoutError("not all replicas came up")
@@ -102,13 +103,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=["off", "auto", "off,spread", "auto,spread"])
     args = parser.parse_args(argv)
     usual = ["--model", args.model, "--threads", str(args.threads), "--replicas", str(args.replicas)]
-    usual += ["--rl", "--api-key", KEY, "--no-access-log"]
+    usual += ["--rl", "--no-access-log"]
+    os.environ["PACELINE_API_KEY"] = KEY
     ways = {name: Way(_flags(name)) for name in args.ways}
     for number in range(args.rounds):
         sizes = lengths(args.prompts, args.typical, args.most, number)
         for name, way in ways.items():
             with served([*usual, *way.flags]) as url:
-                wait_for_all(url)
+                wait_for_all(url, args.replicas)
                 asyncio.run(roll_out(url, [8] * args.replicas, 99))  # first passes are slow
                 tail_s, whole_s, digest = asyncio.run(roll_out(url, sizes, number))
                 way.moved += moved_of(url)

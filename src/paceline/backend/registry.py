@@ -87,9 +87,9 @@ class BackendSpec:
     def repack(
         self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False
     ) -> tuple[Decoder, Callable[[], None]]:
-        """Make a decoder of the same shape over other weights; return it and what puts them into `decoder`.
+        """Return a decoder over other weights of its shape, and what puts them in place.
 
-        The second one is called between passes. beside: passes run meanwhile, and keep half of the threads.
+        The second is called between passes. beside: passes run meanwhile, and keep half of the threads.
         Raises `ConfigError` where weights cannot be replaced.
         """
         if self.repacker is None:

@@ -23,7 +23,7 @@ HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
 
 @dataclass(frozen=True, slots=True)
 class TailRule:
-    """What is done with a tail."""
+    """Choice of what is done with a tail."""
 
     kind: str = OFF
     rows: int = 0  # of a replica that others are packed onto, at most
@@ -40,7 +40,7 @@ def parse_tail(text: str) -> TailRule:
 
 
 def to_free(rows: Sequence[int], most: int) -> int | None:
-    """Return the replica with the fewest rows if all others have room for all rows, else None.
+    """Return the replica with the fewest rows if the others have room, else None.
 
     rows: of each replica. most: rows that one may have.
     """
@@ -50,7 +50,7 @@ def to_free(rows: Sequence[int], most: int) -> int | None:
 
 
 def to_even(replicas: Sequence[ReplicaView], tokens: int) -> tuple[int, int] | None:
-    """Return the replica that gives a row and the one that takes it, None if that gains nothing.
+    """Return who gives a row and who takes it, None if that gains nothing.
 
     tokens: that the row's new replica computes anew. The gain is that of the row itself over the horizon.
     """

@@ -87,7 +87,10 @@ def check(args: Namespace) -> None:
 
 
 def _join_or_start() -> bool:
-    """Join the cluster that `RAY_ADDRESS` names, or start Ray here; return True if it was started."""
+    """Join the cluster that `RAY_ADDRESS` names, or start Ray here.
+
+    Returns True if it was started.
+    """
     if os.environ.get(ADDRESS):
         import ray
 

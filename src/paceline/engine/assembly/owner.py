@@ -86,9 +86,10 @@ class EngineOwner:
         return self.prepare(source, version)()
 
     def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
-        """Make the weights of a source ready; return what puts them in place, between two steps.
+        """Make a source's weights ready; return what puts them in place.
 
-        beside: the engine steps meanwhile, in another thread. Raises as `update`.
+        That is called between two steps. beside: the engine steps meanwhile, in another thread.
+        Raises as `update`.
         """
         check_version(version)
         newer = renewed(self._first_model, source)

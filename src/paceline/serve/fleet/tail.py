@@ -1,4 +1,4 @@
-"""The tail of a roll-out: answers are moved once no request has come for a while."""
+"""The tail of a roll-out: its last answers are moved once no request comes."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Commands:
         return not self.paused and not self.owner.asleep
 
     def end_preparing(self) -> Obeyed | None:
-        """End an update that is being made ready, if any: its weights are put in place."""
+        """Put weights in place that are being made ready, if any."""
         return None if self.preparing is None else self.obey(self.preparing.command)
 
     def obey(self, command: Command) -> Obeyed:

@@ -194,7 +194,7 @@ class EngineWorker:
             self.server.send(snapshot_of(self.engine, steps))
 
     def _command(self, message: Command) -> None:
-        """Obey; an update that comes while there is work is first made ready beside the steps."""
+        """Obey. An update that comes while there is work is made ready beside it."""
         self._end_update(wait=True)
         if isinstance(message, UpdateWeights) and self._has_work:
             self.commands.preparing = Preparation(self.commands.owner, message)
