@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
 
 
 def _summary(path: str) -> None:
-    from paceline.control.files import replay
+    from paceline.control.files import begun_with, replay
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
@@ -53,6 +53,8 @@ def _summary(path: str) -> None:
             update(len(steps), 0)
     if not steps:
         raise ConfigError(f"{path} has no steps")
+    before = begun_with(Path(path))
+    say(f"started from {before}" if before else "started from nothing learnt before")
     ks: Counter[int] = Counter()
     kept: Counter[int] = Counter()
     for step in steps:

@@ -127,6 +127,10 @@ class ClosedLoop:
         retired = tuple(self.names[drafter] for drafter in decision.retired)
         return Plan(rows, decision.prefill_tokens, retired, decision.budget)
 
+    def finish(self) -> None:
+        """Learn from the last steps."""
+        self._learn_pending()
+
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop drafts that are not worth verifying, given confidence new to the plan."""
         if self.view is None or self._reuses or not self.policy.may_trim or not self._has_news(draft):

@@ -95,6 +95,11 @@ class Goodput:
         self.exploration.retirement.admit()
         self._latency.admit(row)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of this group so far."""
+        return self._step
+
     # Before a step -------------------------------------------------------------------------------
 
     @property

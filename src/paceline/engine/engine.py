@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.backend.target import Backend
-    from paceline.control.protocols import Controller
+    from paceline.control.protocols import Controller, Keeper
     from paceline.core.nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
@@ -58,6 +58,7 @@ class Engine(Verbs):
         super().__init__(target, drafting, controller, law, Scheduler(limits, pool, fingerprint), SerialLoop())
         self.tokenizer = tokenizer
         self._new_controller: Callable[[], Controller] = lambda: controller
+        self._keeper: Keeper | None = None
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -78,6 +79,8 @@ class Engine(Verbs):
             self._stats.resumed_requests += 1
             self._stats.resumed_tokens += len(request.told)
         self.outputs.open(self.scheduler.add(request), checker)
+        if self._keeper is not None:
+            self._keeper.now_and_then(self.controller)
 
     def _speculated(self, request: Request) -> Request:
         """Return a request whose drafter is loaded. Raises `RequestError`.
@@ -137,9 +140,12 @@ class Engine(Verbs):
         own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
         return self.target.kv_bytes_per_token + own
 
-    def control_by(self, new_controller: Callable[[], Controller]) -> None:
-        """Take a new controller from a factory, now and again at each `forget`."""
-        self._new_controller = new_controller
+    def control_by(self, new_controller: Callable[[], Controller], keeper: Keeper | None = None) -> None:
+        """Take a new controller from a factory, now and again at each `forget`.
+
+        keeper: of what controllers learn.
+        """
+        self._new_controller, self._keeper = new_controller, keeper
         self.controller = new_controller()
 
     def settle(self) -> None:
@@ -164,7 +170,9 @@ class Engine(Verbs):
         self.controller = self._new_controller()
 
     def close(self) -> None:
-        """Finish what threads do beside the engine. Call it last, and once."""
+        """Keep what was learnt, and finish what threads do beside the engine. Call it last, and once."""
+        if self._keeper is not None:
+            self._keeper.keep(self.controller)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()
 
