@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.control.acceptance import MAX_LOGIT
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.files import Profile, make_loop
@@ -128,11 +129,10 @@ def test_an_engine_that_begins_with_it_chooses_at_once_as_the_other_did_at_its_e
     for chance in (0.1, 0.9):
         loop = taught(chance, steps=400)
         again = fresh(KeptLearning(learnt_from(loop), 1.0))
-        for one in (loop, again):
-            one.admit(0), one.admit(1)
-        then, now = (
-            goodput(one).choice.choose(view, goodput(one)._context).allocation.ks for one in (loop, again)
-        )
+        for one, row in ((loop, 0), (loop, 1), (again, 0), (again, 1)):
+            one.admit(row)
+        policies = goodput(loop), goodput(again)
+        then, now = (p.choice.choose(view, p._context).allocation.ks for p in policies)
         assert (now > 0).tolist() == (then > 0).tolist()
         assert np.abs(now - then).max() <= 2
 
@@ -157,6 +157,13 @@ def test_days_make_it_count_for_less() -> None:
     kept = learnt_from(taught(0.8))
     variances = [goodput(fresh(KeptLearning(kept, d))).choice.models[1].depth_var[0] for d in (0.0, 3.0, 1e6)]
     assert variances[0] < variances[1] < variances[2] <= 1.5**2
+
+
+def test_means_at_their_bounds_can_be_read_again() -> None:
+    """Sums of confidences at the bound round to a bit more than it."""
+    loop = taught(0.8)
+    goodput(loop).choice.models[1].mean_confidence[:] = MAX_LOGIT * (1 + 1e-15)
+    assert from_bytes(to_bytes(learnt_from(loop))).acceptance["head"].mean_confidence == [MAX_LOGIT] * DEPTH
 
 
 def test_too_little_is_not_kept_and_passes_add_up() -> None:
