@@ -61,7 +61,7 @@ def state_of(loop: ClosedLoop) -> dict[str, float]:
         "host time": float(cost.host.row_s.max()),
         "online correction": abs(cost.machine_drift) + float(np.abs(cost.passes.log_error).max()),
         "realised ratio": abs(policy.hysteresis.means.of(4)[1].realised_ratio - 1.0),
-        "plain probes": policy.exploration.probes.num_plain,
+        "plain probes": sum(policy.exploration.probes.num_plain.values()),
         "stop rules": float(any(s is not None for s in policy.choice.stoppable)),
     }
 

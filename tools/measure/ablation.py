@@ -146,8 +146,8 @@ class _NoPlanReuse(PlanReuse):
 
 
 class _NoPlainProbes(Probes):
-    def plain_is_due(self, step: int, drafts: bool, loss_s: float, *, requested: bool) -> bool:
-        del step, drafts, loss_s, requested
+    def plain_is_due(self, step: int, drafts: bool, gain: float, loss_s: float, load: int) -> bool:
+        del step, drafts, gain, loss_s, load
         return False
 
 

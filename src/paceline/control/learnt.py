@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from paceline.control.acceptance import DEPTH_SD, MAX_LOGIT
 from paceline.control.cost import NUM_SIZES
-from paceline.control.exploration import FREE_PLAIN_PROBES
+from paceline.control.exploration import FEW, FREE_PLAIN_PROBES
 from paceline.control.goodput import Goodput
 from paceline.control.plan_reuse import KindMeans
 from paceline.core.errors import ConfigError
@@ -101,7 +101,6 @@ class Learnt(Struct, frozen=True, forbid_unknown_fields=True):
     acceptance: Annotated[dict[Annotated[str, Meta(max_length=64)], KeptAcceptance], _FEW]
     prices: KeptPrices | None
     loads: Annotated[dict[int, tuple[KeptRatio | None, KeptRatio | None]], _FEW]  # by bits of the rows
-    plain_probes: _Count
     format: Literal["paceline learnt 1"] = "paceline learnt 1"
 
     @property
@@ -183,7 +182,6 @@ def learnt_by(loop: ClosedLoop, key: str, model: str, now_s: float, before: Lear
         {name: _acceptance(m) for name, m in zip(loop.names, policy.choice.models, strict=True)},
         None if loop.cost is None else _prices(loop.cost),
         {load: (_ratio(plain), _ratio(drafting)) for load, (plain, drafting) in by_load.items()},
-        policy.exploration.probes.num_plain,
     )
 
 
@@ -228,7 +226,8 @@ def begin_with(loop: ClosedLoop, learnt: Learnt, days: float) -> None:
     for load, ratios in learnt.loads.items():
         plain, drafting = (KindMeans(first_ratio=kept.ratio if kept else None) for kept in ratios)
         policy.hysteresis.means.by_load[load] = plain, drafting
-    policy.exploration.probes.num_plain = min(learnt.plain_probes, FREE_PLAIN_PROBES)
+    num_plain = policy.exploration.probes.num_plain
+    num_plain |= dict.fromkeys((FEW, *learnt.loads), FREE_PLAIN_PROBES)
 
 
 def _take_acceptance(model: AcceptanceModel, kept: KeptAcceptance, days: float) -> None:

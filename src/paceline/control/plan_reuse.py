@@ -30,7 +30,8 @@ STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are 
 MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
 FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
 FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
-PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen
+PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen ...
+PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # ... or fewer of many rows, which tell more
 
 
 # Reuse -------------------------------------------------------------------------------------------
@@ -166,10 +167,12 @@ class KindMeans:
         promised = self.promised_tokens * self.seconds
         return self.tokens * self.promised_s / promised if promised else self.first_ratio or 1.0
 
-    def learn(self, tokens: float, seconds: float, promised_tokens: float, promised_s: float, rate: float) -> None:
+    def learn(self, tokens: float, seconds: float, promised: StepPromise) -> None:
         """Learn from a step; it counts for at most twice its promised time."""
+        rows, promised_tokens, promised_s, _ = promised
+        rate = min(STEP_RATE, rows / MEAN_ROWS)
         self.seen += 1
-        rate = max(rate, 1 / (PRIOR_STEPS + self.seen))
+        rate = max(rate, 1 / (min(PRIOR_STEPS, max(PRIOR_ROWS / rows, MIN_PRIOR_STEPS)) + self.seen))
         if self.seen == 1:
             self.promised_tokens = promised_tokens
             self.tokens = promised_tokens * (self.first_ratio or 1.0)
@@ -187,8 +190,13 @@ class KindMeans:
             self.first_ratio += share * (1.0 - self.first_ratio)
 
 
+def load_of(rows: int) -> int:
+    """Return the class of a number of rows: 1, 2, 3 to 5, 6 to 11, 12 to 23, 24 to 47, 48 to 95 and so on."""
+    return (4 * rows // 3).bit_length()
+
+
 class LoadMeans:
-    """Means of both kinds of step by load: the bits of the number of rows."""
+    """Means of both kinds of step by load."""
 
     def __init__(self) -> None:
         self.by_load: dict[int, tuple[KindMeans, KindMeans]] = {}  # without drafts, with drafts
@@ -196,7 +204,7 @@ class LoadMeans:
 
     def of(self, rows: int) -> tuple[KindMeans, KindMeans]:
         """Return the means of a number of rows; a new load begins with what the last one realised."""
-        load = rows.bit_length()
+        load = load_of(rows)
         if load not in self.by_load:
             known = [kind.realised_ratio if kind.known else None for kind in self._last or ()]
             plain, drafting = (KindMeans(first_ratio=ratio) for ratio in known or (None, None))
@@ -243,6 +251,5 @@ class Hysteresis:
             return
         tokens = promised.rows + sum(outcomes.num_accepted.tolist())
         if 0 < promised.seconds < inf:
-            rate = min(STEP_RATE, promised.rows / MEAN_ROWS)
             kind = self.means.of(promised.rows)[promised.drafts]
-            kind.learn(tokens, outcomes.step_s, promised.tokens, promised.seconds, rate)
+            kind.learn(tokens, outcomes.step_s, promised)
