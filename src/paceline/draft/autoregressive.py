@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline import kernels
-    from paceline.backend.seam import PassResult, RowView, Span
+    from paceline.backend.seam import PassResult, Span
     from paceline.core.nouns import Plan, SamplingSpec, Stop
     from paceline.draft.hints import Hints
     from paceline.model.config import ModelConfig
@@ -32,6 +32,27 @@ if TYPE_CHECKING:
     RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], PassResult]
     # Runs several steps for each span in one call, see `PassRequest.steps`.
     RunSteps = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], PassResult]
+
+
+class DraftedRows(Protocol):
+    """Part of a `RowView` that drafting token by token asks for; a window of the text answers it, too."""
+
+    def known_len(self, row: int) -> int:
+        """See `RowView.known_len`."""
+        ...
+
+    def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
+        """See `RowView.row_specs`."""
+        ...
+
+    def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
+        """See `RowView.spec_after`."""
+        ...
+
+    def penalised(self, row: int) -> bool:
+        """See `RowView.penalised`."""
+        ...
+
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
@@ -114,7 +135,7 @@ def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:
 
 
 def extend(
-    rows: RowView, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
+    rows: DraftedRows, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
 ) -> None:
     """Draw one more token per chain. `dense` also keeps the distributions they came from."""
     specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
@@ -133,7 +154,7 @@ def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hi
 
 
 def draft_steps(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Mapping[int, Chain],
     starts: Mapping[int, int],
     run: RunSpans,
@@ -159,7 +180,7 @@ def draft_steps(
 
 
 def _draft_all(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Sequence[Chain],
     run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], PassResult],
 ) -> None:
@@ -177,7 +198,7 @@ def _draft_all(
         done = end
 
 
-def _guess(rows: RowView, chain: Chain) -> Span:
+def _guess(rows: DraftedRows, chain: Chain) -> Span:
     """Return the span of a row's newest guess, which comes after the guesses before it."""
     start = rows.known_len(chain.row) + len(chain.token_ids) - 1
     return chain.row, start, 0, chain.token_ids[-1:]

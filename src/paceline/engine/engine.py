@@ -132,7 +132,7 @@ class Engine(Verbs):
 
     def gauges(self) -> Gauges:
         """Return what the engine holds now."""
-        return Gauges.of(self.scheduler, len(self.drafting.drafters), self.kv_bytes_per_token)
+        return Gauges.of(self.scheduler, self.drafting.drafters, self.kv_bytes_per_token)
 
     @property
     def kv_bytes_per_token(self) -> int:

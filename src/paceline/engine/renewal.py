@@ -61,7 +61,7 @@ def renew(
     engine.outputs.renew(version)
     rebuilt, unloaded = [], []
     drafters = engine.drafting.drafters
-    for name in [name for name, d in drafters.items() if name in rebuild and d.needs.kv_bytes_per_token]:
+    for name in [name for name, d in drafters.items() if name in rebuild and d.needs.has_state]:
         if _rebuild(engine, name, rebuild[name]):
             rebuilt.append(name)
         else:
