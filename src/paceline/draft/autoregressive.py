@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,35 +23,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline import kernels
-    from paceline.backend.seam import PassResult, Span
+    from paceline.backend.seam import PassResult, RowView, Span
     from paceline.core.nouns import Plan, SamplingSpec, Stop
     from paceline.draft.hints import Hints
+    from paceline.draft.model.text_window import TextWindow
     from paceline.model.config import ModelConfig
 
+    DraftedRows = RowView | TextWindow  # whole texts, or the ends of texts
     # Runs a pass over spans and chooses the token after each of them.
     RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], PassResult]
     # Runs several steps for each span in one call, see `PassRequest.steps`.
     RunSteps = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], PassResult]
-
-
-class DraftedRows(Protocol):
-    """Part of a `RowView` that drafting token by token asks for; a window of the text answers it, too."""
-
-    def known_len(self, row: int) -> int:
-        """See `RowView.known_len`."""
-        ...
-
-    def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
-        """See `RowView.row_specs`."""
-        ...
-
-    def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
-        """See `RowView.spec_after`."""
-        ...
-
-    def penalised(self, row: int) -> bool:
-        """See `RowView.penalised`."""
-        ...
 
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.output import StopChecker
@@ -132,7 +133,15 @@ class Engine(Verbs):
 
     def gauges(self) -> Gauges:
         """Return what the engine holds now."""
-        return Gauges.of(self.scheduler, self.drafting.drafters, self.kv_bytes_per_token)
+        scheduler, needs = self.scheduler, {name: d.needs for name, d in self.drafting.drafters.items()}
+        held, running = scheduler.pool.num_held * PAGE_TOKENS, len(scheduler.running)
+        by_row = sum(n.bytes_per_row for n in needs.values()) * scheduler.limits.num_rows
+        state = {
+            name: held * n.kv_bytes_per_token + running * n.bytes_per_row
+            for name, n in needs.items()
+            if n.has_state
+        }
+        return Gauges.of(scheduler, len(needs), scheduler.capacity * self.kv_bytes_per_token + by_row, state)
 
     @property
     def kv_bytes_per_token(self) -> int:

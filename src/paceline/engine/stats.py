@@ -9,14 +9,12 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.control.online_cost import Predictions
-from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
-    from paceline.draft.drafter import Drafter
     from paceline.engine.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -156,11 +154,8 @@ class Gauges:
         return cls(0, 0, 0, 0, 0, 0, 0)
 
     @classmethod
-    def of(cls, scheduler: Scheduler, drafters: Mapping[str, Drafter], kv_bytes_per_token: int) -> Gauges:
-        """Return the gauges of an engine with this scheduler. kv_bytes_per_token: drafters included."""
-        needs = {name: drafter.needs for name, drafter in drafters.items()}
-        held, running = scheduler.pool.num_held * PAGE_TOKENS, len(scheduler.running)
-        by_row = sum(n.bytes_per_row for n in needs.values())
+    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes: int, drafter_bytes: dict[str, int]) -> Gauges:
+        """Return the gauges of an engine with this scheduler."""
         files = None if scheduler.pool.disk is None else scheduler.pool.disk.files
         return cls(
             num_running=len(scheduler.running),
@@ -168,15 +163,11 @@ class Gauges:
             num_queued_tokens=scheduler.num_queued_tokens,
             num_pages=scheduler.pool.num_pages,
             num_held_pages=scheduler.pool.num_held,
-            num_drafters=len(drafters),
-            kv_bytes=scheduler.capacity * kv_bytes_per_token + scheduler.limits.num_rows * by_row,
+            num_drafters=num_drafters,
+            kv_bytes=kv_bytes,
             num_disk_pages=0 if files is None else len(files),
             num_disk_bytes=0 if files is None else files.num_bytes,
-            drafter_bytes={
-                name: held * n.kv_bytes_per_token + running * n.bytes_per_row
-                for name, n in needs.items()
-                if n.has_state
-            },
+            drafter_bytes=drafter_bytes,
         )
 
 
