@@ -190,7 +190,7 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
 
 
 def _state_checks(built: Built) -> Iterator[Check]:
-    """Yield what a request of the longest context takes in each drafter's state, beside its KV."""
+    """Yield what the longest request takes in each drafter's state."""
     engine, max_len = built.engine, built.max_len
     own = engine.target.kv_bytes_per_token * max_len
     for name, drafter in engine.drafting.drafters.items():

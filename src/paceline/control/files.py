@@ -263,7 +263,10 @@ class Tracer:
         apart: bool = False,
         learnt: KeptLearning | None = None,
     ) -> None:
-        """names, max_ks: by drafter. apart: drafters have a device of their own. learnt: as for `make_loop`."""
+        """names, max_ks: by drafter. learnt: as for `make_loop`.
+
+        apart: drafters have a device of their own.
+        """
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}

@@ -1,4 +1,4 @@
-"""What a controller has learnt, kept for the next engine of its kind.
+"""Learning of a controller, kept for the next engine of its kind.
 
 Kept are acceptance by depth, corrections of prices, and by load how far drafting kept its promises: numbers by
 drafter, nothing of any text. What was kept counts like a few dozen steps, and for less with each day, so that
@@ -73,7 +73,10 @@ class KeptAcceptance(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeptPrices(Struct, frozen=True, forbid_unknown_fields=True):
-    """Corrections of measured costs; the drift of the machine, which comes and goes, is left out."""
+    """Corrections of measured costs.
+
+    The drift of the machine, which comes and goes, is left out.
+    """
 
     log_error: Annotated[list[_LogFactor], _BY_SIZE]
     seen: Annotated[list[_Count], _BY_SIZE]
@@ -105,7 +108,7 @@ class Learnt(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def about(self) -> str:
-        """What a banner says of it."""
+        """Its size and day, for the banner and `explain`."""
         day = datetime.fromtimestamp(self.learnt_at, UTC)
         return f"{self.passes} passes learnt on {day:%Y-%m-%d}"
 
@@ -128,14 +131,17 @@ def from_bytes(data: bytes) -> Learnt:
 
 @dataclass(frozen=True, slots=True)
 class KeptLearning:
-    """What an engine before has learnt, and how old it is now."""
+    """Learning of an engine before, with its age."""
 
     learnt: Learnt
     days: float
 
     @classmethod
     def usable(cls, learnt: Learnt, key: str, now_s: float) -> Self:
-        """Take what was kept if it is of this kind of engine and not too old. Raises `ConfigError`."""
+        """Take what was kept by this kind of engine and is not too old.
+
+        Raises `ConfigError`.
+        """
         if learnt.key != key:
             raise ConfigError("it is of another model, machine or build")
         days = max(now_s - learnt.learnt_at, 0.0) / SECONDS_A_DAY
@@ -145,7 +151,7 @@ class KeptLearning:
 
     @property
     def about(self) -> str:
-        """What the banner and `explain` say of it."""
+        """See `Learnt.about`."""
         return self.learnt.about
 
     def begin(self, loop: ClosedLoop) -> None:
@@ -168,7 +174,10 @@ class KeptLearning:
 
 
 def learnt_by(loop: ClosedLoop, key: str, model: str, now_s: float, before: Learnt | None = None) -> Learnt | None:
-    """Return what a loop has learnt; None if it is too little. before: what it began with."""
+    """Return what a loop has learnt; None if it is too little.
+
+    before: what it began with.
+    """
     policy = loop.policy
     if not isinstance(policy, Goodput) or policy.num_steps < MIN_PASSES:
         return None
@@ -214,7 +223,10 @@ def _ratio(kind: KindMeans) -> KeptRatio | None:
 
 
 def begin_with(loop: ClosedLoop, learnt: Learnt, days: float) -> None:
-    """Give a fresh loop what was learnt some days ago. Parts of another shape are left out."""
+    """Give a fresh loop what was learnt some days ago.
+
+    Parts of another shape are left out.
+    """
     policy = loop.policy
     if not isinstance(policy, Goodput):
         return

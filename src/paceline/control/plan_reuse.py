@@ -191,7 +191,7 @@ class KindMeans:
 
 
 def load_of(rows: int) -> int:
-    """Return the class of a number of rows: 1, 2, 3 to 5, 6 to 11, 12 to 23, 24 to 47, 48 to 95 and so on."""
+    """Return the class of a number of rows: 1, 2, 3 to 5, 6 to 11 and so on."""
     return (4 * rows // 3).bit_length()
 
 
@@ -203,7 +203,10 @@ class LoadMeans:
         self._last: tuple[KindMeans, KindMeans] | None = None
 
     def of(self, rows: int) -> tuple[KindMeans, KindMeans]:
-        """Return the means of a number of rows; a new load begins with what the last one realised."""
+        """Return the means of a number of rows.
+
+        A new load begins with what the last one realised.
+        """
         load = load_of(rows)
         if load not in self.by_load:
             known = [kind.realised_ratio if kind.known else None for kind in self._last or ()]

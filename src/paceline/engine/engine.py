@@ -179,7 +179,10 @@ class Engine(Verbs):
         self.controller = self._new_controller()
 
     def close(self) -> None:
-        """Keep what was learnt, and finish what threads do beside the engine. Call it last, and once."""
+        """Keep what was learnt, and end threads beside the engine.
+
+        Call it last, and once.
+        """
         if self._keeper is not None:
             self._keeper.keep(self.controller)
         if (disk := self.scheduler.pool.disk) is not None:

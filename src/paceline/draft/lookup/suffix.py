@@ -65,7 +65,10 @@ class SuffixConfig:
             bounded(self, "shared", 0, MAX_SHARED_TOKENS)
 
     def tokens_of(self, salt: str) -> int:
-        """Return the tokens of past answers that are kept for a salt; empty: of requests without one."""
+        """Return how many tokens of past answers are kept for a salt.
+
+        An empty one stands for all requests without.
+        """
         usual = SALTED_TOKENS if salt else 0
         return usual if self.shared is None else self.shared
 

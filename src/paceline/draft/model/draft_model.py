@@ -287,7 +287,7 @@ class DraftModel:
         self._rows = self._window = window
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Start with what the store already holds of the row's cached pages: nothing of a window."""
+        """Start with what the store already holds of the row's cached pages."""
         self._valid[row] = valid_lens.get(self.name, 0)
         if self._window:
             self._window.admit(row)

@@ -1,4 +1,4 @@
-"""A shorter context for a drafter: the last tokens of each row, as texts of their own.
+"""Shorter context of a drafter: the last tokens of each row.
 
 A window begins at position 0 of the drafter. When it is full its older half is dropped, and the rest is read
 again, in one pass. Its keys and values lie in pages of its own, so a row takes the same memory however long its
@@ -55,7 +55,10 @@ class TextWindow:
         self._rows.set_len(row, 0)
 
     def follow(self, row: int) -> bool:
-        """Take in a row's new tokens. Returns True if the window has moved, so that nothing of it is stored."""
+        """Take in a row's new tokens.
+
+        Returns True if the window has moved, so that nothing of it is stored.
+        """
         length, moved = self._text.known_len(row), False
         if length - self._first[row] + MAX_K > self.max_len:
             self._first[row] = self._end[row] = length - self.max_len // 2

@@ -91,10 +91,13 @@ def close_loop(
 
 
 class LearningKeeper:
-    """Keeps what a controller learns for the next engine of its kind: now and then, and at its end."""
+    """Keeps what a controller learns: now and then, and at its end."""
 
     def __init__(self, key: str, model: str) -> None:
-        """Read what was kept. key: of model, drafters, machine and build. model: name to list it by."""
+        """Read what was kept.
+
+        key: of model, drafters, machine and build. model: name to list it by.
+        """
         self._key, self._model = key, model.partition(" ")[0][-MAX_NAME:]
         self._due_s = time.monotonic() + KEEP_EVERY_S
         self.before = self._read()  # None: nothing
@@ -131,7 +134,7 @@ class LearningKeeper:
 
 
 def _learnt_key(engine: Engine, config: EngineConfig, model: str, profile: Profile) -> str:
-    """Return a digest of all that what is learnt depends on: model, drafters, machine, build, measured costs."""
+    """Return a digest of model, drafters, machine, build and measured costs."""
     drafters = {name: (d.report(), d.needs.trained_to) for name, d in engine.drafting.drafters.items()}
     whole = _key(engine, config, model), to_json(profile), drafters
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()

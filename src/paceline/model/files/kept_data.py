@@ -62,7 +62,10 @@ class KeptData:
             log.warning("%s are not kept for the next start: %s", self.kind, error)
 
     def all(self) -> Iterator[tuple[Path, bytes]]:
-        """Yield the files of all keys, with what is kept in each; empty: it is broken."""
+        """Yield the files of all keys, with what is kept in each.
+
+        Empty: it is broken.
+        """
         with suppress(OSError):  # there is none, or some are removed meanwhile
             for path in sorted((cache_folder() / self.kind).iterdir()):
                 whole = path.stat().st_size <= MAX_BYTES
