@@ -191,7 +191,10 @@ class KindMeans:
 
 
 def load_of(rows: int) -> int:
-    """Return the class of a number of rows: 1, 2, 3 to 5, 6 to 11 and so on."""
+    """Return the class of a number of rows.
+
+    The classes are 1, 2, 3 to 5, 6 to 11, 12 to 23, 24 to 47, 48 to 95 and so on.
+    """
     return (4 * rows // 3).bit_length()
 
 
