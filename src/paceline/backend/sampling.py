@@ -65,6 +65,7 @@ class Drawn:
     token_ids: list[int]  # [n]
     probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: distribution of each draw, if the law needs it
     margins: list[float] | None = None  # [n] as `PassResult.margins`
+    second_ids: list[int] | None = None  # [n] as `PassResult.second_ids`
 
 
 def draw(
@@ -91,7 +92,8 @@ def draw(
     for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):
         if token_ids[index] == UNCHOSEN and chosen.logits is not None:
             token_ids[index], margins[index] = choose_ahead(chosen.logits[row], specs[index])
-    return Drawn(token_ids, margins=margins)
+    second_ids = None if chosen.second_ids is None else chosen.second_ids.tolist()
+    return Drawn(token_ids, margins=margins, second_ids=second_ids)
 
 
 def _draw_dense(logits: NDArray[floating], spec: SamplingSpec, depth: int) -> tuple[int, NDArray[floating]]:

@@ -87,13 +87,14 @@ class KVStore:
     def page_bytes(self) -> int: ...
     def read_page(self, page: int, to: NDArray[uint8]) -> None: ...
     def write_page(self, page: int, data: NDArray[uint8]) -> None: ...
+    def copy_page(self, source: int, target: int) -> None: ...
 
 def checksum(data: NDArray[uint8]) -> int: ...
 
 class PassInputs:
     def __init__(
         self, token_ids: _Ids, positions: _Ids, slots: _Ids, cu_len: _Ids,
-        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids,
+        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids, copies: _Ids,
     ) -> None: ...
 
 class Masks:  # of the wanted tokens; a pass reads them once they are open
@@ -143,6 +144,8 @@ class Decoder:
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,
+        routes_by_sigmoid: bool = False,
+        share_scale: float = 1.0,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...
@@ -171,6 +174,7 @@ class Decoder:
     def forward_steps(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
+        second_ids: _Ids,
     ) -> None: ...
     def relay(
         self, first: _F32, states: _F32, previous_ids: _Ids, previous_messages: _F32, specs: SamplingSpecs,

@@ -79,11 +79,12 @@ def close_loop(
     if config.trace:
         placed = config.objective, config.placement.apart, learnt
         tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, *placed)
+    branches = [n.branches for n in needs] if engine.takes_branches else []
 
     def begin() -> ClosedLoop:
         if tracer:
             tracer.begun()
-        return make_loop(profile, names, num_rows, max_ks, tracer, objective, learnt)
+        return make_loop(profile, names, num_rows, max_ks, tracer, objective, branches, learnt)
 
     engine.control_by(begin, keeper)
     started = f"; started from {learnt.about}" if learnt is not None else ""

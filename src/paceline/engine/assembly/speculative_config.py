@@ -26,6 +26,7 @@ METHODS = {  # vLLM's method -> drafter
     "draft_model": "draft-model",
     "eagle": "eagle",
     "eagle3": "eagle3",
+    **dict.fromkeys(("mtp", "mimo_mtp", "glm4_moe_mtp"), "mtp"),
 }
 SWITCHES = {  # key -> the drafter that it makes of each method
     "parallel_drafting": {"eagle3": "peagle"},
