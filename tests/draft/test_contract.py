@@ -52,6 +52,7 @@ VARIANTS = {
     "draft-model": (
         "draft-model:layers=2",
         "draft-model:model=noisy",
+        "draft-model:model=noisy,max_len=64",
         "draft-model:model=renumbered",
         "draft-model:model=other,vocabulary=tokens",
         "draft-model:model=other,vocabulary=strings",

@@ -32,10 +32,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Replay a trace; print a summary, or one step."""
     if args.step is None:
+        _say_start(args.trace)
         _summary(args.trace)
     else:
         _one_step(args.trace, args.step)
     return 0
+
+
+def _say_start(path: str) -> None:
+    """Say what the controller knew when it began."""
+    from paceline.control.files import begun_with
+    from paceline.serve.terminal.display import say
+
+    say(f"started from {begun_with(Path(path)) or 'nothing learnt before'}")
 
 
 def _summary(path: str) -> None:

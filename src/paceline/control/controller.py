@@ -141,6 +141,10 @@ class ClosedLoop:
         retired = tuple(self.names[drafter] for drafter in decision.retired)
         return Plan(rows, decision.prefill_tokens, retired, decision.budget)
 
+    def finish(self) -> None:
+        """Learn from the last steps."""
+        self._learn_pending()
+
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop drafts that are not worth verifying, given confidence new to the plan."""
         trimmed = self._trim(batch, draft)

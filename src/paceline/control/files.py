@@ -23,6 +23,7 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, ExpertCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
 from paceline.control.goodput import Goodput
+from paceline.control.learnt import KeptLearning
 from paceline.control.online_cost import OnlineCost
 from paceline.control.overlap import planned_overlap
 from paceline.control.plan_reuse import MANY_ROWS
@@ -84,11 +85,13 @@ def make_loop(
     sink: TraceSink | None = None,
     objective: Objective | None = None,
     branches: Sequence[int] = (),
+    learnt: KeptLearning | None = None,
 ) -> ClosedLoop:
     """Return a loop that begins with the costs and the acceptance of a profile.
 
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
     branches: tokens of branches that each hands out, at most; empty: none does.
+    learnt: by an engine before, which counts for more.
     """
     cost, priors = step_cost(profile), _priors(profile, max_ks)
     if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
@@ -98,7 +101,10 @@ def make_loop(
     if any(branches):
         indices = {name: index for index, name in enumerate(names)}
         branching = Branching(cost, policy.choice.models, branches, indices)
-    return ClosedLoop(policy, cost, names, sink, branching=branching)
+    loop = ClosedLoop(policy, cost, names, sink, branching=branching)
+    if learnt is not None:
+        learnt.begin(loop)
+    return loop
 
 
 def step_cost(profile: Profile) -> OnlineCost | TableCost:
@@ -263,16 +269,19 @@ class Tracer:
         objective: str = THROUGHPUT,
         apart: bool = False,
         law: str = "",
+        learnt: KeptLearning | None = None,
     ) -> None:
         """Begin a file.
 
         names, max_ks: by drafter. apart: drafters have a device of their own. law: by which drafts are kept.
+        learnt: as for `make_loop`.
         """
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
         known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
-        self._write(**known, objective=objective, apart=apart, law=law)
+        before = {} if learnt is None else {"learnt": learnt.to_json()}
+        self._write(**known, objective=objective, apart=apart, law=law, **before)
 
     def begun(self) -> None:
         """Note that a loop begins that has learnt nothing yet."""
@@ -359,8 +368,8 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
             raise ValueError(f"format {header.get('format')!r}, known: {TRACE_FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
-        num_rows = int(header["num_rows"])
-        new = partial(make_loop, profile, header["names"], num_rows, max_ks, objective=objective)
+        num_rows, learnt = int(header["num_rows"]), KeptLearning.from_json(header.get("learnt"))
+        new = partial(make_loop, profile, header["names"], num_rows, max_ks, objective=objective, learnt=learnt)
         known = (_with_rows(line, num_rows) for line in lines)
         yield from _steps(new, known, on_step, apart=bool(header.get("apart", False)))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
@@ -370,6 +379,12 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
 def drafter_names(path: Path) -> tuple[str, ...]:
     """Return the names of a trace's drafters by index. Raises `ConfigError`."""
     return tuple(next(_read(path), {}).get("names", ()))
+
+
+def begun_with(path: Path) -> str:
+    """Return what an earlier engine had learnt for a trace's; empty: nothing. Raises `ConfigError`."""
+    learnt = KeptLearning.from_json(next(_read(path), {}).get("learnt"))
+    return "" if learnt is None else learnt.about
 
 
 def law_name(path: Path) -> str:

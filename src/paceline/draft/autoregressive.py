@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from paceline.backend.seam import PassResult, RowView, Span
     from paceline.core.nouns import Plan, SamplingSpec, Stop
     from paceline.draft.hints import Hints
+    from paceline.draft.model.text_window import TextWindow
     from paceline.model.config import ModelConfig
 
+    DraftedRows = RowView | TextWindow  # whole texts, or the ends of texts
     # Runs a pass over spans and chooses the token after each of them.
     RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], PassResult]
     # Runs several steps for each span in one call, see `PassRequest.steps`.
     RunSteps = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], PassResult]
+
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
@@ -147,7 +150,7 @@ def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:
 
 
 def extend(
-    rows: RowView, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
+    rows: DraftedRows, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
 ) -> None:
     """Draw one more token per chain. `dense` also keeps the distributions they came from."""
     specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
@@ -173,7 +176,7 @@ def begin(
 
 
 def draft_steps(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Mapping[int, Chain],
     starts: Mapping[int, int],
     run: RunSpans,
@@ -199,7 +202,7 @@ def draft_steps(
 
 
 def _draft_all(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Sequence[Chain],
     run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], PassResult],
 ) -> None:
@@ -219,7 +222,7 @@ def _draft_all(
         done = end
 
 
-def _guess(rows: RowView, chain: Chain) -> Span:
+def _guess(rows: DraftedRows, chain: Chain) -> Span:
     """Return the span of a row's newest guess, which comes after the guesses before it."""
     start = rows.known_len(chain.row) + len(chain.token_ids) - 1
     return chain.row, start, 0, chain.token_ids[-1:]

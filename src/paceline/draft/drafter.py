@@ -30,6 +30,7 @@ class Needs:
     stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
     tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made again
     kv_bytes_per_token: int = 0  # of all its stores
+    bytes_per_row: int = 0  # of what it keeps beside stores, however long a text is
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
     branches: int = 0  # tokens of branches that it hands out where a plan asks for them, at most
@@ -38,6 +39,15 @@ class Needs:
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
     grammar_only: bool = False  # it drafts for rows with a grammar only
     trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
+
+    @property
+    def has_state(self) -> bool:
+        """True if it keeps keys and values."""
+        return bool(self.kv_bytes_per_token or self.bytes_per_row)
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Return the memory that its state takes for a request of so many tokens."""
+        return self.kv_bytes_per_token * num_tokens + self.bytes_per_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

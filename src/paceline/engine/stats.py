@@ -149,6 +149,7 @@ class Gauges:
     kv_bytes: int  # all stores
     num_disk_pages: int = 0  # pages of the prefix cache on disk
     num_disk_bytes: int = 0
+    drafter_bytes: dict[str, int] = field(default_factory=dict)  # of requests' state in each drafter
 
     @classmethod
     def none(cls) -> Gauges:
@@ -156,7 +157,7 @@ class Gauges:
         return cls(0, 0, 0, 0, 0, 0, 0)
 
     @classmethod
-    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
+    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes: int, drafter_bytes: dict[str, int]) -> Gauges:
         """Return the gauges of an engine with this scheduler."""
         files = None if scheduler.pool.disk is None else scheduler.pool.disk.files
         return cls(
@@ -166,9 +167,10 @@ class Gauges:
             num_pages=scheduler.pool.num_pages,
             num_held_pages=scheduler.pool.num_held,
             num_drafters=num_drafters,
-            kv_bytes=scheduler.capacity * kv_bytes_per_token,
+            kv_bytes=kv_bytes,
             num_disk_pages=0 if files is None else len(files),
             num_disk_bytes=0 if files is None else files.num_bytes,
+            drafter_bytes=drafter_bytes,
         )
 
 

@@ -42,7 +42,7 @@ class EnginePool:
         from paceline.engine.assembly.build import assemble
 
         if policy not in self._engines:
-            config = replace(self.config, draft=draft_of(policy))
+            config = replace(self.config, draft=draft_of(policy), keep_learnt=False)  # runs begin cold
             self._engines[policy] = assemble(config, self.loaded).engine
         return self._engines[policy]
 

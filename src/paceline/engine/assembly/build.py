@@ -340,7 +340,7 @@ def _rows(config: EngineConfig, limits: Limits, tokenizer: Tokenizer, law: Law) 
 
 
 def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: Progress | None) -> str:
-    return close_loop(engine, config, f"{loaded.name} {loaded.fingerprint}", progress)
+    return close_loop(engine, config, f"{loaded.name} {loaded.fingerprint}", progress, loaded.content)
 
 
 def _short_name(model: str) -> str:

@@ -57,6 +57,12 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
     )
     parser.add_argument(
+        "--keep-learnt",
+        action=BooleanOptionalAction,
+        default=DEFAULTS.keep_learnt,
+        help="with auto, begin with what it learnt here before, and keep what it learns; texts stay the same",
+    )
+    parser.add_argument(
         "--draft-process", action="store_true", help="a process for every drafter, started anew when it fails"
     )
     add_target_arguments(parser)
@@ -195,6 +201,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         tensor_parallel=args.tensor_parallel,
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),
+        keep_learnt=getattr(args, "keep_learnt", DEFAULTS.keep_learnt),
         trace=getattr(args, "trace", None),
         sampling_defaults=getattr(args, "sampling_defaults", DEFAULTS.sampling_defaults),
     )

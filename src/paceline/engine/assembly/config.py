@@ -68,6 +68,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # processes that share the target's layers, each on a device of its own
     draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
+    keep_learnt: bool = True  # of `--draft auto`: what the controller learns, for the next engine like this one
     trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
     sampling_defaults: str = MODEL  # of requests that say nothing: the model's or usual ones, or neutral
     limits: Limits = field(default_factory=Limits)

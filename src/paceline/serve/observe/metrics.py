@@ -104,6 +104,11 @@ def _gauges(gauges: Gauges) -> Iterator[Metric]:
         yield _gauge(name, about, getattr(gauges, field))
     use = gauges.num_held_pages / gauges.num_pages if gauges.num_pages else 0.0
     yield _gauge("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
+    about = "Memory that running requests take in a drafter's state"
+    state = GaugeMetricFamily("paceline_drafter_state_bytes", about, labels=["drafter"])
+    for name, num_bytes in gauges.drafter_bytes.items():
+        state.add_metric([name], num_bytes)
+    yield state
 
 
 def _speculation(stats: Stats) -> Iterator[Metric]:
