@@ -13,6 +13,7 @@ from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
 from paceline.model.files.safetensors_file import join_scales
 from paceline.model.files.source_files import folder_sources, folder_states
 from paceline.model.files.stored import Held
+from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.shapes import PREFIX, is_shape, random_tensors
 from paceline.model.weights import LazyWeights
@@ -40,6 +41,7 @@ _NAMES = {
     "lm_head.weight": "head",
     "mask_hidden": "mask_hidden",
     "embed_tokens.weight": "embed",
+    **TENSOR_NAMES,
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
@@ -102,6 +104,8 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     whole = join_scales(found)
     if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
         config = replace(config, fusion_bias=True)
+    if config.block:
+        config = replace(config, own_head="head" in found)
     shapes = head_shapes(config)
     if "embed" in found:
         shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
