@@ -435,9 +435,8 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     assert config.num_weights(model) == sum(w.size for w in weights.values())  # type: ignore[arg-type]
     engine = make_engine(spec(kind), PLAIN)
     per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
-    assert (
-        per_token == len(engine.target.taps) * 32 * 2 + (2 if drafter_of(kind) == "peagle" else 1) * 2 * 2 * 8 * 8
-    )
+    num_layers = 2 if drafter_of(kind) in ("peagle", "block") else 1
+    assert per_token == len(engine.target.taps) * 32 * 2 + num_layers * 2 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize(("kind", "other"), permutations(KINDS[:3], 2))
