@@ -246,7 +246,7 @@ class HeadRunner(DraftExecutor, Protocol):
 
 @noun
 class RelayRequest:
-    """One step of a head's relay, or of a block head, after its pass over all guesses.
+    """One step of a relay or block head, after its pass over all guesses.
 
     `PassResult.hidden` are the messages to these guesses. A block head's first has the newest token before it.
     """
