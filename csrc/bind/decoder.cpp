@@ -52,8 +52,8 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
     const size_t num = router->out(), size = matrix_at(matrices, "experts.0.gate")->out();
     require(num <= kMaxExperts && 0 < shape.experts_per_token && shape.experts_per_token <= std::min(num, kMaxExpertsPerToken),
             "a layer has at most 512 experts, and a token at most 32 of them");
-    Mixture found{shape.experts_per_token, shape.norms_shares, matrix_of(matrices, "router", num, shape.hidden),
-                  maybe_vector(vectors, "router_bias", num), nullptr, {}};
+    Mixture found{shape.experts_per_token, shape.routing, matrix_of(matrices, "router", num, shape.hidden),
+                  maybe_vector(vectors, "router_bias", num), maybe_vector(vectors, "router_correction", num), nullptr, {}};
     if (matrices.contains("shared_gate")) found.shared_gate = matrix_of(matrices, "shared_gate", 1, shape.hidden);
     require(has_floats(*router) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
     for (size_t i = 0; i < num; ++i) {
@@ -101,7 +101,7 @@ Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matri
     if (vectors.contains("layer_scale")) layer.scale = vector_of(vectors["layer_scale"], 1, "layer_scale")[0];
     layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
     layer.mixture = mixture_of(shape, matrices, vectors);
-    if (!layer.mixture || layer.mixture->shared_gate) {
+    if (!layer.mixture || layer.mixture->shared_gate || matrices.contains("mlp_gate")) {
         const size_t size = matrix_at(matrices, "mlp_gate")->out();
         require(size <= shape.intermediate, "a layer is wider than the widest");
         layer.gate = matrix_of(matrices, "mlp_gate", size, shape.hidden);
@@ -221,8 +221,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
                   const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
-                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool reads_rows, const nb::dict& corrector_matrices,
-                  const nb::dict& corrector_vectors) {
+                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid, float share_scale, bool reads_rows,
+                  const nb::dict& corrector_matrices, const nb::dict& corrector_vectors) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -231,8 +231,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
         require(std::isfinite(x) && x >= 0.0f, "factors and caps are finite and not negative");
     require(query_context >= 1.0f, "a context has at least one position");
     shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed, shape.reads_rows = reads_rows;
-    shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
-    require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
+    shape.experts_per_token = experts_per_token, shape.routing = {norms_shares, routes_by_sigmoid, share_scale};
+    for (float x : {query_scale, embed_scale, share_scale}) require(std::isfinite(x), "a scale is not a finite number");
     check_shape(shape);
     const std::vector<HeadShape> own_heads = heads_of(shape, heads);
     for (const HeadShape& own : own_heads) shape.kv_size = std::max(shape.kv_size, own.kv_size());
@@ -251,6 +251,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
     weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
+    weights.feature_norm = maybe_vector(fusing_vectors, "feature_norm", shape.hidden);
     if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
     if (reads_rows) weights.corrector = corrector_of(shape, corrector_matrices, corrector_vectors);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
@@ -265,10 +266,12 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     set_kv_layers(weights.layers, kv_layers);
     if (input_matrices.contains("input_embed"))
         weights.inputs = inputs_of(shape, input_matrices, input_vectors, layers, weights.layers);
+    std::shared_ptr<const Mixture> first;
     for (const Layer& layer : weights.layers) {
-        const auto &own = layer.mixture, &first = weights.layers[0].mixture;
-        require(!own == !first && (!own || (own->experts.size() == first->experts.size() && own->size() == first->size())),
-                "all layers have experts of one number and size, or none has");
+        const auto& own = layer.mixture;
+        require(!own || !first || (own->experts.size() == first->experts.size() && own->size() == first->size()),
+                "layers with experts have one number and size of them");
+        if (!first) first = own;
     }
     set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
     for (const Layer& layer : weights.layers)
@@ -292,8 +295,8 @@ void bind_decoder(nb::module_& m) {
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
              "norms_values"_a = false,
-             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(),
-             "corrector_vectors"_a = nb::dict())
+             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f,
+             "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })

@@ -242,7 +242,7 @@ void Decoder::fuse_features(const Pass& pass, size_t thread) {
         auto& row = s.threads[thread].normed;
         std::fill(row.begin(), row.end(), 0.0f);
         norm(&s.hidden[t * hidden], weights_.embed_norm, hidden, shape_.norm_eps, row.data());
-        std::copy_n(pass.features + t * hidden, hidden, row.data() + hidden);
+        norm(pass.features + t * hidden, weights_.feature_norm, hidden, shape_.norm_eps, row.data() + hidden);
         s.hidden_q.set(t, row.data(), weights_.fuse->type(), 2 * hidden);
     });
     multiply_all(*pool_, {{weights_.fuse.get(), &s.hidden_q, s.delta.data(), stride, &weights_.fuse_bias}}, pass.num_tokens);
@@ -267,13 +267,18 @@ float Decoder::query_scale(int64_t position) const {
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
     const Layer& layer = weights_.layers[index];
     const size_t dim = layer.heads.dim, stride = round_up(layer.heads.kv_size(), kPanel);
-    const size_t slot = static_cast<size_t>(pass.slots[token]), offset = kv.offset(layer.kv, slot / kPageTokens, kv_head);
     float* key = &scratch_->k[token * stride + kv_head * dim];
     float* value = &scratch_->v[token * stride + kv_head * dim];
     apply_rope(layer, key, layer.k_norm, token, 1.0f, key);
     if (!layer.v_norm.empty()) norm(value, layer.v_norm, dim, shape_.norm_eps, value);
-    kv.kernels().write(static_cast<uint8_t*>(kv.keys(layer.kv)) + offset, static_cast<uint8_t*>(kv.values(layer.kv)) + offset,
-                       slot % kPageTokens, kv.padded_dim(layer.kv), dim, key, value);
+    const auto write = [&](size_t slot) {
+        const size_t offset = kv.offset(layer.kv, slot / kPageTokens, kv_head);
+        kv.kernels().write(static_cast<uint8_t*>(kv.keys(layer.kv)) + offset, static_cast<uint8_t*>(kv.values(layer.kv)) + offset,
+                           slot % kPageTokens, kv.padded_dim(layer.kv), dim, key, value);
+    };
+    write(static_cast<size_t>(pass.slots[token]));
+    for (size_t i = 0; i < pass.num_copies; ++i)
+        if (static_cast<size_t>(pass.copies[2 * i]) == token) write(static_cast<size_t>(pass.copies[2 * i + 1]));
 }
 
 // Store the keys and values of all tokens. One thread takes sixteen tokens, as those of a page share cache lines.

@@ -27,7 +27,7 @@ struct Shape {
     bool reads_features = false;  // a draft head, which reads a feature beside each token
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
     size_t experts_per_token = 0;
-    bool norms_shares = true;  // shares of a token's experts sum to 1
+    Routing routing;
     bool reads_rows = false;   // a block head: its tokens attend to all of their row, and features are of the context
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };
@@ -90,7 +90,7 @@ struct Weights {
     std::vector<float> magnitudes;              // likewise: factors of their cosines and sines
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
-    std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty
+    std::vector<float> fuse_bias, embed_norm, feature_norm;  // bias of `fuse`, norms of what it reads: [hidden], or empty
     std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
     Relay relay;
     Corrector corrector;

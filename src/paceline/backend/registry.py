@@ -63,7 +63,7 @@ class BackendSpec:
     max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
-    repacker: str | None = None  # module:function(decoder, weights), see `repack`; None: its weights stay
+    repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
@@ -84,17 +84,18 @@ class BackendSpec:
         loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
 
-    def repack(self, decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
-        """Make other weights of the same shape ready; return what puts them in place.
+    def repack(
+        self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False
+    ) -> tuple[Decoder, Callable[[], None]]:
+        """Make a decoder of the same shape over other weights; return it and what puts them into `decoder`.
 
-        It is called between passes.
-
+        The second one is called between passes. beside: passes run meanwhile, and keep half of the threads.
         Raises `ConfigError` where weights cannot be replaced.
         """
         if self.repacker is None:
             able = " or ".join(name for name, spec in BACKENDS.items() if spec.repacker)
             raise ConfigError(f"the {self.name} backend keeps its first weights: choose --backend {able}")
-        return self._imported(self.repacker)(decoder, weights)  # type: ignore[no-any-return]
+        return self._imported(self.repacker)(decoder, weights, beside)  # type: ignore[no-any-return]
 
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""

@@ -45,6 +45,9 @@ class Packed:
     slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
     The slot of a position p of row i is `pages[i, p // 16] * 16 + p % 16`. A backend with handles of its own
     takes numpy arrays, too.
+
+    A branch of a draft is a row of its own that shares pages with the row it leaves: see `backend/branches.py`.
+    What its pages hold of tokens of other rows is written there by `copies`, before anything is read.
     """
 
     token_ids: NDArray[int64]  # [num_tokens]
@@ -54,6 +57,7 @@ class Packed:
     pages: NDArray[int64]  # [num_rows, max_pages] page ids, padded with 0
     wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
     first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
+    copies: NDArray[int64] | None = None  # [num_copies, 2] (token, slot) where its K and V are written, too
 
     def check(self, num_slots: int, vocab_size: int) -> None:
         """Assert shapes and ranges."""
@@ -64,6 +68,8 @@ class Packed:
         assert ((0 <= self.token_ids) & (self.token_ids < vocab_size)).all()
         assert ((0 <= self.slots) & (self.slots < num_slots)).all()
         assert ((0 <= self.wanted) & (self.wanted < num_tokens)).all()
+        if self.copies is not None:
+            assert ((0 <= self.copies) & (self.copies < (num_tokens, num_slots))).all()
 
 
 class KV(Protocol):
@@ -121,6 +127,9 @@ class PassRequest:
     taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
     features: Features | None = None  # of a head
     masks: kernels.Masks | None = None  # what each wanted token may be, of an executor that takes them
+    wants_second: bool = (
+        False  # also return the second token of each choice; for drafters, whose specs ask for margins
+    )
 
 
 @noun
@@ -133,6 +142,9 @@ class PassResult:
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
     margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
+    second_ids: NDArray[int64] | None = (
+        None  # [len(specs)] the tokens that margins are over, UNCHOSEN if not known
+    )
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
@@ -157,6 +169,7 @@ class Capabilities:
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
     masks: bool = False  # chooses under masks
+    branches: bool = False  # takes `Packed.copies`, and its stores of KV are `CopiesPages`
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
     token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
     moves_pages: bool = False  # its stores of KV are `PageBytes`

@@ -25,6 +25,7 @@ from paceline.engine.assembly.cli_options import add_engine_arguments, engine_co
 from paceline.engine.drafters import DrafterPool
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
+from paceline.model.heads.mtp import drafters_within, usable_mtp
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from paceline.serve.terminal.display import progress, say, table
 
@@ -180,7 +181,7 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     kind, _ = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
     per_weight, free = NUM_BYTES[kind], config.free_bytes()
     weights = num_weights(model.config) * per_weight
-    drafters = parse_drafters(config.draft, model.fingerprint)
+    drafters = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model)))
     drafter = sum(spec.num_weights(model) for spec in drafters.configs) * per_weight
     text = (
         f"weights {_mib(weights)}, drafter at most {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"

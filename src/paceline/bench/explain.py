@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.core.params import TYPICAL
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -38,7 +39,7 @@ def run(args: Namespace) -> int:
 
 
 def _summary(path: str) -> None:
-    from paceline.control.files import replay
+    from paceline.control.files import law_name, replay
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
@@ -80,6 +81,10 @@ def _summary(path: str) -> None:
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
     if stairs[0] is not None:
         _say_filled(stairs[0], steps)
+    if law_name(Path(path)) == TYPICAL:
+        say(
+            "law typical: kept drafts include changed tokens; usage.speculation.changed_tokens of an answer counts"
+        )
     say(f"the replay chose the same in {len(chosen)} of {len(steps)} steps")
 
 

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.control.branching import Branching
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, ExpertCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
@@ -82,16 +83,22 @@ def make_loop(
     max_ks: Sequence[int],
     sink: TraceSink | None = None,
     objective: Objective | None = None,
+    branches: Sequence[int] = (),
 ) -> ClosedLoop:
     """Return a loop that begins with the costs and the acceptance of a profile.
 
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
+    branches: tokens of branches that each hands out, at most; empty: none does.
     """
     cost, priors = step_cost(profile), _priors(profile, max_ks)
     if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
         return ClosedLoop(Goodput(cost, num_rows, max_ks, priors, objective), None, names, sink)
     policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops, profile.late)
-    return ClosedLoop(policy, cost, names, sink)
+    branching = None
+    if any(branches):
+        indices = {name: index for index, name in enumerate(names)}
+        branching = Branching(cost, policy.choice.models, branches, indices)
+    return ClosedLoop(policy, cost, names, sink, branching=branching)
 
 
 def step_cost(profile: Profile) -> OnlineCost | TableCost:
@@ -359,6 +366,11 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
 def drafter_names(path: Path) -> tuple[str, ...]:
     """Return the names of a trace's drafters by index. Raises `ConfigError`."""
     return tuple(next(_read(path), {}).get("names", ()))
+
+
+def law_name(path: Path) -> str:
+    """Return the law of a trace's engine, empty if it is not told. Raises `ConfigError`."""
+    return str(next(_read(path), {}).get("profile", {}).get("about", {}).get("law", ""))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
 from paceline.core.params import AUTO, OFF, check_token_ids
+from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
@@ -57,6 +58,7 @@ class Engine(Verbs):
         drafting = DrafterPool(drafters, target.config.vocab_size, pool.empty_store)
         super().__init__(target, drafting, controller, law, Scheduler(limits, pool, fingerprint), SerialLoop())
         self.tokenizer = tokenizer
+        self.changes = ChangeBudgets(frozenset(tokenizer.eos_ids))
         self._new_controller: Callable[[], Controller] = lambda: controller
 
     # Requests ------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class Engine(Verbs):
         if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size, request.told)
-        request = self._speculated(request)
+        request = self._speculated(self.changes.settled(request, self.law.name))
         if request.scores_prompt and not self.target.scores_prompts:
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
@@ -161,6 +163,7 @@ class Engine(Verbs):
         """Start cold: empty the prefix cache, drafters' and controller's memory; unloaded drafters stay so."""
         self.scheduler.pool.forget()
         self.drafting.forget()
+        self.changes.forget()
         self.controller = self._new_controller()
 
     def close(self) -> None:

@@ -139,6 +139,7 @@ def _note(
         expected_tokens=expected.row_tokens.get(row.row) if row.decodes else None,
         expected_s=expected.seconds,
         plain_s=expected.plain_s,
+        changed=() if (m := gained.mismatches) is None else tuple(p for p in m.places[: m.num_kept] if p < count),
     )
 
 

@@ -27,11 +27,12 @@ class DraftCounts:
     drafted: int = 0  # tokens proposed
     verified_at: list[int] = field(default_factory=list)  # [position] tokens scored by the target
     accepted_at: list[int] = field(default_factory=list)  # [position] tokens kept
+    beside: int = 0  # tokens of branches scored by the target
 
     @property
     def verified(self) -> int:
         """Tokens scored by the target, after trimming."""
-        return sum(self.verified_at)
+        return sum(self.verified_at) + self.beside
 
     @property
     def trimmed(self) -> int:
@@ -48,9 +49,10 @@ class DraftCounts:
         """Tokens kept."""
         return sum(self.accepted_at)
 
-    def count(self, num_drafted: int, num_verified: int, num_accepted: int) -> None:
-        """Add one row's draft."""
-        self.drafted += num_drafted
+    def count(self, num_drafted: int, num_verified: int, num_accepted: int, beside: int = 0) -> None:
+        """Add one row's draft. beside: tokens of its branches that were verified."""
+        self.drafted += num_drafted + beside
+        self.beside += beside
         _bump(self.verified_at, num_verified)
         _bump(self.accepted_at, num_accepted)
 
@@ -74,6 +76,7 @@ class Stats:
     cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
     prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0
+    changed_tokens: int = 0  # of `output_tokens`: not the target's own choices, by the law `typical`
     preemptions: int = 0
     resumed_requests: int = 0  # whose answers had begun elsewhere
     resumed_tokens: int = 0  # of these answers, told with their requests
@@ -121,16 +124,16 @@ class Stats:
         for index in places:
             r, kept = batch.rows[index], draft.rows[index]
             if r.decodes:
-                self._count_row(proposed.rows[index], len(kept), verdict.rows[index].num_accepted)
+                self._count_row(proposed.rows[index], kept, verdict.rows[index].num_accepted)
             else:
                 self.prefilled_tokens += r.num_known
 
-    def _count_row(self, proposed: RowDraft, num_verified: int, num_accepted: int) -> None:
+    def _count_row(self, proposed: RowDraft, draft: RowDraft, num_accepted: int) -> None:
         self.decode_passes += 1
-        _bump_at(self.k_histogram, num_verified, 1)
+        _bump_at(self.k_histogram, len(draft), 1)
         if proposed.drafter is not None:
             counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
-            counts.count(len(proposed), num_verified, num_accepted)
+            counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,13 +87,14 @@ class KVStore:
     def page_bytes(self) -> int: ...
     def read_page(self, page: int, to: NDArray[uint8]) -> None: ...
     def write_page(self, page: int, data: NDArray[uint8]) -> None: ...
+    def copy_page(self, source: int, target: int) -> None: ...
 
 def checksum(data: NDArray[uint8]) -> int: ...
 
 class PassInputs:
     def __init__(
         self, token_ids: _Ids, positions: _Ids, slots: _Ids, cu_len: _Ids,
-        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids,
+        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids, copies: _Ids,
     ) -> None: ...
 
 class Masks:  # of the wanted tokens; a pass reads them once they are open
@@ -143,6 +144,8 @@ class Decoder:
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,
+        routes_by_sigmoid: bool = False,
+        share_scale: float = 1.0,
         reads_rows: bool = False,
         corrector_matrices: dict[str, Matrix] = ...,
         corrector_vectors: dict[str, _F32] = ...,
@@ -174,6 +177,7 @@ class Decoder:
     def forward_steps(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
+        second_ids: _Ids,
     ) -> None: ...
     def store_context(self, kv: KVStore, inputs: PassInputs) -> None: ...
     def correct(

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.params import TYPICAL
 from paceline.core.promise import fingerprint
 from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
@@ -63,7 +64,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Law -> what clients may rely on.
-PROMISES = {"coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache"}
+PROMISES = {
+    "coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache",
+    TYPICAL: "none of texts: up to a share of an answer's tokens is changed, which its usage counts",
+}
 OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
 OPERATION = OperationOptions()
@@ -96,7 +100,7 @@ class AppState:
             raise EngineDied(NOT_READY)
         prompts = await self.tokenizer_cache.of(ready)
         names = self.served_names or (ready.model_name,)
-        return Serving(prompts, names, self.lenient, fingerprint(ready.promise))
+        return Serving(prompts, names, self.lenient, fingerprint(ready.promise), ready.law)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -265,8 +269,12 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
     ready = state.client.ready
     assert ready is not None
     choices = {choice.what: choice.value for choice in ready.choices}
-    law = choices.get("law", "")
-    promise = {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")}
+    law = ready.law
+    promise = {
+        "text": PROMISES.get(law.partition(" ")[0], OTHER_PROMISE),
+        "law": law,
+        "backend": choices.get("backend"),
+    }
     promise["key"] = ready.promise
     created = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {

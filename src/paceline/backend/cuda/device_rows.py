@@ -132,7 +132,7 @@ class DeviceRows(Rows):
         self._behind[row] = 0
         spec = self.spec_after(row, ())
         plain = self._sampling_is_plain(row) and row not in self.grammars.states
-        late = spec.kind in ("argmax", "noisy") and plain
+        late = spec.kind in ("argmax", "noisy") and plain and not admission.request.change_budget
         self.rows_chosen_here -= {row}
         self.rows_chosen_here |= set() if late else {row}
 

@@ -71,7 +71,9 @@ class NativeDecoder:
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
         asynchronous = self.team.num_threads > 1
-        return Capabilities(multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True)
+        return Capabilities(
+            multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True, branches=True
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -197,6 +199,7 @@ def run_steps(
     specs, steps = request.specs, request.steps
     assert isinstance(request.kv, kernels.KVStore)
     token_ids, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
+    second_ids = np.empty(len(specs) if request.wants_second else 0, np.int64)
     compiled.forward_steps(
         request.kv,
         read_inputs(compiled, request.packed, features),
@@ -208,8 +211,9 @@ def run_steps(
         hints=[limit.pointer for limit in steps],
         chosen=token_ids,
         margins=margins,
+        second_ids=second_ids,
     )
-    return PassResult(token_ids, margins=margins)
+    return PassResult(token_ids, margins=margins, second_ids=second_ids if request.wants_second else None)
 
 
 def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
@@ -226,6 +230,9 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     return np.array(table).reshape(-1, 3)
 
 
+_NO_COPIES = np.empty((0, 2), np.int64)
+
+
 def read_inputs(
     compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None
 ) -> kernels.PassInputs:
@@ -239,6 +246,7 @@ def read_inputs(
         np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys,
         np.empty((0, compiled.hidden), np.float32) if features is None else features,
         packed.wanted,
+        _NO_COPIES if packed.copies is None else packed.copies,
     )
 
 

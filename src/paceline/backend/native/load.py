@@ -66,38 +66,45 @@ def pack_decoder(
     team: kernels.ThreadPool,
     weight_type: str = "int8",
     kv_type: str = "i16",
+    packers: kernels.ThreadPool | None = None,
 ) -> NativeDecoder:
     """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
 
+    packers: threads that pack, None for those of the team.
     Raises `ConfigError` for types that the model is too wide for.
     """
     config.check()
     check_types(config, weight_type, kv_type)
+    packers = packers or team
     wanted = wanted_matrices(config, weights, weight_type)
-    weights = kept(weights, wanted, team)
+    weights = kept(weights, wanted, packers)
     embed, *untied = (
-        pack(weights, name, wanted[name].dtype, team) for name in ("embed", "head") if name in wanted
+        pack(weights, name, wanted[name].dtype, packers) for name in ("embed", "head") if name in wanted
     )
     head = untied[0] if untied else embed
     tables = SharedTables(embed, head, as_float32(weights["final_norm"]))
     compiled = compile_decoder(
         config,
         team,
-        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, team) if config.layer_input_size else None),
+        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, packers) if config.layer_input_size else None),
         output=Output(head, tables.final_norm),
         layers=[
-            pack_layer(i, layer_shapes(config, i), weights, weight_type, team) for i in range(config.num_layers)
+            pack_layer(i, layer_shapes(config, i), weights, weight_type, packers) for i in range(config.num_layers)
         ],
         factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
 
 
-def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+def repack(
+    decoder: Decoder, weights: Mapping[str, NDArray[floating]], beside: bool
+) -> tuple[Decoder, Callable[[], None]]:
     """Pack other weights of the same shape, see `BackendSpec.repack`."""
     assert isinstance(decoder, NativeDecoder)
-    fresh = pack_decoder(decoder.config, weights, decoder.team, decoder.weight_type, decoder.kv_type)
-    return partial(decoder.adopt, fresh)
+    team = decoder.team
+    packers = kernels.ThreadPool(max(1, team.num_threads // 2)) if beside else team
+    fresh = pack_decoder(decoder.config, weights, team, decoder.weight_type, decoder.kv_type, packers)
+    return fresh, partial(decoder.adopt, fresh)
 
 
 def pack_inputs(
@@ -253,7 +260,7 @@ def _head_matrices(
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
     own = {"fc", *(f"relay.{name}" for name in _RELAY_MATRICES), *(f"corrector.{name}" for name in _MIXES)}
     found = {
-        name: Wanted(weight_type, *shape)
+        name: Wanted(matrix_type(weights, name, weight_type), *shape)
         for name, shape in shapes.items()
         if name in own or name.startswith("layers.")
     }
@@ -313,7 +320,7 @@ def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
     widest = config.hidden_size  # columns of embedding and head, whatever the others' type
     if weight_type in ("int8", "int4_row"):
-        widest = max(widest, config.intermediate_size * config.sharing_factor)
+        widest = max(widest, config.intermediate_size, config.widest_feed)
         widest = max(widest, config.num_heads * max(view.heads.dim for view in config.views))
     if table_type(weight_type) == "int8" and widest > _MAX_INT8_COLUMNS:
         raise ConfigError(
@@ -398,8 +405,7 @@ def compile_decoder(
     return kernels.Decoder(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
-        intermediate=(config.experts and config.experts.shared_size)
-        or config.intermediate_size * config.sharing_factor,
+        intermediate=config.widest_feed,
         num_heads=config.num_heads,
         head_dim=2 * angles.shape[1],
         heads=[view.heads for view in views],
@@ -435,5 +441,7 @@ def compile_decoder(
         token_ids=output.token_ids,
         experts_per_token=config.experts.per_token if config.experts else 0,
         norms_shares=config.experts is None or config.experts.normed,
+        routes_by_sigmoid=config.experts is not None and config.experts.sigmoid,
+        share_scale=config.experts.scale if config.experts else 1.0,
         **_of_blocks(output.corrector),
     )

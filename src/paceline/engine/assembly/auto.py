@@ -57,11 +57,12 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
             _opened(config.trace), profile, names, num_rows, max_ks, config.objective, config.placement.apart
         )
     objective = Objective.parse(config.objective)
+    branches = [n.branches for n in needs] if engine.takes_branches else []
 
     def begin() -> ClosedLoop:
         if tracer:
             tracer.begun()
-        return make_loop(profile, names, num_rows, max_ks, tracer, objective)
+        return make_loop(profile, names, num_rows, max_ks, tracer, objective, branches)
 
     engine.control_by(begin)
     return f"K by the controller, which knows what steps cost: {known}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.registry import AUTO, BACKENDS
 from paceline.core.sampling_defaults import KINDS
-from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
+from paceline.engine.assembly.config import DEFAULT_DRAFT, LAW_BUDGET, OVERLAPS, EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
@@ -72,7 +72,17 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such "
         "as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
     )
-    group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
+    group.add_argument(
+        "--law",
+        default=DEFAULTS.law,
+        help="coupled (same seed, same text), rejection or block (same distribution), typical (changes texts)",
+    )
+    group.add_argument(
+        "--law-budget",
+        type=float,
+        metavar="SHARE",
+        help=f"largest share of changed tokens of an answer, under --law typical (default {LAW_BUDGET})",
+    )
     group.add_argument(
         "--backend",
         default=DEFAULTS.backend,
@@ -165,6 +175,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         model=args.model,
         draft=DEFAULT_DRAFT if draft is None else draft,
         law=args.law,
+        law_budget=args.law_budget,
         backend=args.backend,
         device=args.device,
         numerics=args.numerics,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.control.routing import ROUTES, policy_named
+from paceline.control.tails import OFF, parse_tail
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.system import usable_cores
 
@@ -20,6 +21,7 @@ MAX_REPLICAS = 256
 MAX_CORE = 1 << 16
 RESUMES = ("on", "off", "any")
 HEDGES = ("off", "p95")
+PLACES = ("here", "ray")  # values of --on
 AUTO = "auto"
 EXACT_LAW = "coupled"
 _GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
@@ -37,6 +39,7 @@ class ReplicaOptions:
     resume: str = "on"  # off: an answer ends with its replica; any: it goes on under any promise key
     resume_wait_s: float = 30.0  # of an answer, for a replica that can go on with it
     hedge: str = "off"
+    tail: str = OFF  # what is done with the last answers of a roll-out, see `control/tails.py`
     audit: float = 0.0  # share of the finished answers that another replica writes again
 
     def __post_init__(self) -> None:
@@ -50,6 +53,7 @@ class ReplicaOptions:
             if value not in known:
                 raise ConfigError(f"{flag} {value}: it is one of {', '.join(known)}{suggest(value, known)}")
         policy_named(self.route)
+        parse_tail(self.tail)
         if self.cores != AUTO and len(core_groups(self.cores)) != self.replicas:
             raise ConfigError(f"--cores {self.cores} must name as many groups as --replicas {self.replicas}")
 
@@ -142,6 +146,12 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
         "--replicas", type=int, metavar="N", default=_DEFAULTS.replicas, help="engines that share the requests"
     )
     group.add_argument(
+        "--on",
+        choices=PLACES,
+        default=PLACES[0],
+        help="where engines run: as processes here, or as a Ray Serve application",
+    )
+    group.add_argument(
         "--cores",
         metavar="auto|GROUPS",
         default=_DEFAULTS.cores,
@@ -173,6 +183,12 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
         help="let a second replica write an answer whose first token is later than 95 %% of predictions allow",
     )
     group.add_argument(
+        "--tail",
+        metavar="off|spread|pack:ROWS",
+        default=_DEFAULTS.tail,
+        help="when no more requests come: even the last rows out, or pack up to so many on each of few",
+    )
+    group.add_argument(
         "--audit",
         type=float,
         metavar="SHARE",
@@ -190,5 +206,6 @@ def fleet_options(args: Namespace) -> ReplicaOptions:
         resume=args.resume,
         resume_wait_s=args.resume_wait,
         hedge=args.hedge,
+        tail=args.tail,
         audit=args.audit,
     )

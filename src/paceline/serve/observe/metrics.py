@@ -37,6 +37,7 @@ _COUNTERS = (
     ("paceline_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache"),
     ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts, again after a preemption"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
+    ("paceline_changed_tokens", "changed_tokens", "Tokens that the law typical kept against the target's choice"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_resumed_requests", "resumed_requests", "Requests whose answers had begun elsewhere"),
     ("paceline_resumed_tokens", "resumed_tokens", "Answer tokens that came with these requests"),
