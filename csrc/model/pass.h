@@ -54,6 +54,12 @@ struct Pass {
     int64_t* second_ids = nullptr;  // [wanted] out: the second token, where margins say by how much it is behind; null: unwanted
     const int64_t* copies = nullptr;  // [num_copies, 2] (token, slot) where its key and value are written, too, by token; see `Packed`
     size_t num_copies = 0;
+    bool reads_rows = false;  // as `Shape::reads_rows`
+
+    // The keys that a token sees: those before this position.
+    size_t end_of_keys(size_t row, size_t token) const {
+        return static_cast<size_t>(positions[reads_rows ? static_cast<size_t>(cu_len[row + 1]) - 1 : token]) + 1;
+    }
 };
 
 // One position of the guesses of a parallel draft head, for some rows.
@@ -65,6 +71,17 @@ struct RelayStep {
     std::vector<const float*> position_sums;  // [num_rows] -> [2 * Relay::inner] of `Decoder::relay_positions`
     std::vector<const float*> head_logits;    // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
     float* messages;                          // [num_rows, Relay::size] out
+};
+
+// The next guess of each row of a block head, whose block has been run.
+struct BlockStep {
+    size_t num_rows;
+    const int64_t* previous_ids;             // [num_rows] tokens before the guesses
+    const float* previous_state;             // [num_rows, Corrector::state_size]
+    std::vector<const float*> states;        // [num_rows] -> [hidden] last hidden state of the query, after `final_norm`
+    std::vector<const float*> head_logits;   // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
+    float* state;                            // [num_rows, Corrector::state_size] out
+    float* log_odds;                         // [num_rows] out: that guesses are kept; instead of `Pass::margins`; or null
 };
 
 }  // namespace paceline

@@ -101,7 +101,7 @@ class Features:
     """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
     Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
-    fed back, or the head's mask feature where nothing is.
+    fed back, or the head's mask feature. A block head stores tokens with features, their own; blocks have none.
     """
 
     taps: TapStore
@@ -141,7 +141,7 @@ class PassResult:
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
-    margins: NDArray[floating] | None = None  # [len(specs)] logits by which each is ahead, NaN where not known
+    margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
     second_ids: NDArray[int64] | None = (
         None  # [len(specs)] the tokens that margins are over, UNCHOSEN if not known
     )
@@ -253,15 +253,15 @@ class HeadRunner(DraftExecutor, Protocol):
         ...
 
     def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses of rows by messages from earlier ones. For relay heads only."""
+        """Choose the next guesses by messages from earlier ones. Relay and block heads only."""
         ...
 
 
 @noun
 class RelayRequest:
-    """One step of a head's relay, after its pass over the places of all guesses.
+    """One step of a relay or block head, after its pass over all guesses.
 
-    `PassResult.hidden` of it are the messages that these guesses receive.
+    `PassResult.hidden` are the messages to these guesses. A block head's first has the newest token before it.
     """
 
     hidden: object  # `PassResult.hidden` of the pass

@@ -171,7 +171,8 @@ def _scores(asked: HostPass, result: PassResult) -> Scores:
     if asked.scoring is not None:
         specs = asked.scoring.specs
         result, prompts = asked.scoring.split(result)
-    cu_len = packed.cu_len[: len(asked.cu_len)]  # branches are rows behind these
+    # Branches are rows behind these; a backend without them may keep its arrays to itself.
+    cu_len = packed.cu_len if packed.copies is None else packed.cu_len[: len(asked.cu_len)]
     taps = Taps(result.taps, cu_len, packed.slots, asked.starts) if result.taps else None
     return Scores(
         asked.cu_len,

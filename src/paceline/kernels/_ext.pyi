@@ -146,6 +146,9 @@ class Decoder:
         input_vectors: dict[str, _F32] = ...,
         routes_by_sigmoid: bool = False,
         share_scale: float = 1.0,
+        reads_rows: bool = False,
+        corrector_matrices: dict[str, Matrix] = ...,
+        corrector_vectors: dict[str, _F32] = ...,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...
@@ -175,6 +178,11 @@ class Decoder:
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
         second_ids: _Ids,
+    ) -> None: ...
+    def store_context(self, kv: KVStore, inputs: PassInputs) -> None: ...
+    def correct(
+        self, states: _F32, previous_ids: _Ids, previous_state: _F32, specs: SamplingSpecs, vocab: int,
+        chosen: _Ids, logits: _F32, margins: _F32, state: _F32,
     ) -> None: ...
     def relay(
         self, first: _F32, states: _F32, previous_ids: _Ids, previous_messages: _F32, specs: SamplingSpecs,

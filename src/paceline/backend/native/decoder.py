@@ -160,7 +160,7 @@ def prepare(
     token_ids = np.empty(len(packed.wanted), np.int64)
     states = np.empty((len(taps), len(packed.token_ids), compiled.hidden), np.float32)
     margins = np.empty(len(specs) if any(s.margin for s in specs) else 0, np.float32)
-    read = _read(compiled, packed, features)
+    read = read_inputs(compiled, packed, features)
     outputs = states, token_ids, logits, margins
     return Prepared(
         (request.kv, read, read_specs, vocab, num_layers, list(taps), *outputs, request.masks),
@@ -202,7 +202,7 @@ def run_steps(
     second_ids = np.empty(len(specs) if request.wants_second else 0, np.int64)
     compiled.forward_steps(
         request.kv,
-        _read(compiled, request.packed, features),
+        read_inputs(compiled, request.packed, features),
         kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
@@ -233,7 +233,10 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
 _NO_COPIES = np.empty((0, 2), np.int64)
 
 
-def _read(compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.PassInputs:
+def read_inputs(
+    compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None
+) -> kernels.PassInputs:
+    """Return what a pass reads. features: [num_tokens, hidden] or none."""
     return kernels.PassInputs(
         packed.token_ids,
         packed.positions,

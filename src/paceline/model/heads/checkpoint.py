@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from paceline.model.files.hf import LAYER_NAMES, read_json, stored_tensors
 from paceline.model.files.safetensors_file import join_scales
 from paceline.model.files.source_files import folder_sources, folder_states
 from paceline.model.files.stored import Held
+from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.shapes import PREFIX, is_shape, random_tensors
 from paceline.model.weights import LazyWeights
@@ -40,11 +42,13 @@ _NAMES = {
     "lm_head.weight": "head",
     "mask_hidden": "mask_hidden",
     "embed_tokens.weight": "embed",
+    **TENSOR_NAMES,
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
 RELAY = "relay."  # begins the names of a relay's tensors
 _RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
+_CORRECTIONS = "corrector.out"  # a row for each draft token
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
 
@@ -102,6 +106,8 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     whole = join_scales(found)
     if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
         config = replace(config, fusion_bias=True)
+    if config.block:
+        config = replace(config, own_head="head" in found)
     shapes = head_shapes(config)
     if "embed" in found:
         shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
@@ -116,14 +122,17 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:
-    """Return a head that writes only the lowest token ids.
+    """Return a head that writes only the lowest token ids, and those of requests.
 
     It must write with its target's own head. The lowest ids are the most frequent tokens in most tokenizers: a BPE
     gives ids in the order of its merges, a unigram model in that of its probabilities.
     """
-    assert head.config.algorithm.guesses_features
-    config = replace(head.config, draft_vocab_size=num_tokens)
-    return replace(head, config=config, token_ids=np.arange(num_tokens, dtype=np.int64))
+    assert not head.config.own_head
+    config = replace(head.config, draft_vocab_size=num_tokens, request_tokens=True)
+    weights = head.weights
+    if _CORRECTIONS in weights:
+        weights = ChainMap({_CORRECTIONS: weights[_CORRECTIONS][:num_tokens]}, dict(weights))
+    return replace(head, config=config, weights=weights, token_ids=np.arange(num_tokens, dtype=np.int64))
 
 
 def canonical_name(name: str) -> str | None:

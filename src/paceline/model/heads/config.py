@@ -2,7 +2,7 @@
 
 Those of the EAGLE authors (arXiv 2401.15077, 2503.01840) are the config of a Llama of one layer with some fields
 more; those of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
-add a mask token.
+add a mask token. Block heads are in `block_format.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.model.config import layer_shapes
 from paceline.model.files.hf import config_from_json
+from paceline.model.heads.block_format import (
+    BLOCK_NAMES,
+    FAMILY,
+    BlockShape,
+    all_values,
+    block_shapes,
+    read_block,
+)
+from paceline.model.heads.values import flag, integer, layer_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.model.config import ModelConfig
 
-MAX_TAPS = 16
 _MAX_PADDING = 1024  # tokens by which padded vocabularies of one model differ
 
 
@@ -31,6 +39,9 @@ class Algorithm:
     parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
     last_tap: int  # the paper's highest tap, counted back from the target's last layer
     guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
+    blocks: bool = (
+        False  # features are keys and values of all its layers; it guesses a whole block of tokens at once
+    )
 
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
         """Return the paper's taps, after a low, a middle and a high layer."""
@@ -43,6 +54,7 @@ EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
 MTP = Algorithm("mtp", parallel=False, last_tap=0, guesses_features=True)
 EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
 PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
+BLOCK = Algorithm("block", parallel=False, last_tap=3, blocks=True)
 _ALGORITHMS = {
     "eagle": EAGLE,
     "EagleLlamaForCausalLM": EAGLE,
@@ -52,8 +64,7 @@ _ALGORITHMS = {
     "p-eagle": PEAGLE,
     "LlamaForCausalLMEagle3": EAGLE3,
     "PEagleDraftModel": PEAGLE,
-}
-_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+} | dict.fromkeys(BLOCK_NAMES, BLOCK)
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
 RELAY_SIZE = "relay_size"  # likewise
 MOST_RELAYED = 4096
@@ -66,7 +77,7 @@ class HeadConfig:
     """Shape of one head. Hidden states are the target's residual stream after some layer."""
 
     algorithm: Algorithm
-    layers: ModelConfig  # of the head's own layers; the first one reads twice the width
+    layers: ModelConfig  # of the head's own layers; EAGLE's first one reads twice the width
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
@@ -74,13 +85,15 @@ class HeadConfig:
     norm_before_fc: bool = False  # one norm over all taps together
     fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
     norm_output: bool = False  # what is fed back is the normed output
-    mask_token_id: int | None = None  # P-EAGLE: stands for a token that is not known yet
+    mask_token_id: int | None = None  # P-EAGLE and block heads: stands for a token that is not known yet
     relay_size: int = 0  # P-EAGLE: numbers of the message to each guess from those before; 0: no relay
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
     feature_norm: bool = False  # MTP: a norm of the feature, too
     request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
+    own_head: bool = True  # False: it writes with the target's own head
+    block: BlockShape | None = None  # of a block head
 
     @property
     def tapped_size(self) -> int:
@@ -96,6 +109,8 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     algorithm = _algorithm(values)
     inner = values.get("transformer_layer_config")
     layer_values = dict(inner if isinstance(inner, dict) else values)
+    if algorithm.blocks:
+        layer_values["model_type"] = FAMILY  # whatever the file says: it is the target's
     layer_values.setdefault("model_type", "llama")
     layers = config_from_json(_without_tokens(layer_values, target))
     if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
@@ -104,17 +119,22 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     everywhere = {**(nested if isinstance(nested, dict) else {}), **values}
     if algorithm.guesses_features:
         config = _feature_head(algorithm, layers, everywhere, target)
+    elif algorithm.blocks:
+        config = _block_head(layers, everywhere, target)
     else:
         config = HeadConfig(
             algorithm=algorithm,
             layers=layers,
-            draft_vocab_size=_integer(everywhere, "draft_vocab_size", target.vocab_size),
-            target_hidden_size=_integer(everywhere, "target_hidden_size", target.hidden_size),
+            draft_vocab_size=integer(everywhere, "draft_vocab_size", target.vocab_size),
+            target_hidden_size=integer(everywhere, "target_hidden_size", target.hidden_size),
             taps=_taps(everywhere, algorithm, target),
             mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
             relay_size=_relay_size(everywhere) if algorithm.parallel else 0,
-            request_tokens=_flag(everywhere, OWN_TOKENS),
-            **{name: _flag(everywhere, name) for name in _FLAGS},
+            request_tokens=flag(everywhere, OWN_TOKENS),
+            norm_before_residual=flag(everywhere, "norm_before_residual"),
+            norm_before_fc=flag(everywhere, "norm_before_fc"),
+            fc_norm=flag(everywhere, "fc_norm"),
+            norm_output=flag(everywhere, "norm_output"),
         )
     _check(config, target, _made_for(values))
     return config
@@ -124,18 +144,37 @@ def _feature_head(
     algorithm: Algorithm, layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig
 ) -> HeadConfig:
     """EAGLE-1: as wide as its target; layer outputs are features once `layernorms` normed them."""
-    layernorms = _flag(values, "layernorms")
+    layernorms = flag(values, "layernorms")
     return HeadConfig(
         algorithm=algorithm,
         layers=layers,
-        draft_vocab_size=_integer(values, "draft_vocab_size", target.vocab_size),
+        draft_vocab_size=integer(values, "draft_vocab_size", target.vocab_size),
         target_hidden_size=layers.hidden_size,
         taps=algorithm.default_taps(target.num_layers),
         norm_output=layernorms,
         request_tokens=True,
+        own_head=False,
         layernorms=layernorms,
-        fusion_bias=_flag(values, "fusion_bias"),
+        fusion_bias=flag(values, "fusion_bias"),
         target_norm_eps=target.norm_eps,
+    )
+
+
+def _block_head(layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
+    """Return the config of a block head, see `block_format.py`."""
+    values = all_values(values)
+    taps, block = read_block(values, layers, target)
+    size = integer(values, "draft_vocab_size", target.vocab_size)
+    return HeadConfig(
+        algorithm=BLOCK,
+        layers=layers,
+        draft_vocab_size=size,
+        target_hidden_size=integer(values, "target_hidden_size", layers.hidden_size),
+        taps=taps or BLOCK.default_taps(target.num_layers),
+        mask_token_id=_mask_token(values),
+        request_tokens=flag(values, OWN_TOKENS),
+        own_head=size != target.vocab_size,  # as files have it, but for some: `load_head` looks
+        block=block,
     )
 
 
@@ -150,6 +189,9 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     if c.norm_before_fc:
         shapes["input_norm"] = (c.tapped_size,)
     shapes |= _all_layer_shapes(c.layers)
+    if c.block:
+        head = {"head": (c.draft_vocab_size, width)} if c.own_head else {}
+        return shapes | head | block_shapes(c.block, c.layers, c.draft_vocab_size)
     for name in ("attn_q", "attn_k", "attn_v"):
         shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)
     shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
@@ -201,7 +243,9 @@ def _algorithm(values: Mapping[str, Any]) -> Algorithm:
             return _ALGORITHMS[name]
     if names == ["LlamaForCausalLM"]:  # as the first heads were published, EAGLE-3's with a vocabulary
         return EAGLE3 if "draft_vocab_size" in values else EAGLE
-    raise UnsupportedModel(f"the head says it is {names}; EAGLE-1, EAGLE-3 and P-EAGLE heads are known")
+    raise UnsupportedModel(
+        f"the head says it is {names}; EAGLE-1, EAGLE-3, P-EAGLE and block heads (DFlash, DSpark) are known"
+    )
 
 
 def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
@@ -213,42 +257,21 @@ def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, An
 
 
 def _taps(values: Mapping[str, Any], algorithm: Algorithm, target: ModelConfig) -> tuple[int, ...]:
-    given = values.get("eagle_aux_hidden_state_layer_ids")
-    if given is None:
-        return algorithm.default_taps(target.num_layers)
-    if not isinstance(given, list) or not 1 <= len(given) <= MAX_TAPS or not all(type(i) is int for i in given):
-        raise BadModelFile(f"eagle_aux_hidden_state_layer_ids = {str(given)[:80]} must be a list of layers")
-    return tuple(given)
+    return layer_list(values, "eagle_aux_hidden_state_layer_ids") or algorithm.default_taps(target.num_layers)
 
 
 def _mask_token(values: Mapping[str, Any]) -> int:
     for key in _MASK_KEYS:
         if values.get(key) is not None:
-            return _integer(values, key, 0)
-    raise BadModelFile("a P-EAGLE head needs mask_token_id in its config.json")
+            return integer(values, key, 0)
+    raise BadModelFile("a head that guesses several tokens at once needs mask_token_id in its config.json")
 
 
 def _relay_size(values: Mapping[str, Any]) -> int:
-    size = _integer(values, RELAY_SIZE, 0)
+    size = integer(values, RELAY_SIZE, 0)
     if size > MOST_RELAYED:
         raise BadModelFile(f"the head's {RELAY_SIZE} = {size} must be at most {MOST_RELAYED}")
     return size
-
-
-def _integer(values: Mapping[str, Any], key: str, default: int) -> int:
-    value = values.get(key)
-    value = default if value is None else value
-    if type(value) is not int or not 0 <= value < 1 << 31:
-        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be a whole number")
-    return value
-
-
-def _flag(values: Mapping[str, Any], key: str) -> bool:
-    value = values.get(key)
-    value = False if value is None else value
-    if type(value) is not bool:
-        raise BadModelFile(f"the head's {key} = {str(value)[:80]} must be true or false")
-    return value
 
 
 def _made_for(values: Mapping[str, Any]) -> str:

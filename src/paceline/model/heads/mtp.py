@@ -134,6 +134,7 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
         taps=MTP.default_taps(target.num_layers),
         norm_output=True,
         request_tokens=True,
+        own_head=False,
         layernorms=True,
         feature_norm=True,
         target_norm_eps=target.norm_eps,
