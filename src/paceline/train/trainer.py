@@ -42,6 +42,7 @@ class TrainConfig:
     batch_tokens: int = 2048
     decay: float = 0.8  # weight of a depth relative to the depth before it
     keep: float = 0.8  # share of the drafts that go on to the next depth
+    anchors: float = 1.0  # share of the answers' tokens at which a draft begins
     own_tokens: int = 0  # request tokens that a batch adds to the vocabulary
     seed: int = 0
     compute: str = "float32"  # number type of matrix products, a key of `COMPUTES`
@@ -142,7 +143,9 @@ class Trainer:
     def _take_step(self, batch: TrainBatch) -> float:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
-        depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)
+        depths = plan_drafts(
+            batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device, config.anchors
+        )
         with product_precision(config.compute):
             hidden = recipe.predict(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
@@ -153,6 +156,7 @@ class Trainer:
             rows,
             self._shares(hidden),
             COMPUTES[config.compute],
+            recipe.num_frozen,
         )
         if not loss.isfinite():
             raise PacelineError(
