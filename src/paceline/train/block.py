@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.model.heads.block import MAX_BLOCK, MAX_RANK
+from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
 from paceline.train.block_recipe import BlockChoices, BlockRecipe
 from paceline.train.corpus import rarest_token
 from paceline.train.train_options import (
@@ -38,10 +38,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--k", type=int, default=8, metavar="K", help="drafts of a block")
     parser.add_argument("--layers", type=int, default=3, metavar="N", help=f"of the head, at most {MAX_LAYERS}")
     parser.add_argument(
-        "--copy", default="", metavar="I,J,...", help="layers of the target that the head's begin as (default: none)"
+        "--copy",
+        default="",
+        metavar="I,J,...",
+        help="layers of the target that the head's begin as (default: none)",
     )
     parser.add_argument(
-        "--anchors", type=float, default=0.25, metavar="SHARE", help="of the answers' tokens: how many begin a block"
+        "--anchors",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the answers' tokens: how many begin a block",
     )
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
@@ -50,12 +57,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"
     )
     parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
+    parser.add_argument(
+        "--optimizer", default="muon", choices=("muon", "adamw"), help="of the matrices between states"
+    )
     add_reading(parser)
 
 
 def run(args: Namespace) -> int:
     """Train a head of `--layers` layers."""
-    for name, value, high in (("k", args.k, MAX_BLOCK), ("layers", args.layers, MAX_LAYERS), ("rank", args.rank, MAX_RANK)):
+    for name, value, high in (
+        ("k", args.k, MAX_BLOCK),
+        ("layers", args.layers, MAX_LAYERS),
+        ("rank", args.rank, MAX_RANK),
+    ):
         if not 1 <= value <= high:
             raise ConfigError(f"--{name} must be between 1 and {high}, not {value}")
     target = open_target(args)
@@ -72,7 +86,13 @@ def run(args: Namespace) -> int:
         own_tokens=args.own_tokens > 0,
     )
     config = train_config(
-        args, material, keep=1.0, decay=args.decay, anchors=args.anchors, eval_steps=args.k
+        args,
+        material,
+        keep=1.0,
+        decay=args.decay,
+        anchors=args.anchors,
+        eval_steps=args.k,
+        muon=args.optimizer == "muon",
     )
     recipe = BlockRecipe(choices, material, args.seed)
     return train_and_report(args, material, recipe, asdict(choices), config)

@@ -1,4 +1,4 @@
-"""Block heads in training: all blocks of packed texts in one pass, as `model.heads.block` describes it.
+"""Block heads in training: all blocks of packed texts in one pass, as `model.heads.block_format` describes it.
 
 A block begins at an anchor, a token of an answer. It sees the taps of the tokens before its anchor, and itself
 (DFlash, arXiv 2602.06036). Draft d of anchor a predicts token a + d + 1.
@@ -17,7 +17,7 @@ from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.model.heads.block import BlockShape
+    from paceline.model.heads.block_format import BlockShape
     from paceline.model.heads.config import HeadConfig
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth, TextBounds
@@ -107,8 +107,11 @@ def _run_layers(
         seen = _keys_values(config, layer, context, at_context)
         own = _keys_values(config, layer, normed, at_queries)
         mixed = attend_blocks(
-            query.unflatten(0, (num, size)), seen, (own[0].unflatten(0, (num, size)), own[1].unflatten(0, (num, size))),
-            first, batch.bounds,
+            query.unflatten(0, (num, size)),
+            seen,
+            (own[0].unflatten(0, (num, size)), own[1].unflatten(0, (num, size))),
+            first,
+            batch.bounds,
         )
         hidden = hidden + linear(layer, "attn_o", mixed)
         normed = rms_norm(hidden, layer["mlp_norm"], eps)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paceline.model.config import layer_shapes
-from paceline.model.heads.block import TENSOR_NAMES
+from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.heads.config import OWN_TOKENS, head_shapes, read_config
 from paceline.train.block_drafts import draft_blocks
