@@ -156,6 +156,8 @@ def first_weights(
             ours = f"layers.{number}.{name}"
             if ours in weights:
                 weights[ours] = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
+    if choices.copied and "layers.0.attn_norm" in weights:  # its keys and values expect what this norm makes
+        weights["hidden_norm"] = weights["layers.0.attn_norm"].clone()
     width = target.config.hidden_size
     weights["fc"] *= FIRST_FUSION / DEVIATION
     weights["fc"][:, -width:] += torch.eye(width)

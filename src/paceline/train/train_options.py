@@ -96,6 +96,12 @@ def add_training(parser: ArgumentParser) -> None:
         help=f"tokens the drafter can write (default: those of --start-from, or {VOCABULARY})",
     )
     parser.add_argument(
+        "--vocab-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained drafter whose tokens to take, in place of --vocab",
+    )
+    parser.add_argument(
         "--own-tokens",
         type=int,
         default=512,
@@ -163,8 +169,9 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
     texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
-    if args.vocab is None and args.start_from is not None:
-        vocabulary, coverage = vocabulary_of(args.start_from, texts, vocab_size)
+    known = args.vocab_from or args.start_from
+    if args.vocab is None and known is not None:
+        vocabulary, coverage = vocabulary_of(known, texts, vocab_size)
     else:
         vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
     store = features_of(args, target, taps, corpus.texts)
