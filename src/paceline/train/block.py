@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import torch
+
 from paceline.core.errors import ConfigError
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
 from paceline.train.block_recipe import BlockChoices, BlockRecipe
@@ -72,11 +74,14 @@ def run(args: Namespace) -> int:
     ):
         if not 1 <= value <= high:
             raise ConfigError(f"--{name} must be between 1 and {high}, not {value}")
+    if args.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError("this PyTorch has no Muon, which is in 2.9 and later; add --optimizer adamw")
     target = open_target(args)
     taps = chosen_taps(args, target)
+    copied = _copied(args, target)
     material = gather(args, target, taps)
     choices = BlockChoices(
-        copied=_copied(args, target),
+        copied=copied,
         num_layers=args.layers,
         size=args.k,
         taps=taps,

@@ -255,6 +255,7 @@ def _check(args: Namespace) -> None:
         ("start_lr", 1.0),
         ("held_out", 0.9),
         ("keep", 1.0),
+        ("anchors", 1.0),
         ("decay", 1.0),
     ):
         value = getattr(args, flag, None)
