@@ -34,7 +34,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_toy_block_head_reaches_its_acceptance(toy: Path, tmp_path: Path, capsys: Any) -> None:
-    options = [*SMALL, "--steps", "70", "--eval-every", "35", "--type", "int8", "--compute", "float32"]
+    options = [*SMALL, "--steps", "70", "--eval-every", "35", "--type", "int8", "--compute", "float32", "--k", "3"]
     assert main(command("block", toy, tmp_path, *options)) == 0
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 35, 70]
@@ -97,6 +97,7 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     assert main(words[:at] + words[at + 2 :]) == 0
     heads = [load_head(folder, toy_config()) for folder in (first, tmp_path / "third")]
     np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
+    assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
 
 
 def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def one_block(
                 scores = np.array([q @ k[kv] for k in keys]) / np.sqrt(dim)
                 shares = np.exp(scores - scores.max())
                 mixed.append(sum(s * v[kv] for s, v in zip(shares / shares.sum(), values, strict=True)))
-            x = x + w["attn_o"] @ np.concatenate(mixed)
-            y = normed(x, w["mlp_norm"], eps)
+            attended = x + w["attn_o"] @ np.concatenate(mixed)
+            y = normed(attended, w["mlp_norm"], eps)
             gate = w["mlp_gate"] @ y
-            made.append(x + w["mlp_down"] @ (gate / (1 + np.exp(-gate)) * (w["mlp_up"] @ y)))
+            made.append(attended + w["mlp_down"] @ (gate / (1 + np.exp(-gate)) * (w["mlp_up"] @ y)))
         states = made
     outputs = [normed(x, weights["norm"], eps) for x in states][block.first :]
     logits, state = [], np.zeros(block.rank)

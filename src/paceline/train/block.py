@@ -1,7 +1,7 @@
 """`paceline train block`: train a block head, which drafts a whole block in one pass.
 
-The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask tokens
-behind anchors in the answers, and a weight that falls with the position in the block.
+The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask
+tokens behind anchors in the answers, and a weight that falls with the position in the block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
+from paceline.model.heads.checkpoint import head_config
 from paceline.train.block_recipe import BlockChoices, BlockRecipe
 from paceline.train.corpus import rarest_token
 from paceline.train.train_options import (
@@ -28,6 +29,7 @@ from paceline.train.train_options import (
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
+    from paceline.train.run import TrainMaterial
     from paceline.train.target_model import TrainTarget
 
 CORRECTORS = ("rnn", "gated", "vanilla", "none")
@@ -85,7 +87,7 @@ def run(args: Namespace) -> int:
         num_layers=args.layers,
         size=args.k,
         taps=taps,
-        mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
+        mask_token_id=_mask_token(args, material),
         corrector="" if args.corrector == "none" else args.corrector,
         rank=args.rank,
         own_tokens=args.own_tokens > 0,
@@ -101,6 +103,16 @@ def run(args: Namespace) -> int:
     )
     recipe = BlockRecipe(choices, material, args.seed)
     return train_and_report(args, material, recipe, asdict(choices), config)
+
+
+def _mask_token(args: Namespace, material: TrainMaterial) -> int:
+    """Return the mask token of the head in `--start-from`, or else the rarest token of the data."""
+    target = material.target
+    if args.start_from is not None:
+        known = head_config(args.start_from, target.config).mask_token_id
+        if known is not None:
+            return known
+    return rarest_token(material.corpus.texts, target.config.vocab_size)
 
 
 def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:

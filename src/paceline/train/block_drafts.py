@@ -102,17 +102,11 @@ def _run_layers(
     for index in range(layers.num_layers):
         layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
         normed = rms_norm(hidden, layer["attn_norm"], eps)
-        query = linear(layer, "attn_q", normed).unflatten(-1, (-1, layers.head_dim))
+        query = torch.unflatten(linear(layer, "attn_q", normed), -1, (-1, layers.head_dim))
         query = rotate(rms_norm(query, layer["attn_q_norm"], eps), *at_queries)
         seen = _keys_values(config, layer, context, at_context)
         own = _keys_values(config, layer, normed, at_queries)
-        mixed = attend_blocks(
-            query.unflatten(0, (num, size)),
-            seen,
-            (own[0].unflatten(0, (num, size)), own[1].unflatten(0, (num, size))),
-            first,
-            batch.bounds,
-        )
+        mixed = attend_blocks(query, seen, own, first, batch.bounds)
         hidden = hidden + linear(layer, "attn_o", mixed)
         normed = rms_norm(hidden, layer["mlp_norm"], eps)
         gate = ACTIVATIONS[layers.facts.activation](linear(layer, "mlp_gate", normed))
@@ -125,7 +119,7 @@ def _keys_values(
 ) -> KeysValues:
     """Return rotated keys and values [n, kv_heads, dim] of states [n, width]."""
     heads = (-1, config.layers.head_dim)
-    key, value = (linear(layer, f"attn_{name}", states).unflatten(-1, heads) for name in "kv")
+    key, value = (torch.unflatten(linear(layer, f"attn_{name}", states), -1, heads) for name in "kv")
     return rotate(rms_norm(key, layer["attn_k_norm"], config.layers.norm_eps), *rotated), value
 
 
@@ -134,14 +128,14 @@ def attend_blocks(
 ) -> torch.Tensor:
     """Attend from every query to the context before its anchor and to its whole block, text by text.
 
-    query: [m, size, heads, dim]. seen: [n, kv_heads, dim] each. own: [m, size, kv_heads, dim] each. Returns
+    query: [m * size, heads, dim]. seen: [n, kv_heads, dim] each. own: [m * size, kv_heads, dim] each. Returns
     [m * size, heads * dim].
     """
-    num, size, heads, dim = query.shape
-    kv_heads = seen[0].shape[1]
-    group = heads // kv_heads
+    heads, dim = query.shape[1:]
+    num, kv_heads = len(first.anchors), seen[0].shape[1]
+    size, group = len(query) // num, heads // kv_heads
     folded = (query * dim**-0.5).view(num, size, kv_heads, group, dim).permute(2, 0, 1, 3, 4)
-    own_keys, own_values = (x.permute(2, 0, 1, 3) for x in own)  # [kv_heads, m, size, dim]
+    own_keys, own_values = (x.view(num, size, kv_heads, dim).permute(2, 0, 1, 3) for x in own)
     own_scores = folded.flatten(2, 3) @ own_keys.transpose(2, 3)  # [kv_heads, m, size * group, size]
     rows_each = size * group
     from_context, from_own = [], []

@@ -169,11 +169,11 @@ def first_weights(
 
 
 def main_directions(embed: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the embeddings [vocab, rank] along their directions of largest variance, with variance 1 in all.
+    """Return the embeddings [vocab, rank] along their directions of largest variance, 1 in the mean.
 
     Tokens that are rare in the data thus begin near similar ones.
     """
     centred = embed - embed.mean(0)
     _, vectors = torch.linalg.eigh(centred.T @ centred)
-    made = centred @ vectors[:, -rank:]
+    made: torch.Tensor = centred @ vectors[:, -rank:]
     return made / made.square().mean().sqrt()
