@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,13 @@ import torch
 from safetensors.numpy import save_file
 from torch.nn import functional
 
+from paceline.backend.reference.block_head import context_keys, correction, log_odds
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.unroll import unroll
+from tests.draft.test_block_files import LAYERS, block_file_name
 from tests.draft.test_head_files import LAYER, file_name
 from tests.model.helpers import pack
 
@@ -34,15 +36,21 @@ MASKS = 4  # mask tokens behind a text that P-EAGLE is trained for
 
 
 RELAY = "relay"  # kind: a P-EAGLE head whose guesses are told of those before them
+CORRECTED = "corrected"  # kind: a block head with a corrector and a confidence
+WHOLE = "whole"  # kind: a block head that writes with its target's own head
+BLOCKS = ("block", CORRECTED, WHOLE)
+_DRAFTERS = {RELAY: "peagle"} | dict.fromkeys(BLOCKS, "block")
 
 
 def drafter_of(kind: str) -> str:
     """Return the name of the drafter that runs heads of a kind."""
-    return "peagle" if kind == RELAY else kind
+    return _DRAFTERS.get(kind, kind)
 
 
 def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any]:
     """Return a config.json in the `speculators` format."""
+    if kind in BLOCKS:
+        return block_values(kind, target) | changes
     relayed: dict[str, Any] = {"relay_size": 12, "norm_output": True} if kind == RELAY else {}
     layer = {
         **LAYER,
@@ -65,8 +73,40 @@ def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any
     return values | relayed | changes
 
 
+def block_values(kind: str, target: ModelConfig) -> dict[str, Any]:
+    """Return a block head's config.json in the `speculators` format."""
+    layer = {
+        **LAYERS,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "intermediate_size": 72,
+        "head_dim": 8,
+        "rope_theta": 10000.0,
+    }
+    values = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layer,
+        "draft_vocab_size": target.vocab_size if kind == WHOLE else DRAFT_VOCAB,
+        "aux_hidden_state_layer_ids": [1, target.num_layers - 1, target.num_layers],
+        "block_size": 6,
+        "mask_token_id": 300,
+        "draft_own_tokens": kind == "block",
+    }
+    if kind != CORRECTED:
+        return values
+    return values | {
+        "speculators_model_type": "dspark",
+        "markov_rank": 12,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
 def draft_ids(config: HeadConfig, vocab_size: int) -> np.ndarray:
     """Return the target's ids of the draft tokens, not in order: files may do as they like."""
+    if config.block and config.draft_vocab_size == vocab_size:
+        return np.arange(vocab_size)
     random = np.random.default_rng(3)
     kept = np.r_[np.arange(32, 80), random.permutation(np.r_[np.arange(32), np.arange(80, vocab_size)])]
     ids = kept[: config.draft_vocab_size]
@@ -87,7 +127,10 @@ def write_head(folder: Path, values: dict[str, Any], target: ModelConfig, weight
     """Write a head's two files."""
     config = read_config(values, target)
     tensors: dict[str, Any] = {
-        file_name(name, first_format=False): np.asarray(w.detach(), np.float32) for name, w in weights.items()
+        block_file_name(name) if config.block else file_name(name, first_format=False): np.asarray(
+            w.detach(), np.float32
+        )
+        for name, w in weights.items()
     }
     if config.draft_vocab_size != target.vocab_size:
         tensors["d2t"] = draft_ids(config, target.vocab_size) - np.arange(config.draft_vocab_size)
@@ -125,12 +168,18 @@ def train(kind: str, values: dict[str, Any], target: ReferenceDecoder) -> dict[s
     config = read_config(values, target.config)
     weights = {n: w.float().requires_grad_() for n, w in random_weights(config).items()}
     ids = torch.from_numpy(draft_ids(config, target.config.vocab_size))
-    _, embedded, tapped, probs = _texts(target, config.taps)
+    text_ids, embedded, tapped, probs = _texts(target, config.taps)
     soft = probs[:, ids] / probs[:, ids].sum(-1, keepdim=True)
     optimizer = torch.optim.Adam(weights.values(), 4e-3)
     mask = target.embed[config.mask_token_id or 0].float()
-    losses = {"eagle": _serial_loss, "eagle3": _serial_loss, "peagle": _peagle_loss, RELAY: _peagle_loss}[kind]
-    given = {"head": target.head[ids].float(), "target_norm": target.final_norm.float()} if kind == "eagle" else {}
+    by_drafter = {
+        "eagle": _serial_loss,
+        "eagle3": _serial_loss,
+        "peagle": _peagle_loss,
+        "block": partial(_block_loss, text_ids),
+    }
+    losses = by_drafter[drafter_of(kind)]
+    given = {} if config.own_head else {"head": target.head[ids].float(), "target_norm": target.final_norm.float()}
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         losses(config, weights | given, embedded, tapped, soft, mask).backward()
@@ -185,6 +234,44 @@ def _peagle_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: An
             logits[:, place] = (normed[:, place] + relayed(weights, told)) @ weights["head"].T
     wanted = soft.view(NUM_TEXTS, TEXT_LEN, -1)[:, 1 : length + 1]
     return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+
+
+def _block_loss(
+    text_ids: torch.Tensor, config: Any, weights: Any, embedded: Any, tapped: Any, soft: Any, mask: Any
+) -> torch.Tensor:
+    """Every text is cut somewhere and goes on with a block; the cut moves from step to step."""
+    block, width = config.block, embedded.shape[-1]
+    cut = int(torch.randint(8, TEXT_LEN - block.size - 1, ()))
+    features = fuse(config, weights, tapped).view(NUM_TEXTS, TEXT_LEN, -1)[:, :cut].flatten(0, 1)
+    context = list(context_keys(config, weights, features, torch.arange(cut).repeat(NUM_TEXTS)))
+    tokens = mask.expand(NUM_TEXTS, block.size, width).clone()
+    tokens[:, 0] = embedded.view(NUM_TEXTS, TEXT_LEN, -1)[:, cut]
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        q, *own = (x.view(NUM_TEXTS, block.size, *x.shape[1:]) for x in (query, key, value))
+        before = (x.view(NUM_TEXTS, cut, *x.shape[1:]) for x in context[layer])
+        k, v = (torch.cat(pair, 1).repeat_interleave(group, 2) for pair in zip(before, own, strict=True))
+        mixed = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+        return mixed.transpose(1, 2).reshape(NUM_TEXTS * block.size, -1)
+
+    tokens = tokens.flatten(0, 1)
+    positions = torch.arange(cut, cut + block.size).repeat(NUM_TEXTS)
+    hidden = last_norm(config, weights, run_layers(config, weights, tokens, tokens, positions, attend))
+    guesses = hidden.view(NUM_TEXTS, block.size, -1)[:, block.first :]
+    ids = text_ids.view(NUM_TEXTS, TEXT_LEN)
+    told, loss = torch.zeros(NUM_TEXTS, block.state_size), torch.zeros(())
+    for number in range(block.num_drafts):
+        before = ids[:, cut + number]
+        added, told = correction(block, weights, guesses[:, number], before, told)
+        logits = guesses[:, number] @ weights["head"].T + (0 if added is None else added)
+        wanted = soft.view(NUM_TEXTS, TEXT_LEN, -1)[:, cut + number]
+        loss = loss + functional.cross_entropy(logits, wanted)
+        if block.confidence:
+            kept = torch.minimum(logits.softmax(-1), wanted).sum(-1).detach()
+            odds = log_odds(block, weights, guesses[:, number], before)
+            loss = loss + functional.binary_cross_entropy_with_logits(odds, kept)
+    return loss / block.num_drafts
 
 
 @cache

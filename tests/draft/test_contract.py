@@ -28,7 +28,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from tests.backend.backends import ALL_BACKENDS, TEST_BACKENDS
 from tests.draft.foreign import TOKENIZERS, foreign_weights
-from tests.draft.heads import RELAY, drafter_of, trained_head
+from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head
 from tests.draft.test_cut_model import write_cut_model
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, SHARP, VOCAB, Answer, Request, assert_same, run, target
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
@@ -58,7 +58,9 @@ VARIANTS = {
         "draft-model:model=CUT",
     ),
     drafter_of(RELAY): ("peagle:model=HEAD", "peagle:model=RELAY"),
+    drafter_of(CORRECTED): ("block:model=HEAD", "block:model=CORRECTED", "block:model=WHOLE"),
 }
+KINDS = {"RELAY": RELAY, "CORRECTED": CORRECTED, "WHOLE": WHOLE}  # of heads, by the words of a spec
 HEADS = ("eagle", "eagle3", "peagle")
 
 
@@ -74,8 +76,8 @@ def files(spec: str) -> str:
     """A spec with folders in place of its words in capitals."""
     if spec.endswith("CUT"):
         return spec.replace("CUT", str(write_cut_model(Path(mkdtemp(prefix="cut-")))))
-    if spec.endswith(("HEAD", "RELAY")):
-        kind = RELAY if spec.endswith("RELAY") else spec.partition(":")[0]
+    if spec.endswith(("HEAD", *KINDS)):
+        kind = KINDS.get(spec.rpartition("=")[2], spec.partition(":")[0])
         return f"{spec.rpartition('=')[0]}={trained_head(kind, target().decoder)}"  # type: ignore[arg-type]
     return spec
 

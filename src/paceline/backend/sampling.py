@@ -90,7 +90,8 @@ def draw(
     margins = [math.nan] * len(token_ids) if chosen.margins is None else chosen.margins.tolist()
     for index, row in enumerate([] if chosen.logit_idx is None else chosen.logit_idx.tolist()):
         if token_ids[index] == UNCHOSEN and chosen.logits is not None:
-            token_ids[index], margins[index] = choose_ahead(chosen.logits[row], specs[index])
+            token_ids[index], margin = choose_ahead(chosen.logits[row], specs[index])
+            margins[index] = margin if math.isnan(margins[index]) else margins[index]
     return Drawn(token_ids, margins=margins)
 
 

@@ -95,7 +95,8 @@ class Features:
     """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
     Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
-    fed back, or the head's mask feature where nothing is.
+    fed back, or the head's mask feature where nothing is. Tokens of a block head are all known where its request
+    has features, each token's its own: these are only stored. They are a block where it has none.
     """
 
     taps: TapStore
@@ -132,7 +133,8 @@ class PassResult:
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
-    margins: NDArray[floating] | None = None  # [len(specs)] logits by which each is ahead, NaN where not known
+    # [len(specs)] logits by which each is ahead, or a head's log-odds that it is kept; NaN where not known.
+    margins: NDArray[floating] | None = None
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
@@ -240,15 +242,16 @@ class HeadRunner(DraftExecutor, Protocol):
         ...
 
     def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses of rows by messages from earlier ones. For relay heads only."""
+        """Choose the next guesses of rows by messages from earlier ones. For relay and block heads only."""
         ...
 
 
 @noun
 class RelayRequest:
-    """One step of a head's relay, after its pass over the places of all guesses.
+    """One step of a head's relay or corrector, after its pass over the places of all guesses.
 
-    `PassResult.hidden` of it are the messages that these guesses receive.
+    `PassResult.hidden` of it are the messages that these guesses receive. Before the first guess of a block head
+    is the row's newest token, with a message of zeros.
     """
 
     hidden: object  # `PassResult.hidden` of the pass

@@ -30,6 +30,7 @@ DRAFTERS = {
     "eagle": "paceline.draft.heads.options:EagleConfig",
     "eagle3": "paceline.draft.heads.options:Eagle3Config",
     "peagle": "paceline.draft.heads.options:PEagleConfig",
+    "block": "paceline.draft.heads.options:BlockConfig",
 }
 
 

@@ -64,6 +64,10 @@ def load_runner(head: Head, target: Decoder, device: Device | None, weight_type:
     """Make a head's runner, see `LoadHeadRunner`."""
     assert isinstance(target, ReferenceDecoder)
     check_draft_type(weight_type)
+    if head.config.block:
+        from paceline.backend.reference.block_head import ReferenceBlockHead
+
+        return ReferenceBlockHead(head, target, device)
     return ReferenceHead(head, target, device)
 
 
@@ -79,9 +83,10 @@ class ReferenceHead:
         self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
         self._embed = self._weights.pop("embed", target.embed.to(self._device))  # [vocab, width]
         self._token_ids = torch.from_numpy(head.token_ids).to(self._device)  # [draft_vocab_size]
+        if not head.config.own_head:
+            self._weights["head"] = target.head[self._token_ids.to(target.device)].to(self._device)
         if head.config.algorithm.guesses_features:
-            head_rows = target.head[self._token_ids.to(target.device)].to(self._device)
-            self._weights |= {"head": head_rows, "target_norm": target.final_norm.to(self._device)}
+            self._weights["target_norm"] = target.final_norm.to(self._device)
         self._vocab_size = target.config.vocab_size
         self._target, self._fixed = target, (self._weights["head"], self._token_ids)
         if "mask_hidden" in head.weights:
@@ -196,7 +201,8 @@ def fuse(config: HeadConfig, weights: Weights, tapped: torch.Tensor) -> torch.Te
         parts = torch.split(tapped, config.target_hidden_size, dim=-1)
         normed = [rms_norm(part, weights[f"fc_norm.{i}"], eps) for i, part in enumerate(parts)]
         tapped = torch.cat(normed, dim=-1)
-    return functional.linear(tapped, weights["fc"])
+    fused = functional.linear(tapped, weights["fc"])
+    return rms_norm(fused, weights["hidden_norm"], eps) if config.block else fused
 
 
 def run_layers(

@@ -1,10 +1,10 @@
 """Drafters with a head: taps in, entries caught up.
 
 All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
-table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of the
-token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries
-depend only on the tokens its hash covers. Entries of guesses are never valid: once the target has kept them, they
-are written again from its own features.
+table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of
+the token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries
+depend only on the tokens its hash covers. A block head's is the feature of the token itself. Entries of guesses
+are never valid: once the target has kept them, they are written again from its own features.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from paceline.backend.seam import Features, PassRequest
 from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
-from paceline.draft.drafter import Needs
+from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains, rule_on_device
 from paceline.draft.request_vocabulary import RequestVocabulary
 
@@ -57,12 +57,14 @@ def feature_store(name: str) -> str:
 
 def head_needs(asked: AskedHead, head: Head, bytes_per_token: int, *, stops: bool, late: bool = False) -> Needs:
     """Return the needs of a drafter with a head. bytes_per_token: of its two stores."""
+    block = head.config.block
     return Needs(
         pages="shared",
         stores=(asked.name, feature_store(asked.name)),
         tap_store=feature_store(asked.name),
         kv_bytes_per_token=bytes_per_token,
         taps=head.config.taps,
+        max_k=min(MAX_K, block.num_drafts) if block else MAX_K,
         stops=stops,
         late=late,
         trained_to=asked.trained_to,
@@ -87,6 +89,7 @@ class HeadDrafter:
 
     hint_gain: ClassVar[float]
     recycled_gains: ClassVar[RecycledGains] = NO_GAINS
+    entries_lag: ClassVar[int] = 0  # newest known tokens that have no entry yet
 
     def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
         self.name = asked.name
@@ -100,12 +103,12 @@ class HeadDrafter:
             target.rows, fixed, target.config.vocab_size, self._head.set_request_tokens
         )
         self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
-        self._kv = self._head.new_kv(target.num_pages)
+        self._kv = self._head.new_kv(target.num_pages + self._spare_pages(target))
         self._taps = self._head.new_tap_store(target.num_pages)
         self._tapped = TappedRuns(target.rows)
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
-        self._entries = Entries(self._rows, self._tapped)
+        self._entries = Entries(self._rows, self._tapped, self.entries_lag)
         self._feature_store = feature_store(asked.name)
         per_token = self._kv.bytes_per_token + self._taps.bytes_per_token
         self.needs = head_needs(
@@ -124,7 +127,7 @@ class HeadDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up on known tokens, then draft."""
-        depth = {r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows}
+        depth = {r.row: min(plan.k(r.row), r.max_drafts, self.needs.max_k) for r in batch.rows}
         ready = self._catch_up([row for row, k in depth.items() if k > 0], len(batch.rows))
         starts = {row: self._entries.start(row) for row in ready}
         self._vocabulary.follow(starts)
@@ -166,6 +169,11 @@ class HeadDrafter:
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError
 
+    def _spare_pages(self, target: Target) -> int:
+        """Return the pages of the head's store beyond those of the target's page table."""
+        del target
+        return 0
+
     def _catch_up(self, rows: list[int], num_rows: int) -> list[int]:
         """Return the rows whose missing entries fit the step's allowance; bring the others nearer.
 
@@ -175,16 +183,20 @@ class HeadDrafter:
         if many:
             for row in rows:
                 self._entries.leave_out(row, max(_NEAR // num_rows, _LEAST_NEAR))
-        behind = {row: self._entries.missing(row) for row in rows}
+        behind = {row: self._entries.missing(row) for row in rows if self._entries.may_draft(row)}
         allowance = CATCH_UP_TOKENS if many else self._allowance
-        ready, nearer = share_out({row: n for row, n in behind.items() if n > 0}, allowance)
+        ready, nearer = share_out(behind, allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
         for piece in in_pieces(nearer, _AT_ONCE):
-            spans: list[Span] = [(row, self._entries.start(row), count, ()) for row, count in piece.items()]
-            self._head.launch(self._request(spans, [0] * len(spans), ())).wait()
-            for row, count in piece.items():
-                self._entries.add(row, count)
+            self._make_entries(piece)
         return ready
+
+    def _make_entries(self, counts: Mapping[int, int]) -> None:
+        """Make the next `counts[row]` entries of some rows."""
+        spans: list[Span] = [(row, self._entries.start(row), count, ()) for row, count in counts.items()]
+        self._head.launch(self._request(spans, [0] * len(spans), ())).wait()
+        for row, count in counts.items():
+            self._entries.add(row, count)
 
     def _request(
         self,
@@ -197,7 +209,8 @@ class HeadDrafter:
     ) -> PassRequest:
         """Return a pass over rows' entries. Guesses in spans read feedback or the mask feature."""
         first_keys = [self._entries.first(row) for row, *_ in spans]
-        pieces = [(index, start - 1, known) for index, (_, start, known, _) in enumerate(spans) if known]
+        before = 1 - self.entries_lag  # the token whose feature an entry reads
+        pieces = [(index, start - before, known) for index, (_, start, known, _) in enumerate(spans) if known]
         return PassRequest(
             self._rows.pack(spans, wanted, ahead, first_keys=first_keys),
             self._kv,
@@ -235,10 +248,14 @@ class TappedRuns:
                 self._begin[row] = start
             self._end[row] = start + count
 
+    def reaches(self, row: int) -> bool:
+        """Return True if the taps of all but a row's newest token, back to the run's first, are there."""
+        return self._end[row] >= self._rows.known_len(row) - 1
+
     def first_entry(self, row: int) -> int:
         """Return a row's first token from which all predecessors' taps are there, or its length."""
         length = self._rows.known_len(row)
-        return self._begin[row] + 1 if self._end[row] >= length - 1 else length
+        return self._begin[row] + 1 if self.reaches(row) else length
 
     def valid_len(self, row: int) -> int:
         """Return a row's leading tokens whose taps are all there; 0 behind a hole."""
@@ -252,8 +269,9 @@ class Entries:
     because its drafts would not pay for it.
     """
 
-    def __init__(self, rows: RowView, tapped: TappedRuns) -> None:
-        self._rows, self._tapped = rows, tapped
+    def __init__(self, rows: RowView, tapped: TappedRuns, lag: int = 0) -> None:
+        """lag: newest known tokens without an entry; 1 if a token's entry is made of its own feature."""
+        self._rows, self._tapped, self._lag = rows, tapped, lag
         self._left_out = [0] * rows.num_rows  # tokens of each row before the first one whose entry is made
         self._end = [0] * rows.num_rows  # the token behind the last entry that is valid
 
@@ -263,7 +281,7 @@ class Entries:
 
     def first(self, row: int) -> int:
         """Return the first token of a row whose entry is read."""
-        return max(self._left_out[row], self._tapped.first_entry(row))
+        return max(self._left_out[row], self._tapped.first_entry(row) - self._lag)
 
     def start(self, row: int) -> int:
         """Return the first token of a row whose entry is still to be made."""
@@ -271,7 +289,11 @@ class Entries:
 
     def missing(self, row: int) -> int:
         """Return how many entries are still to be made."""
-        return self._rows.known_len(row) - self.start(row)
+        return self._rows.known_len(row) - self._lag - self.start(row)
+
+    def may_draft(self, row: int) -> bool:
+        """Return True if the row's newest token is still to be read, and what its entries are made of is there."""
+        return self._tapped.reaches(row) and self.start(row) < self._rows.known_len(row)
 
     def leave_out(self, row: int, num_kept: int) -> None:
         """Make only the last `num_kept` of a row's missing entries; earlier ones are never read.

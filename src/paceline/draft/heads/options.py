@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.draft.drafter import MAX_K
+from paceline.draft.heads.block_drafter import BlockHeadDrafter
 from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
@@ -17,7 +18,7 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
-from paceline.model.heads.config import EAGLE, EAGLE3, PEAGLE, head_shapes
+from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, PEAGLE, head_shapes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
-_VOCABULARY = 8192  # tokens that EAGLE-1 writes by default: a larger target head would cost more than the layer
+_VOCABULARY = 8192  # tokens written with a target's head by default: all would cost more than the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,7 @@ class EagleConfig(HeadOptions):
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        head, size = self.load(target), target.config.vocab_size
-        if self.vocabulary is not None:
-            bounded(self, "vocabulary", 1, size)
-            head = narrowed(head, self.vocabulary)
-        elif head.config.draft_vocab_size == size:
-            head = narrowed(head, min(size, _VOCABULARY))
-        return _drafter(SerialHeadDrafter, self.asked(target), target, head)
+        return _drafter(SerialHeadDrafter, self.asked(target), target, _narrow(self, self.load(target), target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +121,35 @@ class PEagleConfig(HeadOptions):
         head = self.load(target)
         make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
         return _drafter(make, self.asked(target), target, head)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig(HeadOptions):
+    """`block` or `block:model=FOLDER`, with `k` drafts per step of those in the head's block.
+
+    A head that writes with its target's own head does so among the `vocabulary` lowest token ids.
+    """
+
+    name: ClassVar[str] = BLOCK.name
+    k: int = 7  # a head with smaller blocks makes fewer
+    vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
+        head = self.load(target)
+        if self.vocabulary is not None and head.config.own_head:
+            raise ConfigError(f"{self.name}: leave out vocabulary={self.vocabulary}: the head has its own tokens")
+        head = head if head.config.own_head else _narrow(self, head, target)
+        return _drafter(BlockHeadDrafter, self.asked(target), target, head)
+
+
+def _narrow(options: EagleConfig | BlockConfig, head: Head, target: Target) -> Head:
+    """Return a head that writes with its target's own head, for the tokens that were asked for."""
+    size = target.config.vocab_size
+    if options.vocabulary is not None:
+        bounded(options, "vocabulary", 1, size)
+        return narrowed(head, options.vocabulary)
+    return narrowed(head, min(size, _VOCABULARY)) if head.config.draft_vocab_size == size else head
 
 
 def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:

@@ -100,6 +100,11 @@ class BlockShape:
         return self.size if self.from_anchor else self.size - 1
 
     @property
+    def state_size(self) -> int:
+        """Numbers of the state that the corrector hands from guess to guess."""
+        return self.rank if self.corrector == "rnn" else 0
+
+    @property
     def first(self) -> int:
         """The query that guesses the first draft."""
         return 0 if self.from_anchor else 1

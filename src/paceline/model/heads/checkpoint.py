@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_n
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
 RELAY = "relay."  # begins the names of a relay's tensors
 _RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
+_CORRECTIONS = "corrector.out"  # a row for each draft token
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
 
@@ -120,14 +122,17 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:
-    """Return a head that writes only the lowest token ids.
+    """Return a head that writes only the lowest token ids, and those of requests.
 
     It must write with its target's own head. The lowest ids are the most frequent tokens in most tokenizers: a BPE
     gives ids in the order of its merges, a unigram model in that of its probabilities.
     """
-    assert head.config.algorithm.guesses_features
-    config = replace(head.config, draft_vocab_size=num_tokens)
-    return replace(head, config=config, token_ids=np.arange(num_tokens, dtype=np.int64))
+    assert not head.config.own_head
+    config = replace(head.config, draft_vocab_size=num_tokens, request_tokens=True)
+    weights = head.weights
+    if _CORRECTIONS in weights:
+        weights = ChainMap({_CORRECTIONS: weights[_CORRECTIONS][:num_tokens]}, dict(weights))
+    return replace(head, config=config, weights=weights, token_ids=np.arange(num_tokens, dtype=np.int64))
 
 
 def canonical_name(name: str) -> str | None:

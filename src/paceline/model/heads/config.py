@@ -90,7 +90,7 @@ class HeadConfig:
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
     request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
-    own_head: bool = True  # block heads: False: they write with the target's own head
+    own_head: bool = True  # False: it writes with the target's own head
     block: BlockShape | None = None  # of a block head
 
     @property
@@ -151,6 +151,7 @@ def _feature_head(
         taps=algorithm.default_taps(target.num_layers),
         norm_output=layernorms,
         request_tokens=True,
+        own_head=False,
         layernorms=layernorms,
         fusion_bias=flag(values, "fusion_bias"),
         target_norm_eps=target.norm_eps,

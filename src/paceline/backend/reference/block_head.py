@@ -1,0 +1,154 @@
+"""Block heads on the `reference` backend: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+
+The format's own facts are in `model/heads/block_format.py`. A request with features is of *context*: each token
+stores keys and values that every layer makes of its feature, and nothing else is computed. One without is of
+*blocks*: each token attends to all of its row, up to the block's last token. The functions below the class are
+also what training differentiates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from paceline.backend.reference.attention import KVStore, attend, cos_sin, plan_tiles, rotate, rotation_of
+from paceline.backend.reference.decoder import linear, rms_norm, to_numpy
+from paceline.backend.reference.head import ReferenceHead, last_norm, run_layers
+from paceline.backend.seam import PassResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from paceline.backend.seam import Packed, PassRequest, RelayRequest
+    from paceline.model.heads.block_format import BlockShape
+    from paceline.model.heads.config import HeadConfig
+
+    Weights = Mapping[str, torch.Tensor]
+
+
+class ReferenceBlockHead(ReferenceHead):
+    """A block head in the target's type."""
+
+    def _run(self, request: PassRequest) -> PassResult:
+        with torch.inference_mode():
+            return self._run_block(request) if request.features is None else self._store_context(request)
+
+    def _store_context(self, request: PassRequest) -> PassResult:
+        packed, kv = request.packed, request.kv
+        assert isinstance(kv, KVStore)
+        features = self._take(self._features(request))
+        slots, positions = self._places(packed)
+        for layer, (key, value) in enumerate(context_keys(self.config, self._weights, features, positions)):
+            kv.data[layer][0].index_copy_(0, slots, key)
+            kv.data[layer][1].index_copy_(0, slots, value)
+        return PassResult(np.empty(0, np.int64))
+
+    def _run_block(self, request: PassRequest) -> PassResult:
+        """Return the normed states of the wanted queries; nothing is chosen yet."""
+        packed, c = request.packed, self.config.layers
+        assert isinstance(request.kv, KVStore)
+        data = request.kv.data
+        slots, positions = self._places(packed)
+        tiles = plan_tiles(_seeing_all(packed), c.num_heads // c.num_kv_heads, self._device)
+
+        def paged(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            data[layer][0].index_copy_(0, slots, key)
+            data[layer][1].index_copy_(0, slots, value)
+            return attend(query, data[layer], tiles)
+
+        embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)
+        hidden = run_layers(self.config, self._weights, embedded, embedded, positions, paged)
+        wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
+        states = to_numpy(last_norm(self.config, self._weights, wanted))
+        return PassResult(np.empty(0, np.int64), hidden=states)
+
+    def _places(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots and positions of a pass."""
+        return (
+            torch.from_numpy(packed.slots).to(self._device),
+            torch.from_numpy(packed.positions).to(self._device),
+        )
+
+    @torch.inference_mode()
+    def relay(self, request: RelayRequest) -> PassResult:
+        """Choose the next guesses, corrected by those before them, see `HeadRunner`."""
+        block, known = self.config.block, request.known
+        assert block is not None
+        assert known is not None, "the guess before the first one is the anchor"
+        assert isinstance(request.hidden, np.ndarray)
+        assert isinstance(known[1].hidden, np.ndarray)
+        states = self._take(request.hidden)[request.places]
+        before = torch.tensor(known[0], device=self._device)
+        told = self._take(known[1].hidden.take(known[1].rows, axis=0))
+        logits = functional.linear(states, self._weights["head"])
+        added, told = correction(block, self._weights, states, before, told)
+        if added is not None:
+            logits[:, : added.shape[1]] += added  # tokens of requests are behind the others, and have none
+        result = self._choose(logits, request.specs)
+        if block.confidence:
+            result = replace(result, margins=to_numpy(log_odds(block, self._weights, states, before)))
+        return replace(result, hidden=to_numpy(told))
+
+
+def _seeing_all(packed: Packed) -> Packed:
+    """Return a pass whose tokens see as much as the last one of their row."""
+    last = packed.positions[packed.cu_len[1:] - 1]
+    return replace(packed, positions=np.repeat(last, np.diff(packed.cu_len)))
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+
+def context_keys(
+    config: HeadConfig, weights: Weights, features: torch.Tensor, positions: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each layer's rotated keys and its values, [n, kv_heads, dim], made of features [n, width].
+
+    features: of the tokens at these positions, as `fuse` returns them. positions: [n] int64.
+    """
+    layers = config.layers
+    rotation = rotation_of(layers.rope, layers.head_dim, features.device)
+    cos, sin = cos_sin(positions, rotation, features.dtype)
+    for index in range(layers.num_layers):
+        prefix = f"layers.{index}."
+        key, value = (
+            torch.unflatten(linear(weights, f"{prefix}attn_{name}", features), -1, (-1, layers.head_dim))
+            for name in "kv"
+        )
+        key = rms_norm(key, weights[f"{prefix}attn_k_norm"], layers.norm_eps)
+        yield rotate(key, cos, sin), value
+
+
+def correction(
+    block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor, told: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return what the corrector adds to logits [n, draft_vocab], None if nothing, and its next state.
+
+    states: [n, width] normed, of these guesses. before: [n] int64 ids of the tokens before them. told: [n,
+    state_size] the corrector's state.
+    """
+    if not block.rank:
+        return None, told
+    token = functional.embedding(before, weights["corrector.before"])
+    if block.corrector == "gated":
+        read = torch.cat([states, token], dim=-1)
+        token = torch.sigmoid(linear(weights, "corrector.gate", read)) * token
+    if block.corrector == "rnn":
+        read = torch.cat([told, token, states], dim=-1)
+        gate, candidate, out = linear(weights, "corrector.joint", read).chunk(3, dim=-1)
+        gate, token = torch.sigmoid(gate), torch.tanh(out)
+        told = gate * told + (1 - gate) * torch.tanh(candidate)
+    return functional.linear(token, weights["corrector.out"]), told
+
+
+def log_odds(block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the log-odds [n] that guesses are kept if those before them are. As `correction`."""
+    read = states
+    if block.confidence_reads_token:
+        token = functional.embedding(before, weights["corrector.before"])
+        read = torch.cat([states, token], dim=-1)
+    return linear(weights, "confidence", read).squeeze(-1)

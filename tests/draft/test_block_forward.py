@@ -1,0 +1,136 @@
+"""Block heads on every backend that runs them, against their restatement number by number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.reference.head import load_runner
+from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayRequest
+from paceline.core.nouns import SamplingSpec, Taps
+from paceline.core.params import SamplingParams
+from paceline.model.heads.checkpoint import load_head
+from tests.draft.test_block_files import FORMATS, block_tensors
+from tests.draft.test_head_files import TARGET, write
+from tests.model.helpers import pack
+from tests.oracles.block_head import Drafted, draft_block
+from tests.tiny import tiny_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from paceline.backend.seam import HeadRunner, PassResult
+
+PAGES = [[3, 1], [0], [2, 5, 4]]
+LENGTHS = (17, 1, 34)  # known tokens of each row, the newest included: the second has no context
+CHUNK = 7  # tokens of context that are stored at once
+WIDTH = TARGET.hidden_size
+TEXTS = [np.random.default_rng(i).integers(0, TARGET.vocab_size, n) for i, n in enumerate(LENGTHS)]
+LOGITS = SamplingSpec("logits", SamplingParams())
+
+
+def scaled(values: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of a head whose states stay near 1."""
+    return {
+        name: t / np.sqrt(t.shape[-1], dtype=np.float32) if t.ndim == 2 and t.dtype == np.float32 else t
+        for name, t in block_tensors(values).items()
+    }
+
+
+def taps_of(row: int, layers: Sequence[int]) -> dict[int, Any]:
+    """The states that a target would have had, in half precision as they are kept."""
+    count = LENGTHS[row] - 1
+    found = np.random.default_rng(50 + row).standard_normal((TARGET.num_layers + 1, count, WIDTH))
+    return {layer: found[layer].astype(np.float16) for layer in layers}
+
+
+def expected(values: dict[str, Any], tensors: dict[str, Any], weights: dict[str, Any]) -> list[Drafted]:
+    """What the restatement guesses for each row."""
+    embed = np.asarray(weights["embed"], np.float64)
+    head = np.asarray(weights.get("head", weights["embed"]), np.float64)
+    every = range(TARGET.num_layers + 1)
+    return [draft_block(values, tensors, embed, head, TEXTS[i].tolist(), taps_of(i, every)) for i in range(3)]
+
+
+def store_context(runner: HeadRunner, kv: Any) -> None:
+    """Write the context of every row, some tokens at a time."""
+    layers = runner.config.taps
+    store = runner.new_tap_store(6)
+    for start in range(0, max(LENGTHS), CHUNK):
+        rows = [i for i, length in enumerate(LENGTHS) if start < length - 1]
+        if not rows:
+            return
+        ends = [min(start + CHUNK, LENGTHS[i] - 1) for i in rows]
+        packed = pack([(TEXTS[i][start:end], start, PAGES[i]) for i, end in zip(rows, ends, strict=True)])
+        states = {
+            layer: np.concatenate(
+                [taps_of(i, layers)[layer][start:end] for i, end in zip(rows, ends, strict=True)]
+            ).astype(np.float32)
+            for layer in layers
+        }
+        counts = [end - start for end in ends]
+        store.write(Taps(states, packed.cu_len, packed.slots, [start] * len(rows)), counts)
+        pieces = [(index, start, count) for index, count in enumerate(counts)]
+        packed.wanted = np.empty(0, np.int64)
+        runner.launch(PassRequest(packed, kv, (), features=Features(store, pieces))).wait()
+
+
+def blocks(runner: HeadRunner, depth: int) -> Packed:
+    """A block of each row, all of whose guesses are wanted."""
+    block = runner.config.block
+    assert block is not None
+    assert runner.config.mask_token_id is not None
+    masks = [runner.config.mask_token_id] * (block.size - 1)
+    spans = [(np.array([TEXTS[i][-1], *masks]), LENGTHS[i] - 1, [*PAGES[i], 6 + i]) for i in range(len(LENGTHS))]
+    packed = pack(spans)
+    packed.wanted = np.concatenate([np.arange(depth) + start + block.first for start in packed.cu_len[:-1]])
+    return packed
+
+
+def guess_all(runner: HeadRunner, kv: Any) -> tuple[np.ndarray, list[list[PassResult]]]:
+    """Guesses [rows, drafts] of every row, and the results of each."""
+    block = runner.config.block
+    assert block is not None
+    depth, rows = block.num_drafts, range(len(LENGTHS))
+    hidden = runner.launch(PassRequest(blocks(runner, depth), kv, ())).wait().hidden
+    before = [int(text[-1]) for text in TEXTS]
+    message: object = np.zeros((len(rows), block.state_size), np.float32)
+    first = [depth * row for row in rows]
+    found, results = [], []
+    for number in range(depth):
+        places, known = [place + number for place in first], (before, FedBack(message, rows))
+        result = runner.relay(RelayRequest(hidden, first, places, [LOGITS] * len(rows), known))
+        assert result.logits is not None
+        before, message = result.logits.argmax(-1).tolist(), result.hidden
+        found.append(before)
+        results.append(result)
+    return np.array(found).T, results
+
+
+def check(runner: HeadRunner, ids: Any, wanted: list[Drafted], tolerance: float) -> None:
+    """Compare guesses, logits and log-odds with the restatement's. ids: of the head's tokens, as in its file."""
+    kv = runner.new_kv(9)
+    store_context(runner, kv)
+    token_ids, results = guess_all(runner, kv)
+    for row, drafted in enumerate(wanted):
+        logits = np.array([result.logits[row] for result in results])  # type: ignore[index]
+        assert np.isneginf(np.delete(logits, ids, -1)).all()
+        assert np.abs(logits[:, ids] - drafted.logits).max() < tolerance * np.abs(drafted.logits).max()
+        assert token_ids[row].tolist() == drafted.token_ids
+        if drafted.log_odds:
+            odds = [result.margins[row] for result in results]  # type: ignore[index]
+            np.testing.assert_allclose(odds, drafted.log_odds, rtol=10 * tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_reference_runs_the_format(name: str, tmp_path: Path) -> None:
+    values = FORMATS[name]
+    tensors, weights = scaled(values), tiny_weights(TARGET)
+    head = load_head(write(tmp_path, values, tensors), TARGET)
+    runner = load_runner(head, ReferenceDecoder(TARGET, weights, torch.float64), None, None)
+    check(runner, head.token_ids, expected(values, tensors, weights), 1e-6)
