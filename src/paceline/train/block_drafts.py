@@ -9,20 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 
-from paceline.backend.reference.attention import cos_sin, rotate, rotation_of
-from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
+from paceline.backend.reference.block_head import context_keys, corrector_row
+from paceline.backend.reference.head import fuse, last_norm, run_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from paceline.backend.reference.head import Weights
     from paceline.model.heads.block_format import BlockShape
     from paceline.model.heads.config import HeadConfig
     from paceline.train.batch import TrainBatch
     from paceline.train.drafts import DraftDepth, TextBounds
 
-    Weights = Mapping[str, torch.Tensor]
     KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,14 +36,14 @@ def draft_blocks(
 
     embed: [vocab, width] the target's. Tokens before a draft are those of the text.
     """
-    block, anchors = _block(config), depths[0].anchors
-    normed = _run_layers(config, weights, _queries(config, embed, batch.token_ids[anchors]), batch, depths[0])
-    normed = normed[:, block.first :]
-    states = normed
-    if block.corrector:
+    block, anchors = config.block, depths[0].anchors
+    assert block is not None
+    normed = _run_blocks(config, weights, embed, batch, depths[0])
+    states = normed.view(len(anchors), block.size, -1)[:, block.first :]
+    if block.rank:
         places = anchors[:, None] + torch.arange(block.num_drafts, device=anchors.device)
         before = batch.token_ids[places.clamp(max=len(batch.token_ids) - 1)]  # past the end there are no drafts
-        states = torch.cat([normed, correct(block, weights, before, normed)], -1)
+        states = torch.cat([states, _correct(block, weights, states, before)], -1)
     made, kept = [], torch.arange(len(anchors), device=anchors.device)
     for number, depth in enumerate(depths):
         kept = kept[depth.kept] if number else kept
@@ -52,75 +51,36 @@ def draft_blocks(
     return made
 
 
-def correct(block: BlockShape, weights: Weights, before: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-    """Return the corrector's states [m, drafts, rank], which times `corrector.out` are added to the logits.
+def _correct(block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return what `corrector.out` is multiplied with, [m, drafts, rank].
 
-    before: [m, drafts] int64 the token before each draft. normed: [m, drafts, width].
+    states: [m, drafts, width]. before: [m, drafts] int64 the token before each draft.
     """
-    known = functional.embedding(before, weights["corrector.before"])
-    if block.corrector == "vanilla":
-        return known
-    if block.corrector == "gated":
-        both = torch.cat([normed, known], -1).flatten(0, 1)
-        gate = functional.linear(both, weights["corrector.gate"], weights["corrector.gate_bias"])
-        return torch.sigmoid(gate).view_as(known) * known
-    state, made = torch.zeros_like(known[:, 0]), []
-    for number in range(before.shape[1]):
-        given = torch.cat([state, known[:, number], normed[:, number]], -1)
-        joint = functional.linear(given, weights["corrector.joint"], weights["corrector.joint_bias"])
-        gate, candidate, output = joint.chunk(3, -1)
-        state = torch.lerp(torch.tanh(candidate), state, torch.sigmoid(gate))
-        made.append(torch.tanh(output))
+    told, made = states.new_zeros(len(states), block.rank), []
+    for number in range(block.num_drafts):
+        read, told = corrector_row(block, weights, states[:, number], before[:, number], told)
+        made.append(read)
     return torch.stack(made, 1)
 
 
-def _block(config: HeadConfig) -> BlockShape:
-    assert config.block is not None
-    return config.block
-
-
-def _queries(config: HeadConfig, embed: torch.Tensor, anchor_ids: torch.Tensor) -> torch.Tensor:
-    """Return the input of all blocks [m, size, width]: the anchor, then mask tokens."""
-    assert config.mask_token_id is not None
-    masks = embed[config.mask_token_id].expand(len(anchor_ids), _block(config).size - 1, -1)
-    return torch.cat([embed[anchor_ids][:, None], masks], 1)
-
-
-def _run_layers(
-    config: HeadConfig, weights: Weights, queries: torch.Tensor, batch: TrainBatch, first: DraftDepth
+def _run_blocks(
+    config: HeadConfig, weights: Weights, embed: torch.Tensor, batch: TrainBatch, first: DraftDepth
 ) -> torch.Tensor:
-    """Return the normed output [m, size, width]."""
-    layers, eps, device = config.layers, config.layers.norm_eps, queries.device
-    num, size, width = queries.shape
-    rotation = rotation_of(layers.rope, layers.head_dim, device)
+    """Return the normed states of all queries, [m * size, width]."""
+    assert config.block is not None
+    assert config.mask_token_id is not None
+    size, device = config.block.size, embed.device
+    masks = embed[config.mask_token_id].expand(len(first.anchors), size - 1, -1)
+    queries = torch.cat([embed[batch.token_ids[first.anchors]][:, None], masks], 1).flatten(0, 1)
     positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(device)
-    at_context = cos_sin(positions, rotation, queries.dtype)
-    at_block = (positions[first.anchors][:, None] + torch.arange(size, device=device)).flatten()
-    at_queries = cos_sin(at_block, rotation, queries.dtype)
-    context = rms_norm(linear(weights, "fc", batch.tapped), weights["hidden_norm"], eps)
-    hidden = queries.flatten(0, 1)
-    for index in range(layers.num_layers):
-        layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
-        normed = rms_norm(hidden, layer["attn_norm"], eps)
-        query = torch.unflatten(linear(layer, "attn_q", normed), -1, (-1, layers.head_dim))
-        query = rotate(rms_norm(query, layer["attn_q_norm"], eps), *at_queries)
-        seen = _keys_values(config, layer, context, at_context)
-        own = _keys_values(config, layer, normed, at_queries)
-        mixed = attend_blocks(query, seen, own, first, batch.bounds)
-        hidden = hidden + linear(layer, "attn_o", mixed)
-        normed = rms_norm(hidden, layer["mlp_norm"], eps)
-        gate = ACTIVATIONS[layers.facts.activation](linear(layer, "mlp_gate", normed))
-        hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
-    return rms_norm(hidden, weights["norm"], eps).view(num, size, width)
+    at_queries = (positions[first.anchors][:, None] + torch.arange(size, device=device)).flatten()
+    seen = list(context_keys(config, weights, fuse(config, weights, batch.tapped), positions))
 
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend_blocks(query, seen[layer], (key, value), first, batch.bounds)
 
-def _keys_values(
-    config: HeadConfig, layer: Weights, states: torch.Tensor, rotated: tuple[torch.Tensor, torch.Tensor]
-) -> KeysValues:
-    """Return rotated keys and values [n, kv_heads, dim] of states [n, width]."""
-    heads = (-1, config.layers.head_dim)
-    key, value = (torch.unflatten(linear(layer, f"attn_{name}", states), -1, heads) for name in "kv")
-    return rotate(rms_norm(key, layer["attn_k_norm"], config.layers.norm_eps), *rotated), value
+    hidden = run_layers(config, weights, queries, queries, at_queries, attend)
+    return last_norm(config, weights, hidden)
 
 
 def attend_blocks(

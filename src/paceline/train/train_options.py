@@ -89,6 +89,23 @@ def add_training(parser: ArgumentParser) -> None:
         help="of what --start-from brings, in the weights that are written at the end: such means often draft "
         "better than either",
     )
+    _add_vocabulary(parser)
+    parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
+    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
+    parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
+    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
+    parser.add_argument(
+        "--compute",
+        default=AUTO,
+        choices=(AUTO, *COMPUTES),
+        help="numbers that matrices are multiplied in; auto: bfloat16 where the machine is fast at it",
+    )
+    parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
+
+
+def _add_vocabulary(parser: ArgumentParser) -> None:
+    """Add the options that say which tokens a drafter can write."""
     parser.add_argument(
         "--vocab",
         type=int,
@@ -108,18 +125,6 @@ def add_training(parser: ArgumentParser) -> None:
         metavar="N",
         help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
     )
-    parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
-    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
-    parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
-    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
-    parser.add_argument(
-        "--compute",
-        default=AUTO,
-        choices=(AUTO, *COMPUTES),
-        help="numbers that matrices are multiplied in; auto: bfloat16 where the machine is fast at it",
-    )
-    parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
 
 
 def add_reading(parser: ArgumentParser) -> None:
