@@ -106,7 +106,7 @@ def run(args: Namespace) -> int:
 
 
 def _mask_token(args: Namespace, material: TrainMaterial) -> int:
-    """Return the mask token of the head in `--start-from`, or else the rarest token of the data."""
+    """Return the mask token: that of `--start-from`, or else the rarest of the data."""
     target = material.target
     if args.start_from is not None:
         known = head_config(args.start_from, target.config).mask_token_id

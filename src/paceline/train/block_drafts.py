@@ -1,5 +1,6 @@
-"""Block heads in training: all blocks of packed texts in one pass, as `model.heads.block_format` describes it.
+"""Block heads in training: all blocks of packed texts in one pass.
 
+`model.heads.block_format` describes such a pass.
 A block begins at an anchor, a token of an answer. It sees the taps of the tokens before its anchor, and itself
 (DFlash, arXiv 2602.06036). Draft d of anchor a predicts token a + d + 1.
 """
@@ -32,9 +33,9 @@ def draft_blocks(
     batch: TrainBatch,
     depths: Sequence[DraftDepth],
 ) -> list[torch.Tensor]:
-    """Return the last states of each depth, [m, width + rank] float32: normed, then the corrector's.
+    """Return the last states of each depth, [m, width + rank] float32.
 
-    embed: [vocab, width] the target's. Tokens before a draft are those of the text.
+    The first `width` are normed; what `corrector.out` is multiplied with follows. embed: [vocab, width] the target's. Tokens before a draft are those of the text.
     """
     block, anchors = config.block, depths[0].anchors
     assert block is not None
@@ -86,7 +87,7 @@ def _run_blocks(
 def attend_blocks(
     query: torch.Tensor, seen: KeysValues, own: KeysValues, first: DraftDepth, bounds: Sequence[TextBounds]
 ) -> torch.Tensor:
-    """Attend from every query to the context before its anchor and to its whole block, text by text.
+    """Attend from every query to the context before its anchor and to its block.
 
     query: [m * size, heads, dim]. seen: [n, kv_heads, dim] each. own: [m * size, kv_heads, dim] each. Returns
     [m * size, heads * dim].

@@ -50,9 +50,9 @@ class BlockChoices:
 
 
 class BlockRecipe:
-    """A block head, see `Recipe`. It writes with rows of the target's own head, which stay as they are.
+    """A block head, see `Recipe`.
 
-    Taps of deep layers are tens of times as large as those of early ones. `fc` is trained on taps divided by their
+    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are tens of times as large as those of early ones. `fc` is trained on taps divided by their
     usual size, and written for the taps as they are.
     """
 
@@ -98,7 +98,7 @@ class BlockRecipe:
         return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
 
     def _aligned(self, rows: NDArray[np.floating], token_ids: NDArray[int64]) -> NDArray[np.floating]:
-        """Return rows of another vocabulary in the order of ours; tokens that it lacks have zeros."""
+        """Return another vocabulary's rows in the order of ours; missing ones are zeros."""
         made = np.zeros((len(self._vocabulary), rows.shape[1]), rows.dtype)
         _, here, there = np.intersect1d(self._vocabulary, token_ids, return_indices=True)
         made[here] = rows[there]

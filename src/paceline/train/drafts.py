@@ -47,9 +47,10 @@ def plan_drafts(
     device: torch.device,
     anchor_share: float = 1.0,
 ) -> list[DraftDepth]:
-    """Return drafts by depth; depth 0 drafts at every answer token but a text's last, or at a share of them.
+    """Return drafts by depth; depth 0 drafts at every answer token but a text's last.
 
-    keep: share of the drafts that continues to the next depth.
+    keep: share of the drafts that continues to the next depth. anchor_share: share of the answer tokens at which
+    drafts begin.
     """
     random = torch.Generator().manual_seed(seed)
     anchors = torch.cat([torch.arange(b.answer, b.end - 1) for b in bounds])
