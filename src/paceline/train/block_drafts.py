@@ -1,8 +1,8 @@
 """Block heads in training: all blocks of packed texts in one pass.
 
-`model.heads.block_format` describes such a pass.
-A block begins at an anchor, a token of an answer. It sees the taps of the tokens before its anchor, and itself
-(DFlash, arXiv 2602.06036). Draft d of anchor a predicts token a + d + 1.
+`model.heads.block_format` describes such a pass. A block begins at an anchor, a token of an answer. It sees the
+taps of the tokens before its anchor, and itself (DFlash, arXiv 2602.06036). Draft d of anchor a predicts token
+a + d + 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def draft_blocks(
 ) -> list[torch.Tensor]:
     """Return the last states of each depth, [m, width + rank] float32.
 
-    The first `width` are normed; what `corrector.out` is multiplied with follows. embed: [vocab, width] the target's. Tokens before a draft are those of the text.
+    The first `width` are normed; what `corrector.out` is multiplied with follows. embed: [vocab, width] the
+    target's. Tokens before a draft are those of the text.
     """
     block, anchors = config.block, depths[0].anchors
     assert block is not None

@@ -52,8 +52,9 @@ class BlockChoices:
 class BlockRecipe:
     """A block head, see `Recipe`.
 
-    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are tens of times as large as those of early ones. `fc` is trained on taps divided by their
-    usual size, and written for the taps as they are.
+    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are ten times as
+    large as those of early ones. `fc` is trained on taps divided by their usual size, and written for the taps as
+    they are.
     """
 
     def __init__(self, choices: BlockChoices, material: TrainMaterial, seed: int) -> None:
