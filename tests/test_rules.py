@@ -33,6 +33,7 @@ SHARED_FILE_NAMES = {
     "__init__": "every package",
     "decoder": "each backend's folder has the same file names",
     "head": "each backend's folder has the same file names",
+    "block_head": "each backend's folder has the same file names",
     "cut_model": "each backend's folder has the same file names, and model/heads has the format",
     "load": "each backend's folder has the same file names",
     "attention": "the reference's and the GPU's",

@@ -167,6 +167,28 @@ Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vec
             matrix_of(matrices, "written", shape.head_size, size)};
 }
 
+// What corrects the guesses of a block head; `mix` and `state` by kind.
+Corrector corrector_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
+    Corrector found;
+    if (matrices.contains("out")) {
+        const size_t rank = found.rank = matrix_at(matrices, "out")->in();
+        require(rank <= kMaxSide / 4, "the corrector is too wide");
+        found.before = matrix_of(matrices, "before", shape.vocab, rank);
+        found.out = matrix_of(matrices, "out", shape.head_size, rank);
+        require(!matrices.contains("gate") || !matrices.contains("joint"), "a corrector has a gate or a state");
+        if (matrices.contains("joint")) found.state_size = rank;
+        if (matrices.contains("gate")) found.mix = matrix_of(matrices, "gate", rank, shape.hidden + rank);
+        if (matrices.contains("joint")) found.mix = matrix_of(matrices, "joint", 3 * rank, 2 * rank + shape.hidden);
+        if (found.mix) found.mix_bias = maybe_vector(vectors, "mix_bias", found.mix->out());
+    }
+    if (!vectors.contains("confidence")) return found;
+    const auto values = nb::cast<Array<float>>(vectors["confidence"]);
+    require(values.size() == shape.hidden || values.size() == shape.hidden + found.rank, "confidence has the wrong length");
+    found.confidence.assign(values.data(), values.data() + values.size());
+    found.confidence_bias = vectors.contains("confidence_bias") ? vector_of(vectors["confidence_bias"], 1, "confidence_bias")[0] : 0.0f;
+    return found;
+}
+
 void check_shape(const Shape& s) {
     for (size_t n : {s.vocab, s.hidden, s.intermediate, s.num_layers, s.num_heads, s.head_dim})
         require(0 < n && n <= kMaxSide, "every size of a model is between 1 and 2**24");
@@ -199,7 +221,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
                   const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
-                  const nb::dict& input_matrices, const nb::dict& input_vectors) {
+                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool reads_rows, const nb::dict& corrector_matrices,
+                  const nb::dict& corrector_vectors) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -207,7 +230,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     for (float x : {residual_scale, score_cap, logit_cap, query_growth, query_context})
         require(std::isfinite(x) && x >= 0.0f, "factors and caps are finite and not negative");
     require(query_context >= 1.0f, "a context has at least one position");
-    shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed;
+    shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed, shape.reads_rows = reads_rows;
     shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
     require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
     check_shape(shape);
@@ -229,6 +252,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
     weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
     if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
+    if (reads_rows) weights.corrector = corrector_of(shape, corrector_matrices, corrector_vectors);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
     for (nb::handle layer : layers) {
         const auto parts = nb::cast<nb::tuple>(layer);
@@ -247,6 +271,10 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                 "all layers have experts of one number and size, or none has");
     }
     set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
+    for (const Layer& layer : weights.layers)
+        require(!reads_rows || (layer.k && !layer.window && layer.feature_norm.empty() && layer.all_k_norm.empty() && layer.v_norm.empty()),
+                "layers of a block head are plain");
+    require(!reads_rows || !weights.inputs.embed, "layers of a block head have no inputs of their own");
     shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
     new (self) Decoder(shape, std::move(weights), pool);
 }
@@ -264,7 +292,8 @@ void bind_decoder(nb::module_& m) {
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
              "norms_values"_a = false,
-             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict())
+             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(),
+             "corrector_vectors"_a = nb::dict())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })

@@ -67,8 +67,8 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     for (int64_t token : pass.wanted) require(below(token, pass.num_tokens), "a wanted token is not in the pass");
 }
 
-// A pass without specs and outputs.
-Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs& in, size_t vocab, size_t num_layers) {
+// A pass without specs and outputs. reads_features: it has a feature for each token.
+Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs& in, size_t vocab, size_t num_layers, bool reads_features) {
     const Shape& shape = decoder.shape();
     check_kv(decoder, kv, num_layers);
     const size_t num_tokens = in.token_ids.size(), num_rows = in.pages.shape(0);
@@ -76,11 +76,11 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
     require(in.positions.size() == num_tokens && in.slots.size() == num_tokens, "every token needs a position and a slot");
     require(in.cu_len.size() >= 1 && num_rows == in.cu_len.size() - 1, "every row needs its pages");
     require(in.first_keys.size() == num_rows, "every row needs its first key");
-    require(in.features.shape(0) == (shape.reads_features ? num_tokens : 0) && in.features.shape(1) == shape.hidden,
+    require(in.features.shape(0) == (reads_features ? num_tokens : 0) && in.features.shape(1) == shape.hidden,
             "features have the wrong shape: one for every token of a model that reads them, none of another");
     Pass pass{num_tokens, num_rows, in.pages.shape(1), in.token_ids.data(), in.positions.data(), in.slots.data(),
               in.cu_len.data(), in.pages.data(), in.first_keys.data(), in.features.data(),
-              {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr};
+              {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr, {}, shape.reads_rows};
     check_tokens(shape, kv, pass);
     return pass;
 }
@@ -95,7 +95,7 @@ Masks checked_masks(const Decoder& decoder, const MaskInputs& masks, size_t num_
 Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
                   size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out, const MaskInputs* masks) {
     const size_t hidden = decoder.shape().hidden;
-    Pass pass = checked_inputs(decoder, kv, in, vocab, num_layers);
+    Pass pass = checked_inputs(decoder, kv, in, vocab, num_layers, decoder.shape().reads_features);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
     pass.specs = specs.checked(num_wanted, num_ids(decoder, vocab));
     require(out.chosen.size() == num_wanted && out.logits.size() == specs.num_logit_rows() * vocab, "the outputs have the wrong size");
@@ -151,9 +151,26 @@ PendingPass begin(nb::object self, nb::object kv, nb::object inputs, nb::object 
     return pending;
 }
 
+// The wanted tokens of a block lie side by side, one for each guess.
+void check_block_steps(const Pass& pass, const DraftSteps& steps) {
+    size_t at = 0;
+    for (size_t row = 0; row < pass.num_rows; ++row)
+        for (int64_t i = 0; i < steps.depths[row]; ++i, ++at) {
+            require(at < pass.wanted.size(), "a block wants a token for each guess");
+            const int64_t token = pass.wanted[at];
+            require(pass.cu_len[row] <= token && token < pass.cu_len[row + 1] && (i == 0 || token == pass.wanted[at - 1] + 1),
+                    "the wanted tokens of a row lie side by side in its block");
+        }
+    require(at == pass.wanted.size(), "every wanted token is a row's");
+}
+
 void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
     require(steps.depths.size() == pass.num_rows, "every row needs its depth");
     require(steps.hints.size() == pass.num_rows, "every row needs its hints, or none in their place");
+    const auto leaves_choice = [](const SamplingSpec& spec) { return spec.kind == SamplingKind::logits; };
+    require(std::none_of(steps.specs.begin(), steps.specs.end(), leaves_choice), "draft steps choose every token themselves");
+    require(std::all_of(steps.depths.begin(), steps.depths.end(), [](int64_t depth) { return depth >= 1; }), "a row is one deep at least");
+    if (pass.reads_rows) return check_block_steps(pass, steps);
     size_t at = 0;
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const int64_t end = pass.cu_len[row + 1], depth = steps.depths[row], num_wanted = relayed ? depth : 1;
@@ -164,14 +181,12 @@ void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
         require(relayed || depth <= reach, "a row drafts beyond its pages");
     }
     require(at == pass.wanted.size(), "every wanted token is a row's");
-    const auto leaves_choice = [](const SamplingSpec& spec) { return spec.kind == SamplingKind::logits; };
-    require(std::none_of(steps.specs.begin(), steps.specs.end(), leaves_choice), "draft steps choose every token themselves");
 }
 
 void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab,
                    size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
                    const std::vector<const TokenHints*>& hints, const Out<int64_t>& chosen, const Out<float>& margins) {
-    const Pass pass = checked_inputs(decoder, kv, inputs, vocab, num_layers);
+    const Pass pass = checked_inputs(decoder, kv, inputs, vocab, num_layers, decoder.shape().reads_features);
     const size_t ids = num_ids(decoder, vocab);
     const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
                            chosen.data(), margins.data()};
@@ -184,7 +199,16 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     std::fill_n(chosen.data(), num_chosen, kUnchosen);
     std::fill_n(margins.data(), num_chosen, NAN);
     nb::gil_scoped_release unlocked;
+    if (pass.reads_rows) return run_block_steps(decoder, pass, steps, kv);
     relayed ? run_relayed_steps(decoder, pass, steps, kv) : run_steps(decoder, pass, steps, kv);
+}
+
+// Of a block head: keys and values of known tokens, which have features.
+void store_context(Decoder& decoder, const KVStore& kv, const PassInputs& inputs) {
+    require(decoder.shape().reads_rows, "this decoder has no context");
+    const Pass pass = checked_inputs(decoder, kv, inputs, 1, decoder.shape().num_layers, true);
+    nb::gil_scoped_release unlocked;
+    if (pass.num_tokens > 0) decoder.store_context(pass, kv);
 }
 
 // One position of guesses, see `RelayStep`. Without previous_ids only the messages of first guesses are computed.
@@ -225,6 +249,36 @@ void relay(Decoder& decoder, const Table<float>& first, const Table<float>& stat
     decoder.relay_step(step, pass);
 }
 
+// The next guesses of blocks, see `BlockStep`.
+void correct(Decoder& decoder, const Table<float>& states, const Ids& previous_ids, const Table<float>& previous_state,
+             const SamplingSpecs& specs, size_t vocab, const Out<int64_t>& chosen, const Out<float>& logits, const Out<float>& margins,
+             const Out<float>& state) {
+    const Shape& shape = decoder.shape();
+    const size_t n = states.shape(0), size = decoder.corrector().state_size;
+    require(shape.reads_rows, "this decoder has no blocks");
+    require(n > 0 && states.shape(1) == shape.hidden, "states have the wrong shape");
+    require(previous_ids.size() == n, "every guess has a token before it");
+    require(previous_state.shape(0) == n && previous_state.shape(1) == size && state.size() == n * size, "the states of the corrector have the wrong shape");
+    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
+    Pass pass{};
+    pass.vocab = vocab;
+    pass.specs = specs.checked(n, num_ids(decoder, vocab));
+    require(chosen.size() == n && margins.size() == n && logits.size() == specs.num_logit_rows() * vocab, "the outputs have the wrong size");
+    std::vector<float> log_odds(n);
+    BlockStep step{n, previous_ids.data(), previous_state.data(), {}, {}, state.data(),
+                   decoder.corrector().confidence.empty() ? nullptr : log_odds.data()};
+    for (size_t i = 0; i < n; ++i) {
+        const int64_t token = previous_ids.data()[i];
+        require(0 <= token && static_cast<size_t>(token) < shape.vocab, "a token id lies outside the vocabulary");
+        step.states.push_back(states.data() + i * shape.hidden);
+        pass.wanted.push_back(static_cast<int64_t>(i));
+    }
+    std::fill_n(margins.data(), n, NAN);
+    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.data();
+    nb::gil_scoped_release unlocked;
+    decoder.correct_step(step, pass);
+}
+
 }  // namespace
 
 void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
@@ -244,6 +298,9 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
         .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
         .def("forward_steps", &forward_steps, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "depths"_a, "stops"_a.noconvert(),
              "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())
+        .def("store_context", &store_context, "kv"_a, "inputs"_a)
+        .def("correct", &correct, "states"_a.noconvert(), "previous_ids"_a.noconvert(), "previous_state"_a.noconvert(), "specs"_a, "vocab"_a,
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "state"_a.noconvert())
         .def("relay", &relay, "first"_a.noconvert(), "states"_a.noconvert(), "previous_ids"_a.noconvert(),
              "previous_messages"_a.noconvert(), "specs"_a, "vocab"_a, "chosen"_a.noconvert(), "logits"_a.noconvert(),
              "margins"_a.noconvert(), "messages"_a.noconvert());

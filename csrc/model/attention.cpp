@@ -76,7 +76,7 @@ void Decoder::merge_spans(const Pass& pass, const KVStore& kv, size_t layer, con
     for (size_t span = first_of_tile(pass, tile, window) / kSpan; span < tile.num_spans; ++span) {
         const SpanResult found = result_of(span);
         for (size_t i = 0; i < count; ++i) {
-            const size_t token = tile.first + i / group, limit = static_cast<size_t>(pass.positions[token]) + 1;
+            const size_t token = tile.first + i / group, limit = pass.end_of_keys(tile.row, token);
             if (limit <= span * kSpan || first_key(pass, tile.row, token, window) >= (span + 1) * kSpan)
                 continue;  // this query attends to nothing of the span
             merge(found.tops[i], found.totals[i], found.mixed + i * dim, dim, &own.top_so_far[i], &own.total_so_far[i],
@@ -98,7 +98,7 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
         apply_rope(layer, &scratch_->q[token * stride + head * dim], layer.q_norm, token, query_scale(pass.positions[token]), to);
         std::fill(to + dim, to + padded, 0.0f);
         own.starts[i] = static_cast<int64_t>(first_key(pass, tile.row, token, layer.window));
-        own.limits[i] = pass.positions[token] + 1;
+        own.limits[i] = static_cast<int64_t>(pass.end_of_keys(tile.row, token));
     }
     kv.kernels().prepare(&own.queries[first * query_stride(padded)], tile.count * group - first, padded, &own.query_units[first]);
 }
@@ -112,7 +112,7 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
     const bool stores = layer.k && scratch_->tilings[layer.tiling].stores_itself;
     for (size_t t = from; stores && t < tile.count; ++t)
         if (static_cast<size_t>(pass.positions[tile.first + t]) / kSpan == span) store(pass, kv, index, tile.first + t, tile.kv_head);
-    const size_t last = static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1;
+    const size_t last = pass.end_of_keys(tile.row, tile.first + tile.count - 1);
     kv.kernels().attend({kv.keys(layer.kv), kv.values(layer.kv), pass.pages + tile.row * pass.max_pages,
                          (last + kPageTokens - 1) / kPageTokens, layer.heads.num_kv, tile.kv_head, padded, tile.count * group - first,
                          std::max(span * kSpan, first_of_tile(pass, tile, layer.window)),

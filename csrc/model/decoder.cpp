@@ -10,7 +10,7 @@ namespace paceline {
 Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool)
     : shape_(shape), weights_(std::move(weights)), pool_(std::move(pool)), scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->threads.resize(pool_->size());
-    const size_t inputs = std::max(2 * shape.hidden, shape.hidden + weights_.relay.size);
+    const size_t inputs = std::max(2 * shape.hidden, shape.hidden + std::max(weights_.relay.size, 2 * weights_.corrector.rank));
     const size_t width = std::max(round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group),
                                   2 * round_up(weights_.relay.inner, kInt8Group));
     for (auto& own : scratch_->threads) own.normed.assign(width, 0.0f);
@@ -31,6 +31,8 @@ size_t Decoder::weight_bytes() const {
     if (weights_.fuse) total += weights_.fuse->bytes();
     if (const Relay& relay = weights_.relay; relay.size)
         for (const auto* m : {&relay.position, &relay.previous, &relay.message, &relay.message_head}) total += (*m)->bytes();
+    for (const auto* m : {&weights_.corrector.before, &weights_.corrector.mix, &weights_.corrector.out})
+        if (*m) total += (*m)->bytes();
     for (const Layer& layer : weights_.layers) {
         for (const auto* m : {&layer.q, &layer.k, &layer.v, &layer.o, &layer.gate, &layer.up, &layer.down, &layer.input_gate, &layer.input_out})
             if (*m) total += (*m)->bytes();
@@ -191,6 +193,12 @@ void Decoder::start_token(const Pass& pass, size_t token) {
     float* hidden = &s.hidden[token * shape_.hidden];
     weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), hidden);
     for (size_t i = 0; i < shape_.hidden; ++i) hidden[i] *= shape_.embed_scale;
+    turn(pass, token);
+}
+
+// Compute the sines and cosines of a token's position.
+void Decoder::turn(const Pass& pass, size_t token) {
+    Scratch& s = *scratch_;
     for (size_t i = 0; i < num_angles(); ++i) {
         const float angle = static_cast<float>(pass.positions[token]) * weights_.inverse_frequencies[i];
         s.cosines[token * num_angles() + i] = std::cos(angle) * weights_.magnitudes[i];

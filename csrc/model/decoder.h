@@ -22,6 +22,7 @@ class Decoder {
 
     const Shape& shape() const { return shape_; }
     const Relay& relay() const { return weights_.relay; }
+    const Corrector& corrector() const { return weights_.corrector; }
     const std::vector<Layer>& layers() const { return weights_.layers; }
     size_t weight_bytes() const;
     bool maps_ids() const { return !weights_.token_ids.empty(); }
@@ -42,6 +43,11 @@ class Decoder {
     // Make the messages of one position and choose its guesses. `pass` holds the specs and outputs of its rows.
     void relay_step(const RelayStep& step, const Pass& pass);
 
+    // Of a block head: store keys and values of tokens that are known, made of the pass's features.
+    void store_context(const Pass& pass, const KVStore& kv);
+    // Choose the next guesses. `pass` holds the specs and outputs of its rows.
+    void correct_step(const BlockStep& step, const Pass& pass);
+
   private:
     struct Scratch;
     struct Tile;
@@ -58,6 +64,7 @@ class Decoder {
     void run_dense(const Layer& layer, size_t num_tokens);
     void activate(float* gate, const float* up, size_t size, size_t stride) const;
     void start_token(const Pass& pass, size_t token);
+    void turn(const Pass& pass, size_t token);
     void begin_layer(const Pass& pass, size_t layer, size_t token);
     void add_delta(size_t token, const std::vector<float>& norm);
     void read_feature(const Pass& pass, size_t token, float* normed);
@@ -104,6 +111,10 @@ class Decoder {
     void run_relay(const RelayStep& step, const Pass& pass, size_t thread);
     void embed_previous(const RelayStep& step, size_t index, float* row);
     void gate_message(const RelayStep& step, size_t index, float* row);
+    // block.cpp
+    void run_corrector(const BlockStep& step, const Pass& pass, size_t thread);
+    void read_previous(const BlockStep& step, size_t index, float* row);
+    void mix_previous(const BlockStep& step, size_t index, float* row);
 
     Shape shape_;
     Weights weights_;

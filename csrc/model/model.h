@@ -28,6 +28,7 @@ struct Shape {
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
     size_t experts_per_token = 0;
     bool norms_shares = true;  // shares of a token's experts sum to 1
+    bool reads_rows = false;   // a block head: its tokens attend to all of their row, and features are of the context
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };
 
@@ -64,6 +65,18 @@ struct Relay {
     std::shared_ptr<const Matrix> message_head;  // [head_size, size] turns a message into logits
 };
 
+// What corrects each guess of a block head by the one before, see `correction` in backend/reference/block_head.py.
+struct Corrector {
+    size_t rank = 0;                         // numbers of a token's row; 0: nothing is corrected
+    size_t state_size = 0;                   // numbers handed from guess to guess: `rank` or 0
+    std::shared_ptr<const Matrix> before;    // [vocab, rank] a row of each token before
+    std::shared_ptr<const Matrix> mix;       // [rank, hidden + rank], with a state [3 * rank, 2 * rank + hidden], or null
+    std::vector<float> mix_bias;
+    std::shared_ptr<const Matrix> out;       // [head_size, rank] turns it into logits
+    std::vector<float> confidence;           // [hidden], [hidden + rank] with the token's row, or empty
+    float confidence_bias = 0.0f;
+};
+
 // What makes a token's own inputs to the layers, `size` numbers for each: a table's row and a projection of the token's embedding.
 struct LayerInputs {
     std::shared_ptr<const Matrix> embed, project;  // [vocab, num_layers * size], [num_layers * size, hidden], or null
@@ -80,6 +93,7 @@ struct Weights {
     std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty
     std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
     Relay relay;
+    Corrector corrector;
     LayerInputs inputs;
 };
 

@@ -261,6 +261,66 @@ class RelayedSteps {
     std::vector<float> margins_;
 };
 
+// One pass over a block of each row, then the choices of its guesses, one after another.
+class BlockSteps {
+  public:
+    BlockSteps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv)
+        : decoder_(decoder), active_(first, steps), pass_(first), state_(first.num_rows * decoder.corrector().state_size) {
+        run_pass(kv);
+        for (size_t row = 0; row < first.num_rows; ++row) newest_.push_back(first.token_ids[first.cu_len[row]]);
+    }
+
+    bool done() const { return active_.rows().empty(); }
+
+    void run(size_t step) {
+        const size_t n = active_.rows().size(), size = decoder_.corrector().state_size;
+        std::vector<int64_t> chosen(n);
+        std::vector<float> margins(n, NAN), logits, state(n * size), log_odds(n);
+        pass_.specs = active_.specs(step);
+        logits.resize(num_logit_rows(pass_.specs) * pass_.vocab);
+        pass_.wanted.resize(n);
+        pass_.chosen = chosen.data(), pass_.margins = margins.data(), pass_.logits = logits.data();
+        BlockStep now{n, newest_.data(), state_.data(), {}, {}, state.data(), decoder_.corrector().confidence.empty() ? nullptr : log_odds.data()};
+        for (const ActiveRow& row : active_.rows()) {
+            const size_t at = row.first + step;
+            now.states.push_back(&states_[static_cast<size_t>(tokens_[at]) * hidden()]);
+            now.head_logits.push_back(&logits_[at * pass_.vocab]);
+        }
+        decoder_.correct_step(now, pass_);
+        newest_.clear(), state_.clear();
+        active_.advance(step, chosen.data(), margins.data(), [&](size_t i) {
+            newest_.push_back(chosen[i]);
+            state_.insert(state_.end(), state.begin() + static_cast<ptrdiff_t>(i * size), state.begin() + static_cast<ptrdiff_t>((i + 1) * size));
+        });
+    }
+
+  private:
+    // Run the pass: it chooses nothing, and leaves states and logits of all guesses.
+    void run_pass(const KVStore& kv) {
+        const size_t n = pass_.wanted.size();
+        std::vector<int64_t> chosen(n);
+        states_.resize(pass_.num_tokens * hidden());
+        logits_.resize(n * pass_.vocab);
+        pass_.specs.assign(n, SamplingSpec{SamplingKind::logits, 0.0, {}, {}, {}});
+        pass_.taps = {{pass_.num_layers, states_.data()}};
+        pass_.chosen = chosen.data(), pass_.margins = nullptr, pass_.logits = logits_.data();
+        decoder_.forward(pass_, kv);
+        tokens_ = pass_.wanted;
+        for (int64_t token : tokens_) decoder_.norm_last(&states_[static_cast<size_t>(token) * hidden()]);
+    }
+
+    size_t hidden() const { return decoder_.shape().hidden; }
+
+    Decoder& decoder_;
+    ActiveRows active_;
+    Pass pass_;
+    std::vector<int64_t> tokens_;  // [guesses] indices in the pass
+    std::vector<float> states_;    // [tokens of the pass, hidden]
+    std::vector<float> logits_;    // [guesses, vocab]
+    std::vector<int64_t> newest_;  // [active rows] tokens before the next guesses
+    std::vector<float> state_;     // [active rows, state_size] of the corrector
+};
+
 }  // namespace
 
 void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {
@@ -275,6 +335,12 @@ void run_relayed_steps(Decoder& decoder, const Pass& first, const DraftSteps& st
     if (first.num_rows == 0) return;
     RelayedSteps relayed(decoder, first, steps, kv);
     for (size_t step = 1; !relayed.done(); ++step) relayed.run(step);
+}
+
+void run_block_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {
+    if (first.num_rows == 0) return;
+    BlockSteps blocks(decoder, first, steps, kv);
+    for (size_t step = 0; !blocks.done(); ++step) blocks.run(step);
 }
 
 }  // namespace paceline

@@ -27,4 +27,8 @@ void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, con
 // another: each reads the message of the guess before.
 void run_relayed_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);
 
+// Run `first` of a block head, a block of each row. Its wanted tokens are the queries of each row's guesses, which are then chosen one
+// after another: each is corrected by the one before, the first by the block's first token.
+void run_block_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);
+
 }  // namespace paceline

@@ -51,6 +51,12 @@ struct Pass {
     float* logits;                                // [wanted with logits, vocab] out
     float* margins;  // [wanted] out: logits between the chosen token and the second; unknown ones are not written; null: unwanted
     Masks masks = {};
+    bool reads_rows = false;  // as `Shape::reads_rows`
+
+    // The keys that a token sees: those before this position.
+    size_t end_of_keys(size_t row, size_t token) const {
+        return static_cast<size_t>(positions[reads_rows ? static_cast<size_t>(cu_len[row + 1]) - 1 : token]) + 1;
+    }
 };
 
 // One position of the guesses of a parallel draft head, for some rows.
@@ -62,6 +68,17 @@ struct RelayStep {
     std::vector<const float*> position_sums;  // [num_rows] -> [2 * Relay::inner] of `Decoder::relay_positions`
     std::vector<const float*> head_logits;    // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
     float* messages;                          // [num_rows, Relay::size] out
+};
+
+// The next guess of each row of a block head, whose block has been run.
+struct BlockStep {
+    size_t num_rows;
+    const int64_t* previous_ids;             // [num_rows] tokens before the guesses
+    const float* previous_state;             // [num_rows, Corrector::state_size]
+    std::vector<const float*> states;        // [num_rows] -> [hidden] last hidden state of the query, after `final_norm`
+    std::vector<const float*> head_logits;   // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
+    float* state;                            // [num_rows, Corrector::state_size] out
+    float* log_odds;                         // [num_rows] out: that guesses are kept; instead of `Pass::margins`; or null
 };
 
 }  // namespace paceline

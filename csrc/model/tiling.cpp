@@ -56,7 +56,7 @@ void Decoder::plan_tiling(const Pass& pass, Tiling& tiling) {
         tiling.stores_itself &= end - begin <= at_once;
         for (size_t first = begin; first < end; first += at_once) {
             const size_t count = std::min(at_once, end - first);
-            const size_t num_spans = pass.positions[first + count - 1] / kSpan + 1;
+            const size_t num_spans = (pass.end_of_keys(row, first + count - 1) - 1) / kSpan + 1;
             for (size_t h = 0; h < num_kv; ++h) {
                 tiling.tiles.push_back({row, first, count, h, num_spans, num_queries});
                 num_queries += count * group * num_spans;
@@ -71,7 +71,7 @@ void Decoder::plan_tiling(const Pass& pass, Tiling& tiling) {
 void Decoder::balance_tiles(const Pass& pass, Tiling& s, size_t num_queries) {
     s.parts.clear();
     if (s.tiles.size() >= kManyTiles * pool_->size()) return;
-    const auto end_of = [&](const Tile& tile) { return static_cast<size_t>(pass.positions[tile.first + tile.count - 1]) + 1; };
+    const auto end_of = [&](const Tile& tile) { return pass.end_of_keys(tile.row, tile.first + tile.count - 1); };
     const auto length = [&](const Tile& tile) { return tile.count * end_of(tile); };
     size_t num_spans = 0, total = 0, longest = 0;
     for (const Tile& tile : s.tiles)
@@ -108,7 +108,7 @@ size_t Decoder::first_of_tile(const Pass& pass, const Tile& tile, size_t window)
 // The number of a tile's first tokens that attend to nothing of a span.
 size_t Decoder::num_before(const Pass& pass, const Tile& tile, size_t span) {
     size_t count = 0;
-    while (static_cast<size_t>(pass.positions[tile.first + count]) < span * kSpan) ++count;
+    while (pass.end_of_keys(tile.row, tile.first + count) <= span * kSpan) ++count;
     return count;
 }
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from paceline import kernels
+from paceline.backend.native import load as native
+from paceline.backend.reference.block_head import load_runner
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.reference.head import load_runner
-from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayRequest
-from paceline.core.nouns import SamplingSpec, Taps
+from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayRequest, StepLimit
+from paceline.core.nouns import UNCHOSEN, SamplingSpec, Stop, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.heads.checkpoint import load_head
 from tests.draft.test_block_files import FORMATS, block_tensors
@@ -24,13 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from paceline.backend.native.head import NativeHead
     from paceline.backend.seam import HeadRunner, PassResult
+    from paceline.model.heads.checkpoint import Head
 
 PAGES = [[3, 1], [0], [2, 5, 4]]
 LENGTHS = (17, 1, 34)  # known tokens of each row, the newest included: the second has no context
 CHUNK = 7  # tokens of context that are stored at once
 WIDTH = TARGET.hidden_size
 TEXTS = [np.random.default_rng(i).integers(0, TARGET.vocab_size, n) for i, n in enumerate(LENGTHS)]
+THREADS = kernels.ThreadPool(2)
 LOGITS = SamplingSpec("logits", SamplingParams())
 
 
@@ -134,3 +139,89 @@ def test_the_reference_runs_the_format(name: str, tmp_path: Path) -> None:
     head = load_head(write(tmp_path, values, tensors), TARGET)
     runner = load_runner(head, ReferenceDecoder(TARGET, weights, torch.float64), None, None)
     check(runner, head.token_ids, expected(values, tensors, weights), 1e-6)
+
+
+def native_runner(head: Head, weight_type: str = "f32", own: str | None = None, kv: str = "f32") -> NativeHead:
+    weights = tiny_weights(TARGET, dtype=torch.float32)
+    return native.load_runner(head, native.pack_decoder(TARGET, weights, THREADS, weight_type, kv), None, own)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_native_kernels_run_the_format(name: str, tmp_path: Path) -> None:
+    values = FORMATS[name]
+    tensors = scaled(values)
+    head = load_head(write(tmp_path, values, tensors), TARGET)
+    check(native_runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), 2e-4)
+
+
+@pytest.mark.parametrize("own", ["int8", "int4_row"])
+def test_drafters_of_few_bits_are_near(own: str, tmp_path: Path) -> None:
+    """Rounding changes logits by some percent of their spread."""
+    values = FORMATS["speculators, rnn"]
+    head = load_head(write(tmp_path, values, scaled(values)), TARGET)
+    found = []
+    for runner in (native_runner(head), native_runner(head, "int8", own, "i16")):
+        kv = runner.new_kv(9)
+        store_context(runner, kv)
+        found.append(np.array([result.logits for result in guess_all(runner, kv)[1]])[:, :, head.token_ids])
+    first = [logits[0] for logits in found]  # the others follow guesses that may differ
+    limit = {"int8": 0.05, "int4_row": 0.4}[own]
+    assert np.abs(first[0] - first[1]).std() < limit * first[0].std()
+
+
+class StepByStep:
+    """The choices of `steps`, one guess after another."""
+
+    def __init__(self, runner: HeadRunner, kv: Any) -> None:
+        self.runner, self.kv = runner, kv
+
+    def run(self, specs: Sequence[Sequence[SamplingSpec]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Guesses and margins of each row; specs: of each row, one for each guess."""
+        block = self.runner.config.block
+        assert block is not None
+        depths = [len(of) for of in specs]
+        hidden = self.runner.launch(PassRequest(blocks(self.runner, max(depths)), self.kv, ())).wait().hidden
+        chosen: list[list[int]] = [[] for _ in specs]
+        margins: list[list[float]] = [[] for _ in specs]
+        for row, of in enumerate(specs):
+            before, message = int(TEXTS[row][-1]), np.zeros((1, block.state_size), np.float32)
+            for number, spec in enumerate(of):
+                place = max(depths) * row + number
+                known = ([before], FedBack(message, [0]))
+                result = self.runner.relay(RelayRequest(hidden, [place], [place], [spec], known))
+                assert result.margins is not None
+                before, message = int(result.token_ids[0]), result.hidden  # type: ignore[assignment]
+                chosen[row].append(before)
+                margins[row].append(float(result.margins[0]))
+        return chosen, margins
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_chooses_what_its_steps_choose(name: str, tmp_path: Path) -> None:
+    """Greedy and drawn; a row with a stop ends early, and one with hints follows them."""
+    values = FORMATS[name]
+    head = load_head(write(tmp_path, values, scaled(values)), TARGET)
+    runner = native_runner(head)
+    block, kv = head.config.block, runner.new_kv(9)
+    assert block is not None
+    store_context(runner, kv)
+    drawn = SamplingParams(temperature=0.9)
+    specs = [
+        [SamplingSpec("argmax", SamplingParams(temperature=0.0), margin=True)] * block.num_drafts,
+        [
+            SamplingSpec("noisy", drawn, seed=5, position=1 + number, margin=True)
+            for number in range(block.num_drafts)
+        ],
+        [SamplingSpec("argmax", SamplingParams(temperature=0.0), margin=True)] * block.num_drafts,
+    ]
+    expected_ids, expected_margins = StepByStep(runner, kv).run(specs)
+    packed = blocks(runner, block.num_drafts)
+    stop = Stop([0.0] * block.num_drafts, 0.0, [0.3] * block.num_drafts)  # halves at each: two guesses
+    steps = [StepLimit(block.num_drafts), StepLimit(block.num_drafts), StepLimit(block.num_drafts, stop)]
+    flat = [spec for of in specs for spec in of]
+    result = runner.launch(PassRequest(packed, kv, flat, steps)).wait()
+    token_ids = result.token_ids.reshape(3, -1).tolist()
+    assert result.margins is not None
+    assert token_ids[:2] == expected_ids[:2]
+    np.testing.assert_allclose(result.margins.reshape(3, -1)[:2], expected_margins[:2], rtol=1e-5, atol=1e-5)
+    assert token_ids[2] == [*expected_ids[2][:2], *[UNCHOSEN] * (block.num_drafts - 2)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.draft.heads import RELAY, drafter_of, trained_head
+from tests.draft.heads import BLOCKS, RELAY, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
     Request,
@@ -176,7 +176,7 @@ many_in_the_nightly_run = pytest.mark.parametrize(
 
 @many_in_the_nightly_run
 @pytest.mark.parametrize("types", ["f64", "int8"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, *BLOCKS])
 def test_same_text_with_draft_heads(kind: str, types: str, examples: int) -> None:
     """Heads that were trained for a moment: right now and then."""
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]

@@ -30,6 +30,8 @@ from paceline.serve.asking import config_of
         ({"method": "suffix", "suffix_decoding_min_token_prob": 0.2}, "suffix:share=0.2"),
         ({"method": "eagle3", "model": "some/head", "num_speculative_tokens": 3}, "eagle3:model=some/head,k=3"),
         ({"method": "eagle3", "model": "h", "parallel_drafting": True}, "peagle:model=h"),
+        ({"method": "dspark", "model": "h", "num_speculative_tokens": 5}, "block:model=h,k=5"),
+        ({"model": "z/Qwen3-4B-DFlash-b16"}, "block:model=z/Qwen3-4B-DFlash-b16"),
         ({"method": "eagle3", "model": "h", "parallel_drafting": False}, "eagle3:model=h"),
         ({"model": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}, "eagle3:model=yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
         ({"model": "yuhuili/EAGLE-LLaMA3.1-Instruct-8B"}, "eagle:model=yuhuili/EAGLE-LLaMA3.1-Instruct-8B"),

@@ -256,7 +256,7 @@ BACKENDS = {
             ("f32", "f64", "bf16", "f16"),
             (),
             "paceline.backend.reference.decoder:load_decoder",
-            "paceline.backend.reference.head:load_runner",
+            "paceline.backend.reference.block_head:load_runner",
             "paceline.backend.reference.cut_model:load_cut_model",
             needs="torch",
             repacker="paceline.backend.reference.decoder:repack",

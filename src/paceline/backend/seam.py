@@ -95,8 +95,7 @@ class Features:
     """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
     Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
-    fed back, or the head's mask feature where nothing is. Tokens of a block head are all known where its request
-    has features, each token's its own: these are only stored. They are a block where it has none.
+    fed back, or the head's mask feature. A block head stores tokens with features, their own; blocks have none.
     """
 
     taps: TapStore
@@ -133,8 +132,7 @@ class PassResult:
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
-    # [len(specs)] logits by which each is ahead, or a head's log-odds that it is kept; NaN where not known.
-    margins: NDArray[floating] | None = None
+    margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
@@ -242,16 +240,15 @@ class HeadRunner(DraftExecutor, Protocol):
         ...
 
     def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses of rows by messages from earlier ones. For relay and block heads only."""
+        """Choose the next guesses by messages from earlier ones. Relay and block heads only."""
         ...
 
 
 @noun
 class RelayRequest:
-    """One step of a head's relay or corrector, after its pass over the places of all guesses.
+    """One step of a head's relay, or of a block head, after its pass over all guesses.
 
-    `PassResult.hidden` of it are the messages that these guesses receive. Before the first guess of a block head
-    is the row's newest token, with a message of zeros.
+    `PassResult.hidden` are the messages to these guesses. A block head's first has the newest token before it.
     """
 
     hidden: object  # `PassResult.hidden` of the pass

@@ -143,6 +143,9 @@ class Decoder:
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,
+        reads_rows: bool = False,
+        corrector_matrices: dict[str, Matrix] = ...,
+        corrector_vectors: dict[str, _F32] = ...,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...
@@ -171,6 +174,11 @@ class Decoder:
     def forward_steps(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
+    ) -> None: ...
+    def store_context(self, kv: KVStore, inputs: PassInputs) -> None: ...
+    def correct(
+        self, states: _F32, previous_ids: _Ids, previous_state: _F32, specs: SamplingSpecs, vocab: int,
+        chosen: _Ids, logits: _F32, margins: _F32, state: _F32,
     ) -> None: ...
     def relay(
         self, first: _F32, states: _F32, previous_ids: _Ids, previous_messages: _F32, specs: SamplingSpecs,

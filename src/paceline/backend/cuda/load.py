@@ -115,6 +115,10 @@ def load_runner(
 ) -> CudaHead:
     """Make a head's runner, see `LoadHeadRunner`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
+    if head.config.block:
+        raise ConfigError(
+            "block heads do not run on the cuda backend yet; use another drafter or --backend native"
+        )
     setup, layers = _draft_setup(target, device, weight_type, num_ranks), head.config.layers
     check_heads(layers.head_dim, layers.num_heads, layers.num_kv_heads)
     check_model(layers, num_ranks, "the draft head", DRAFT_FLAG)

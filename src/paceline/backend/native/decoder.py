@@ -158,7 +158,7 @@ def prepare(
     token_ids = np.empty(len(packed.wanted), np.int64)
     states = np.empty((len(taps), len(packed.token_ids), compiled.hidden), np.float32)
     margins = np.empty(len(specs) if any(s.margin for s in specs) else 0, np.float32)
-    read = _read(compiled, packed, features)
+    read = read_inputs(compiled, packed, features)
     outputs = states, token_ids, logits, margins
     return Prepared(
         (request.kv, read, read_specs, vocab, num_layers, list(taps), *outputs, request.masks),
@@ -199,7 +199,7 @@ def run_steps(
     token_ids, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
     compiled.forward_steps(
         request.kv,
-        _read(compiled, request.packed, features),
+        read_inputs(compiled, request.packed, features),
         kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab),
         vocab=vocab,
         num_layers=num_layers,
@@ -226,7 +226,10 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     return np.array(table).reshape(-1, 3)
 
 
-def _read(compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None) -> kernels.PassInputs:
+def read_inputs(
+    compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None
+) -> kernels.PassInputs:
+    """Return what a pass reads. features: [num_tokens, hidden] or none."""
     return kernels.PassInputs(
         packed.token_ids,
         packed.positions,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline import kernels
+from paceline.backend.native.block_head import NativeBlockHead
 from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_float32
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
@@ -41,6 +42,7 @@ DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
 _FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
 
 _RELAY_MATRICES = ("place", "known", "tell")
+_MIXES = ("gate", "joint")  # matrices of correctors, of which one has at most one
 _TABLES = ("embed", "head", "input_embed")
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
 _MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
@@ -150,10 +152,10 @@ def load_runner(
     own_table = "embed" in weights
     embed = pack(weights, "embed", table_type(weight_type), team) if own_table else target.tables.embed
     vocabulary = DraftVocabulary(head.token_ids, target, extensible=config.request_tokens)
-    if algorithm.guesses_features:
-        written = pack_target_head(vocabulary, target, weight_type)
-    else:
+    if config.own_head:
         written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
+    else:
+        written = pack_target_head(vocabulary, target, weight_type)
     relay, packed_relay = (
         _pack_relay(weights, vocabulary, weight_type, team) if config.relay_size else (None, None)
     )
@@ -161,7 +163,14 @@ def load_runner(
         replace(config.layers, vocab_size=target.config.vocab_size),
         team,
         entry=Entry(embed, ({"fc": fc}, vectors) if algorithm.guesses_features else None),
-        output=Output(written, vectors.get("norm"), vocabulary.mapped_ids, config.norm_output, packed_relay),
+        output=Output(
+            written,
+            vectors.get("norm"),
+            vocabulary.mapped_ids,
+            config.norm_output,
+            packed_relay,
+            _pack_corrector(weights, vectors, vocabulary, weight_type, team) if config.block else None,
+        ),
         layers=[
             pack_layer(i, _layer_shapes(config, i), weights, weight_type, team)
             for i in range(config.layers.num_layers)
@@ -169,7 +178,8 @@ def load_runner(
         norms_residual=config.norm_before_residual,
     )
     fused_apart = 0 if algorithm.guesses_features else fc.num_bytes
-    return NativeHead(
+    make = NativeBlockHead if config.block else NativeHead
+    return make(
         config,
         weight_type,
         own_bytes(compiled, (embed, written), target) + fused_apart,
@@ -199,6 +209,26 @@ def _pack_relay(
     return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
 
 
+def _pack_corrector(
+    weights: Mapping[str, NDArray[floating]],
+    vectors: Mapping[str, NDArray[float32]],
+    vocabulary: DraftVocabulary,
+    weight_type: str,
+    team: kernels.ThreadPool,
+) -> PackedLayer:
+    """Return what corrects a block's guesses and says how likely they are kept."""
+    mixes = [name for name in _MIXES if f"corrector.{name}" in weights]
+    matrices = {name: pack(weights, f"corrector.{name}", weight_type, team) for name in mixes}
+    if "corrector.out" in weights:
+        table = as_float32(weights["corrector.out"])
+        matrices["out"] = _pack_own_head(vocabulary, table, weight_type)
+        matrices["before"] = pack(weights, "corrector.before", table_type(weight_type), team)
+    own = {"mix_bias": vectors[f"corrector.{mixes[0]}_bias"]} if mixes else {}
+    if "confidence" in weights:
+        own |= {"confidence": as_float32(weights["confidence"][0]), "confidence_bias": vectors["confidence_bias"]}
+    return matrices, own
+
+
 def _pack_own_head(vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
     """Pack a drafter's own head. table: [num_fixed, width], in the order of the given ids."""
     rows = np.zeros((len(vocabulary.token_ids), table.shape[1]), np.float32)
@@ -221,12 +251,14 @@ def _head_matrices(
 ) -> dict[str, Wanted]:
     """Return a head's own matrices, but no rows of its vocabulary: requests write there."""
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
-    relay = {f"relay.{name}" for name in _RELAY_MATRICES}
+    own = {"fc", *(f"relay.{name}" for name in _RELAY_MATRICES), *(f"corrector.{name}" for name in _MIXES)}
     found = {
         name: Wanted(weight_type, *shape)
         for name, shape in shapes.items()
-        if name == "fc" or name in relay or name.startswith("layers.")
+        if name in own or name.startswith("layers.")
     }
+    if before := shapes.get("corrector.before"):
+        found["corrector.before"] = Wanted(table_type(weight_type), *before)
     if "embed" in weights and isinstance(weights, LazyWeights):
         found["embed"] = Wanted(table_type(weight_type), *weights.stored("embed").shape)
     return found
@@ -316,6 +348,7 @@ class Output:
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
     feeds_normed: bool = False  # with several steps, the next reads a state as the head does
     relay: PackedLayer | None = None  # messages between guesses that are made in one pass
+    corrector: PackedLayer | None = None  # of a block head, perhaps empty; None: it is none
 
 
 def _rotations(config: ModelConfig) -> list[tuple[Rope, int]]:
@@ -334,6 +367,16 @@ def _turns(
         tables[0, index, : dim // 2] = inverse_frequencies(rope, dim, own_factors)
         tables[1, index, : dim // 2] = magnitudes(rope, dim)
     return tables[0], tables[1]
+
+
+def _of_blocks(corrector: PackedLayer | None) -> dict[str, Any]:
+    """Return what only block heads have."""
+    matrices, vectors = corrector or ({}, {})
+    return {
+        "reads_rows": corrector is not None,
+        "corrector_matrices": matrices,
+        "corrector_vectors": vectors,
+    }
 
 
 def compile_decoder(
@@ -392,4 +435,5 @@ def compile_decoder(
         token_ids=output.token_ids,
         experts_per_token=config.experts.per_token if config.experts else 0,
         norms_shares=config.experts is None or config.experts.normed,
+        **_of_blocks(output.corrector),
     )

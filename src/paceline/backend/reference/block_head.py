@@ -16,18 +16,28 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.reference.attention import KVStore, attend, cos_sin, plan_tiles, rotate, rotation_of
-from paceline.backend.reference.decoder import linear, rms_norm, to_numpy
+from paceline.backend.reference.decoder import ReferenceDecoder, check_draft_type, linear, rms_norm, to_numpy
 from paceline.backend.reference.head import ReferenceHead, last_norm, run_layers
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from paceline.backend.seam import Packed, PassRequest, RelayRequest
+    from paceline.backend.device import Device
+    from paceline.backend.seam import Decoder, Packed, PassRequest, RelayRequest
     from paceline.model.heads.block_format import BlockShape
+    from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
 
     Weights = Mapping[str, torch.Tensor]
+
+
+def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> ReferenceHead:
+    """Make the runner of any head, see `LoadHeadRunner`."""
+    assert isinstance(target, ReferenceDecoder)
+    check_draft_type(weight_type)
+    make = ReferenceBlockHead if head.config.block else ReferenceHead
+    return make(head, target, device)
 
 
 class ReferenceBlockHead(ReferenceHead):
@@ -106,9 +116,9 @@ def _seeing_all(packed: Packed) -> Packed:
 def context_keys(
     config: HeadConfig, weights: Weights, features: torch.Tensor, positions: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each layer's rotated keys and its values, [n, kv_heads, dim], made of features [n, width].
+    """Yield each layer's rotated keys and its values, [n, kv_heads, dim].
 
-    features: of the tokens at these positions, as `fuse` returns them. positions: [n] int64.
+    features: [n, width] that they are made of, as `fuse` returns them. positions: [n] int64, of these tokens.
     """
     layers = config.layers
     rotation = rotation_of(layers.rope, layers.head_dim, features.device)
@@ -126,10 +136,12 @@ def context_keys(
 def correction(
     block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor, told: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return what the corrector adds to logits [n, draft_vocab], None if nothing, and its next state.
+    """Return the corrector's addition to logits, and its next state.
 
-    states: [n, width] normed, of these guesses. before: [n] int64 ids of the tokens before them. told: [n,
-    state_size] the corrector's state.
+    The addition is [n, draft_vocab], None where there is no corrector.
+
+    states: [n, width] normed, of these guesses. before: [n] int64 ids of the tokens before them.
+    told: [n, state_size] the corrector's state.
     """
     if not block.rank:
         return None, told

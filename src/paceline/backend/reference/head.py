@@ -32,7 +32,6 @@ from paceline.backend.reference.attention import (
 from paceline.backend.reference.decoder import (
     ACTIVATIONS,
     ReferenceDecoder,
-    check_draft_type,
     choose_from,
     linear,
     rms_norm,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import Decoder, FedBack, PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
     from paceline.core.nouns import SamplingSpec
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
@@ -58,17 +57,6 @@ if TYPE_CHECKING:
     # (layer, queries [n, heads, dim], keys and values [n, kv_heads, dim]) -> [n, heads * dim]
     Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     Weights = Mapping[str, torch.Tensor]
-
-
-def load_runner(head: Head, target: Decoder, device: Device | None, weight_type: str | None) -> ReferenceHead:
-    """Make a head's runner, see `LoadHeadRunner`."""
-    assert isinstance(target, ReferenceDecoder)
-    check_draft_type(weight_type)
-    if head.config.block:
-        from paceline.backend.reference.block_head import ReferenceBlockHead
-
-        return ReferenceBlockHead(head, target, device)
-    return ReferenceHead(head, target, device)
 
 
 class ReferenceHead:

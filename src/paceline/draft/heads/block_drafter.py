@@ -59,7 +59,7 @@ class BlockHeadDrafter(RelayHeadDrafter):
         specs: Sequence[SamplingSpec],
         steps: Sequence[StepLimit] = (),
     ) -> PassRequest:
-        """Return a pass over a block of each row. depths: guesses that are wanted of each."""
+        """Return a pass over a block of each row. depths: guesses wanted of each."""
         return PassRequest(self._packed([row for row, *_ in known], depths), self._kv, specs, steps)
 
     def _packed(self, rows: Sequence[int], depths: Sequence[int]) -> Packed:

@@ -249,7 +249,7 @@ class TappedRuns:
             self._end[row] = start + count
 
     def reaches(self, row: int) -> bool:
-        """Return True if the taps of all but a row's newest token, back to the run's first, are there."""
+        """Return True if the run goes up to a row's newest token but one."""
         return self._end[row] >= self._rows.known_len(row) - 1
 
     def first_entry(self, row: int) -> int:
@@ -270,7 +270,7 @@ class Entries:
     """
 
     def __init__(self, rows: RowView, tapped: TappedRuns, lag: int = 0) -> None:
-        """lag: newest known tokens without an entry; 1 if a token's entry is made of its own feature."""
+        """lag: newest known tokens without an entry; 1 for a block head."""
         self._rows, self._tapped, self._lag = rows, tapped, lag
         self._left_out = [0] * rows.num_rows  # tokens of each row before the first one whose entry is made
         self._end = [0] * rows.num_rows  # the token behind the last entry that is valid
@@ -292,7 +292,7 @@ class Entries:
         return self._rows.known_len(row) - self._lag - self.start(row)
 
     def may_draft(self, row: int) -> bool:
-        """Return True if the row's newest token is still to be read, and what its entries are made of is there."""
+        """Return True if a row's taps are there, and its newest token is unread."""
         return self._tapped.reaches(row) and self.start(row) < self._rows.known_len(row)
 
     def leave_out(self, row: int, num_kept: int) -> None:

@@ -144,7 +144,7 @@ class BlockConfig(HeadOptions):
 
 
 def _narrow(options: EagleConfig | BlockConfig, head: Head, target: Target) -> Head:
-    """Return a head that writes with its target's own head, for the tokens that were asked for."""
+    """Return a head that writes with its target's own, for the tokens asked for."""
     size = target.config.vocab_size
     if options.vocabulary is not None:
         bounded(options, "vocabulary", 1, size)

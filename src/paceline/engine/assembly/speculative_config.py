@@ -26,12 +26,14 @@ METHODS = {  # vLLM's method -> drafter
     "draft_model": "draft-model",
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "dflash": "block",
+    "dspark": "block",
 }
 SWITCHES = {  # key -> the drafter that it makes of each method
     "parallel_drafting": {"eagle3": "peagle"},
     "use_heterogeneous_vocab": {"draft_model": "draft-model"},
 }
-IN_NAMES = ("eagle3", "eagle")  # methods that a model's name may contain
+IN_NAMES = ("eagle3", "eagle", "dflash", "dspark")  # methods that a model's name may contain
 NUMBER = (int, float)
 OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, types of its value
     "model": ("model", (str,)),
