@@ -92,11 +92,14 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     learnt, kept = read_metrics(first)[-1]["accepted"], read_metrics(second)[0]["accepted"]
     assert learnt[2] > 0.05
     assert kept[2] == pytest.approx(learnt[2], abs=0.03)
-    words = command("block", toy, tmp_path / "third", *SMALL, "--vocab-from", str(first), "--steps", "1")
+    options = ["--vocab-from", str(first), "--steps", "1", "--share-head"]
+    words = command("block", toy, tmp_path / "third", *SMALL, *options)
     at = words.index("--vocab")
     assert main(words[:at] + words[at + 2 :]) == 0
     heads = [load_head(folder, toy_config()) for folder in (first, tmp_path / "third")]
     np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
+    assert heads[0].config.own_head
+    assert not heads[1].config.own_head
     assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
 
 

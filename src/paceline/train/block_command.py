@@ -62,6 +62,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
     parser.add_argument(
+        "--share-head",
+        action="store_true",
+        help="leave the output rows out of the files, as they are the target's; other engines ask for them",
+    )
+    parser.add_argument(
         "--optimizer", default="muon", choices=("muon", "adamw"), help="of the matrices between states"
     )
     add_reading(parser)
@@ -101,7 +106,7 @@ def run(args: Namespace) -> int:
         eval_steps=args.k,
         muon=args.optimizer == "muon",
     )
-    recipe = BlockRecipe(choices, material, args.seed)
+    recipe = BlockRecipe(choices, material, args.seed, shares_head=args.share_head)
     return train_and_report(args, material, recipe, asdict(choices), config)
 
 

@@ -57,7 +57,9 @@ class BlockRecipe:
     they are.
     """
 
-    def __init__(self, choices: BlockChoices, material: TrainMaterial, seed: int) -> None:
+    def __init__(self, choices: BlockChoices, material: TrainMaterial, seed: int, *, shares_head: bool) -> None:
+        """shares_head: leave the output rows out of the files."""
+        self._shares_head = shares_head
         self._target = target = material.target
         self._vocabulary = material.vocabulary
         self._values = config_json(choices, target, len(material.vocabulary))
@@ -94,7 +96,8 @@ class BlockRecipe:
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return a folder of the `speculators` format, see `Recipe`."""
-        whole = {**self.weights, "fc": self.weights["fc"] / self._scales, "head": self._head}
+        whole = {**self.weights, "fc": self.weights["fc"] / self._scales}
+        whole |= {} if self._shares_head else {"head": self._head}
         tensors = {_FILE_NAMES.get(name, "") or file_name(name): w for name, w in whole.items()}
         return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
 
