@@ -98,7 +98,7 @@ def attend_blocks(
     size, group = len(query) // num, heads // kv_heads
     folded = (query * dim**-0.5).view(num, size, kv_heads, group, dim).permute(2, 0, 1, 3, 4)
     own_keys, own_values = (x.view(num, size, kv_heads, dim).permute(2, 0, 1, 3) for x in own)
-    own_scores = folded.flatten(2, 3) @ own_keys.transpose(2, 3)  # [kv_heads, m, size * group, size]
+    own_scores = torch.matmul(folded.flatten(2, 3), own_keys.transpose(2, 3))  # [kv_heads, m, size * group, size]
     rows_each = size * group
     from_context, from_own = [], []
     for b, (start, end) in zip(bounds, first.cuts, strict=True):
@@ -107,13 +107,12 @@ def attend_blocks(
         anchors = first.anchors[start:end] - b.start
         length = int(anchors[-1])
         keys, values = (x[b.start : b.start + length].transpose(0, 1) for x in seen)
-        hidden = torch.arange(length, device=query.device) >= anchors[:, None]
-        limits = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat_interleave(rows_each, 0)
-        rows = folded[:, start:end].flatten(1, 3)
-        scores = torch.baddbmm(limits[None], rows, keys.transpose(1, 2))
-        probs = torch.cat([scores, own_scores[:, start:end].flatten(1, 2)], -1).softmax(-1)
-        from_context.append(probs[..., :length] @ values)
+        unseen = torch.arange(length, device=query.device) >= anchors[:, None]
+        scores = torch.matmul(folded[:, start:end].flatten(1, 3), keys.transpose(1, 2))
+        scores = scores.view(kv_heads, end - start, rows_each, length).masked_fill(unseen[:, None], -torch.inf)
+        probs = torch.cat([scores, own_scores[:, start:end]], -1).softmax(-1)
+        from_context.append(torch.matmul(probs[..., :length].flatten(1, 2), values))
         from_own.append(probs[..., length:])
-    shares = torch.cat(from_own, 1).view(kv_heads, num, rows_each, size)
-    mixed = torch.cat(from_context, 1).view(kv_heads, num, rows_each, dim) + shares @ own_values
+    mixed = torch.matmul(torch.cat(from_own, 1), own_values)
+    mixed = mixed + torch.cat(from_context, 1).view(kv_heads, num, rows_each, dim)
     return mixed.view(kv_heads, num, size, group, dim).permute(1, 2, 0, 3, 4).reshape(num * size, heads * dim)
