@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import kernels
+from paceline.backend.native import decoder as native_decoder
 from paceline.backend.native import load as native
 from paceline.backend.reference.block_head import load_runner
 from paceline.backend.reference.decoder import ReferenceDecoder
@@ -225,3 +226,26 @@ def test_one_call_chooses_what_its_steps_choose(name: str, tmp_path: Path) -> No
     assert token_ids[:2] == expected_ids[:2]
     np.testing.assert_allclose(result.margins.reshape(3, -1)[:2], expected_margins[:2], rtol=1e-5, atol=1e-5)
     assert token_ids[2] == [*expected_ids[2][:2], *[UNCHOSEN] * (block.num_drafts - 2)]
+
+
+def test_the_border_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    """Features that are missing, tokens out of range, blocks of a decoder that has none."""
+    values = FORMATS["speculators, rnn"]
+    head = load_head(write(tmp_path, values, scaled(values)), TARGET)
+    runner = native_runner(head)
+    kv, packed = runner.new_kv(9), blocks(runner, 5)
+    bare = native_decoder.read_inputs(runner.compiled, packed, None)
+    with pytest.raises(ValueError, match="features"):
+        runner.compiled.store_context(kv, bare)
+    with pytest.raises(ValueError, match="no context"):
+        runner.target.compiled.store_context(kv, bare)
+    with pytest.raises(ValueError, match="side by side"):
+        steps = [StepLimit(5), StepLimit(5), StepLimit(5)]
+        packed.wanted = packed.wanted[::-1].copy()
+        greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+        runner.launch(PassRequest(packed, kv, [greedy] * 15, steps)).wait()
+    state = np.zeros((1, 10), np.float32)
+    for token, width, reason in ((TARGET.vocab_size, 10, "vocabulary"), (0, 9, "corrector")):
+        known = ([token], FedBack(state[:, :width], [0]))
+        with pytest.raises(ValueError, match=reason):
+            runner.relay(RelayRequest(np.zeros((1, WIDTH), np.float32), [0], [0], [LOGITS], known))

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.block_head import context_keys, correction
+from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Taps, Verdict
@@ -30,7 +31,7 @@ from paceline.draft.registry import parse_spec
 from paceline.engine.drafters import DrafterPool
 from paceline.model.heads.checkpoint import Head, load_head
 from paceline.model.heads.config import read_config
-from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, trained_head, write_head
+from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
 from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, plain_answers, run, target
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import PassRequest, Pending
     from paceline.engine.engine import Engine
 
-KINDS = ("eagle", "eagle3", "peagle", RELAY)
+KINDS = ("eagle", "eagle3", "peagle", RELAY, "block", CORRECTED)
 
 
 def spec(kind: str, k: int = 4) -> str:
@@ -109,6 +110,8 @@ class Scratch:
 
     def draft(self, ids: list[int], k: int, choose: Any, first: int = 1) -> list[int]:
         """Draft k tokens; `choose(logits, guesses)` picks one. Entries before `first` are not there."""
+        if self.config.block:
+            return self.draft_block(ids, k, choose, first - 1)
         features, guesses = self.features(ids)[first - 1 : -1], list[int]()
         if self.config.algorithm.parallel:
             mask = fuse(self.config, self.weights, self.weights["mask_hidden"][None]).float().double()
@@ -128,6 +131,40 @@ class Scratch:
             logits, fed_back = self.last(ids + guesses, features, first, 1)
             guesses.append(choose(logits[0], guesses))
             features = torch.cat([features, fed_back.float().double()])
+        return guesses
+
+    def draft_block(self, ids: list[int], k: int, choose: Any, first: int) -> list[int]:
+        """Draft k tokens of a block behind the context from token `first` on."""
+        c, block, n = self.config, self.config.block, len(ids)
+        assert block is not None
+        features = self.features(ids[:-1])[first:] if n > 1 else torch.empty((0, c.layers.hidden_size)).double()
+        context = list(context_keys(c, self.weights, features, torch.arange(first, n - 1)))
+
+        def attend(layer: int, query: Any, key: Any, value: Any) -> Any:
+            group = c.layers.num_heads // c.layers.num_kv_heads
+            k, v = (
+                torch.cat(pair).repeat_interleave(group, 1)
+                for pair in zip(context[layer], (key, value), strict=True)
+            )
+            q, k, v = (x.transpose(0, 1)[None] for x in (query, k, v))
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            return mixed[0].transpose(0, 1).flatten(1)
+
+        tokens = [ids[-1]] + [c.mask_token_id or 0] * (block.size - 1)
+        embedded = self.decoder.embed[torch.tensor(tokens)]
+        positions = torch.arange(n - 1, n - 1 + block.size)
+        hidden = run_layers(c, self.weights, embedded, embedded, positions, attend)
+        states = last_norm(c, self.weights, hidden)[block.first :]
+        guesses, told = list[int](), torch.zeros((1, block.state_size)).double()
+        for place in range(k):
+            state, before = states[place : place + 1], torch.tensor([(ids + guesses)[-1]])
+            logits = state @ self.weights["head"].T
+            added, told = correction(block, self.weights, state, before, told)
+            if added is not None:
+                logits[:, : added.shape[1]] += added
+            row = np.full(self.decoder.config.vocab_size, -np.inf)
+            row[self.token_ids] = logits[0].numpy()
+            guesses.append(choose(row, guesses))
         return guesses
 
 
@@ -172,7 +209,7 @@ def watch(engine: Engine, every: int = 1, first: int = 1, near: int | None = Non
         for r, d in zip(batch.rows, draft.rows, strict=True):
             ids = rows.tokens(r.row).tolist()
             if len(d):
-                begins.setdefault(r.row, len(ids) - near if near else first)
+                begins.setdefault(r.row, len(ids) - near + bool(scratch.config.block) if near else first)
             if len(d) and (batch.step + r.row) % every == 0:
                 hint = partial(hinted_after, ids, len(d), drafter.hints, said[r.row])
                 choose = partial(chosen_after, rows, r.row, hint)
@@ -255,13 +292,18 @@ def positions_read(engine: Engine) -> list[int]:
     return read
 
 
+def first_read(kind: str) -> int:
+    """The first token that has an entry: that of most heads is made of the token before."""
+    return 0 if drafter_of(kind) == "block" else 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_pages_are_not_computed_again(kind: str) -> None:
     engine = make_engine(spec(kind), Settings(prefix_cache=True))
     computed = positions_read(engine)
     prompt, params = tuple(range(40, 80)) * 2, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     run(engine, [Request("a", prompt, params, seed=0)])
-    assert min(computed) == 1
+    assert min(computed) == first_read(kind)
     computed.clear()
     run(engine, [Request("b", (*prompt[:70], 50, 51, 52), params, seed=0)])
     assert min(computed) == 64, "four pages of entries were there"
@@ -284,7 +326,7 @@ def test_with_many_rows_only_the_end_of_a_prompt_is_read(kind: str, monkeypatch:
     del alone.propose  # which compares with the end of a prompt
     read = positions_read(engine)
     run(engine, [replace(wanted[0], request_id="alone")])
-    assert min(read) == 1
+    assert min(read) == first_read(kind)
     assert any(engine.scheduler.pool._valid[drafter_of(kind)])
     assert engine.stats().untapped_tokens == engine.stats().drafter_failures == 0
 
@@ -393,9 +435,8 @@ def test_what_it_costs_is_known_from_its_files(kind: str) -> None:
     assert config.num_weights(model) == sum(w.size for w in weights.values())  # type: ignore[arg-type]
     engine = make_engine(spec(kind), PLAIN)
     per_token = engine.kv_bytes_per_token - engine.target.kv_bytes_per_token
-    assert (
-        per_token == len(engine.target.taps) * 32 * 2 + (2 if drafter_of(kind) == "peagle" else 1) * 2 * 2 * 8 * 8
-    )
+    num_layers = 2 if drafter_of(kind) in ("peagle", "block") else 1
+    assert per_token == len(engine.target.taps) * 32 * 2 + num_layers * 2 * 2 * 8 * 8
 
 
 @pytest.mark.parametrize(("kind", "other"), permutations(KINDS[:3], 2))
