@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train data": ("paceline.train.data", "let a target write the answers that draft heads learn from"),
     "train features": ("paceline.train.features_command", "let a target read its answers, ahead of training"),
     "train eagle3": ("paceline.train.eagle3", "train an EAGLE-3 head for a target"),
+    "train block": ("paceline.train.block_command", "train a block head for a target"),
     "train peagle": ("paceline.train.peagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.cut_model_recipe", "train a small model cut from a target's layers"),
     "profile": ("paceline.bench.profiling", "measure what a step costs on this machine"),

@@ -65,3 +65,17 @@ def test_guesses_and_gradients_stay_near_those_of_float32(kind: str) -> None:
         ours = gradients["bfloat16"][name]
         assert ours.dtype == torch.float32
         assert float((ours - gradient).norm()) <= 0.05 * float(gradient.norm()) + 1e-6, name
+
+
+def test_products_of_batches_are_rounded_where_they_ask_for_it() -> None:
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(3, 40, 40, generator=random, requires_grad=True) for _ in range(2))
+    exact = left @ right
+    with product_precision("bfloat16"):
+        near, untouched = torch.matmul(left, right), left @ right
+    assert torch.equal(untouched, exact)
+    assert near.dtype == torch.float32
+    assert 0 < float((near - exact).detach().norm() / exact.detach().norm()) < 0.01
+    near.square().sum().backward()
+    assert left.grad is not None
+    assert left.grad.dtype == torch.float32

@@ -99,3 +99,19 @@ def test_the_targets_own_distribution_is_at_zero() -> None:
     target_probs = target_probs_of((guesses @ head.T).softmax(-1))
     value = divergence(guesses, head, target_probs, torch.arange(4), torch.ones(4))
     assert abs(float(value)) < 1e-4
+
+
+def test_frozen_columns_have_no_gradient_and_change_nothing_else() -> None:
+    torch.manual_seed(2)
+    guesses = torch.randn(NUM, WIDTH, requires_grad=True)
+    head = torch.randn(VOCAB, WIDTH, requires_grad=True)
+    rows, shares = torch.arange(NUM) % 6, torch.rand(NUM)
+    target_probs = target_probs_of(torch.randn(6, VOCAB).softmax(-1))
+    whole, part = (
+        (value, *torch.autograd.grad(value, (guesses, head)))
+        for value in (divergence(guesses, head, target_probs, rows, shares, torch.float32, n) for n in (0, 5))
+    )
+    assert torch.equal(whole[0], part[0])
+    assert torch.equal(whole[1], part[1])
+    assert part[2][:, :5].abs().max() == 0
+    torch.testing.assert_close(part[2][:, 5:], whole[2][:, 5:])

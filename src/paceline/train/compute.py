@@ -1,7 +1,8 @@
 """Number type of matrix products in training.
 
-With bfloat16 the factors of a linear map are rounded to 8 bits of mantissa, and sums are float32. Everything else
-is always float32: weights, moments, norms, attention, the residual stream.
+With bfloat16 the factors of a linear map are rounded to 8 bits of mantissa, and sums are float32; so are those of
+`torch.matmul`, which the attention of block heads uses. Everything else is always float32: weights, moments,
+norms, other attention, softmax, the residual stream.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def product_precision(name: str) -> AbstractContextManager[object]:
 
 
 class _RoundedLinear(TorchFunctionMode):
-    """Replacement of `functional.linear` inside the context."""
+    """Replacement of `functional.linear` and `torch.matmul` inside the context."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -90,6 +91,8 @@ class _RoundedLinear(TorchFunctionMode):
     ) -> Any:
         if func is functional.linear:
             return self._linear(*args, **(kwargs or {}))
+        if func is torch.matmul:
+            return func(*(factor.to(self._dtype) for factor in args)).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -58,6 +58,7 @@ class CutModelRecipe:
     """Copied target layers with their own final norm; embedding and output rows are the target's."""
 
     num_steps = 1  # it always predicts from true tokens
+    num_frozen = 0
 
     def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
         """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""

@@ -40,15 +40,25 @@ class DraftDepth:
 
 
 def plan_drafts(
-    bounds: Sequence[TextBounds], num_steps: int, keep: float, seed: int, device: torch.device
+    bounds: Sequence[TextBounds],
+    num_steps: int,
+    keep: float,
+    seed: int,
+    device: torch.device,
+    anchor_share: float = 1.0,
 ) -> list[DraftDepth]:
     """Return drafts by depth; depth 0 drafts at every answer token but a text's last.
 
-    keep: share of the drafts that continues to the next depth.
+    keep: share of the drafts that continues to the next depth. anchor_share: share of the answer tokens at which
+    drafts begin.
     """
     random = torch.Generator().manual_seed(seed)
     anchors = torch.cat([torch.arange(b.answer, b.end - 1) for b in bounds])
     last = torch.cat([torch.full((b.end - 1 - b.answer,), b.end - 2) for b in bounds])
+    if anchor_share < 1.0:
+        chosen = torch.rand(len(anchors), generator=random) < anchor_share
+        chosen[0] = True  # a batch has a draft
+        anchors, last = anchors[chosen], last[chosen]
     own = torch.empty(len(anchors), 0, dtype=torch.int64)
     kept = torch.arange(len(anchors))
     depths, total = [_depth(anchors, kept, own, bounds, device)], 0

@@ -52,6 +52,8 @@ class HeadShape:
 class HeadRecipe:
     """A head over the target's hidden states, see `Recipe`."""
 
+    num_frozen = 0
+
     def __init__(self, shape: HeadShape, target: TrainTarget, vocabulary: NDArray[int64], seed: int) -> None:
         """vocabulary: [draft_vocab] target ids, ascending."""
         self.num_steps = shape.num_steps
@@ -133,7 +135,7 @@ def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) ->
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
         },
         # vLLM 0.32 reads the norms of a P-EAGLE head inside this dictionary, those of an EAGLE-3 head outside.
-        "transformer_layer_config": _layer_json(target.config, shape.num_layers) | _NORMS,
+        "transformer_layer_config": layer_json(target.config, shape.num_layers) | _NORMS,
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target.config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
@@ -145,7 +147,8 @@ def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) ->
     }
 
 
-def _layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
+def layer_json(target: ModelConfig, num_layers: int) -> dict[str, Any]:
+    """Return the config.json of a head's layers, which have the target's shape."""
     return {
         "model_type": "llama",
         "hidden_size": target.hidden_size,

@@ -44,15 +44,16 @@ def divergence(
     rows: torch.Tensor,
     shares: torch.Tensor,
     dtype: torch.dtype = torch.float32,
+    num_frozen: int = 0,
 ) -> torch.Tensor:
     """Return the sum over drafts of shares * sum_v p(v) (log p(v) - log q(v)).
 
     q is the softmax of `hidden` [m, width] times `output_rows` [draft_vocab, width]; p is row `rows` [m] of
     `expected`. shares: [m] weights of the drafts. dtype: type of the factors of products; sums keep that of
-    `hidden`.
+    `hidden`. num_frozen: leading columns of `output_rows` whose gradient is left at zero.
     """
     probs = expected.probs[rows] * shares[:, None]
-    crossed = _CrossEntropy.apply(hidden, output_rows, expected.ids[rows], probs, dtype)  # type: ignore[no-untyped-call]
+    crossed = _CrossEntropy.apply(hidden, output_rows, expected.ids[rows], probs, dtype, num_frozen)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", crossed) - (expected.entropies[rows] * shares).sum()
 
 
@@ -86,6 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         ids: torch.Tensor,
         probs: torch.Tensor,
         dtype: torch.dtype,
+        num_frozen: int,
     ) -> torch.Tensor:
         total, hidden_grad = hidden.new_zeros(()), torch.empty_like(hidden)
         output_grad = torch.zeros_like(output_rows) if output_rows.requires_grad else None
@@ -101,7 +103,8 @@ class _CrossEntropy(torch.autograd.Function):
             narrow = scratch.rounded(slopes)
             hidden_grad[chunk] = torch.mm(narrow, factor)[:num]
             if output_grad is not None:
-                output_grad += torch.mm(narrow.T, padded(given * mass, dtype))
+                trained = padded(given[:, num_frozen:] * mass, dtype)
+                output_grad[:, num_frozen:] += torch.mm(narrow.T, trained)
         hidden_grad *= probs.sum(-1, keepdim=True)
         ctx.save_for_backward(hidden_grad, *([] if output_grad is None else [output_grad]))
         return total
@@ -109,7 +112,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: torch.Tensor) -> Any:
         hidden_grad, *output_grad = cast("Any", ctx).saved_tensors
-        return grads[0] * hidden_grad, grads[0] * output_grad[0] if output_grad else None, None, None, None
+        return grads[0] * hidden_grad, grads[0] * output_grad[0] if output_grad else None, *[None] * 4
 
 
 class _Scratch:

@@ -38,6 +38,7 @@ class Recipe(Protocol):
     """A drafter in training."""
 
     num_steps: int  # number of depths that are trained
+    num_frozen: int  # leading columns of `output_rows` that need no gradient
     weights: dict[str, torch.Tensor]  # trained weights, float32, by canonical name
     inherited: set[str]  # names of the weights that `start_from` copied
 

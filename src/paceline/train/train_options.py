@@ -89,19 +89,7 @@ def add_training(parser: ArgumentParser) -> None:
         help="of what --start-from brings, in the weights that are written at the end: such means often draft "
         "better than either",
     )
-    parser.add_argument(
-        "--vocab",
-        type=int,
-        metavar="N",
-        help=f"tokens the drafter can write (default: those of --start-from, or {VOCABULARY})",
-    )
-    parser.add_argument(
-        "--own-tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
-    )
+    _add_vocabulary(parser)
     parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
     parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
     parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
@@ -114,6 +102,29 @@ def add_training(parser: ArgumentParser) -> None:
         help="numbers that matrices are multiplied in; auto: bfloat16 where the machine is fast at it",
     )
     parser.add_argument("--type", default="fp16", choices=KINDS, help="of the numbers in the drafter's files")
+
+
+def _add_vocabulary(parser: ArgumentParser) -> None:
+    """Add the options that say which tokens a drafter can write."""
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help=f"tokens the drafter can write (default: those of --start-from, or {VOCABULARY})",
+    )
+    parser.add_argument(
+        "--vocab-from",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained drafter whose tokens to take, in place of --vocab",
+    )
+    parser.add_argument(
+        "--own-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of the prompts that a step adds to those: drafts may be any token of a request's text",
+    )
 
 
 def add_reading(parser: ArgumentParser) -> None:
@@ -163,8 +174,9 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
     texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
-    if args.vocab is None and args.start_from is not None:
-        vocabulary, coverage = vocabulary_of(args.start_from, texts, vocab_size)
+    known = args.vocab_from or args.start_from
+    if args.vocab is None and known is not None:
+        vocabulary, coverage = vocabulary_of(known, texts, vocab_size)
     else:
         vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
     store = features_of(args, target, taps, corpus.texts)
@@ -248,6 +260,7 @@ def _check(args: Namespace) -> None:
         ("start_lr", 1.0),
         ("held_out", 0.9),
         ("keep", 1.0),
+        ("anchors", 1.0),
         ("decay", 1.0),
     ):
         value = getattr(args, flag, None)

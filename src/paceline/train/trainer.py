@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 BETAS = (0.9, 0.95)
 LAST_LR = 0.05  # learning rate at the end of the cosine, as a share of its peak
+_MOMENTS = (("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",))  # of AdamW and of Muon
+# Matrices with a row for each token. Few rows have a gradient in a step, so directions of the whole mean little.
+TOKEN_ROWS = ("head", "corrector.before", "corrector.out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +45,11 @@ class TrainConfig:
     batch_tokens: int = 2048
     decay: float = 0.8  # weight of a depth relative to the depth before it
     keep: float = 0.8  # share of the drafts that go on to the next depth
+    anchors: float = 1.0  # share of the answers' tokens at which a draft begins
     own_tokens: int = 0  # request tokens that a batch adds to the vocabulary
     seed: int = 0
     compute: str = "float32"  # number type of matrix products, a key of `COMPUTES`
+    muon: bool = False  # orthogonalised momentum for matrices between states (Muon, arXiv 2502.16982)
     eval_tokens: int = 16384
     eval_steps: int = 5  # number of depths that are evaluated
     eval_every: int = 200
@@ -85,12 +90,22 @@ class Trainer:
         self._numbers = numbers
         for weight in recipe.weights.values():
             weight.requires_grad_()
-        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.lr, betas=BETAS, fused=True)
+        names = recipe.weights.keys()
+        turned = [n for n in names if config.muon and recipe.weights[n].ndim == 2 and n not in TOKEN_ROWS]
+        others = [n for n in names if n not in turned]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(self._groups(others), lr=config.lr, betas=BETAS, fused=True)
+        ]
+        if turned:
+            self._optimizers.append(
+                torch.optim.Muon(self._groups(turned), lr=config.lr, adjust_lr_fn="match_rms_adamw")
+            )
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups: matrices and vectors, inherited and new."""
+    def _groups(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Return an optimizer's parameter groups: matrices and vectors, inherited and new."""
         groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
-        for name, weight in self.recipe.weights.items():
+        for name in names:
+            weight = self.recipe.weights[name]
             groups.setdefault((weight.ndim > 1, name in self.recipe.inherited), []).append(weight)
         return [
             {
@@ -110,8 +125,9 @@ class Trainer:
         """Return weights and moments, without the number of the step."""
         tensors = {f"weight.{n}": w.detach() for n, w in self.recipe.weights.items()}
         for name, weight in self.recipe.weights.items():
-            for key, value in self._optimizer.state.get(weight, {}).items():
-                tensors[f"{key}.{name}"] = value
+            for optimizer in self._optimizers:
+                for key, value in optimizer.state.get(weight, {}).items():
+                    tensors[f"{key}.{name}"] = value
         return tensors
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -120,10 +136,11 @@ class Trainer:
         for name, weight in self.recipe.weights.items():
             with torch.no_grad():
                 weight.copy_(tensors[f"weight.{name}"])
-            if f"step.{name}" in tensors:  # a weight without a gradient so far has no moments
-                moments = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                # Fused AdamW wants its step counter on the device of the weight.
-                self._optimizer.state[weight] = {key: v.to(weight.device) for key, v in moments.items()}
+            for optimizer, keys in zip(self._optimizers, _MOMENTS, strict=False):
+                if f"{keys[0]}.{name}" in tensors:  # a weight without a gradient so far has no moments
+                    # Fused AdamW wants its step counter on the device of the weight.
+                    moments = {key: tensors[f"{key}.{name}"].to(weight.device) for key in keys}
+                    optimizer.state[weight] = moments
 
     def _batches(self) -> Iterator[list[int]]:
         """Yield the texts of the remaining steps, epoch after epoch."""
@@ -142,7 +159,9 @@ class Trainer:
     def _take_step(self, batch: TrainBatch) -> float:
         config, recipe = self.config, self.recipe
         seed = (config.seed << 32) + self.step
-        depths = plan_drafts(batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device)
+        depths = plan_drafts(
+            batch.bounds, recipe.num_steps, config.keep, seed, batch.token_ids.device, config.anchors
+        )
         with product_precision(config.compute):
             hidden = recipe.predict(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
@@ -153,6 +172,7 @@ class Trainer:
             rows,
             self._shares(hidden),
             COMPUTES[config.compute],
+            recipe.num_frozen,
         )
         if not loss.isfinite():
             raise PacelineError(
@@ -161,10 +181,11 @@ class Trainer:
             )
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(recipe.weights.values(), config.clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = config.lr_at(self.step) * group["share"]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr_at(self.step) * group["share"]
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         return float(loss.detach())
 

@@ -145,6 +145,14 @@ def correction(
     """
     if not block.rank:
         return None, told
+    row, told = corrector_row(block, weights, states, before, told)
+    return functional.linear(row, weights["corrector.out"]), told
+
+
+def corrector_row(
+    block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor, told: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `corrector.out` is multiplied with, [n, rank], and the next state, see `correction`."""
     token = functional.embedding(before, weights["corrector.before"])
     if block.corrector == "gated":
         read = torch.cat([states, token], dim=-1)
@@ -154,7 +162,7 @@ def correction(
         gate, candidate, out = linear(weights, "corrector.joint", read).chunk(3, dim=-1)
         gate, token = torch.sigmoid(gate), torch.tanh(out)
         told = gate * told + (1 - gate) * torch.tanh(candidate)
-    return functional.linear(token, weights["corrector.out"]), told
+    return token, told
 
 
 def log_odds(block: BlockShape, weights: Weights, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,136 @@
+"""`paceline train block`: train a block head, which drafts a whole block in one pass.
+
+The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask
+tokens behind anchors in the answers, and a weight that falls with the position in the block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
+from paceline.model.heads.checkpoint import head_config
+from paceline.train.block_recipe import BlockChoices, BlockRecipe
+from paceline.train.corpus import rarest_token
+from paceline.train.train_options import (
+    add_reading,
+    add_training,
+    chosen_taps,
+    gather,
+    open_target,
+    train_and_report,
+    train_config,
+)
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from paceline.train.run import TrainMaterial
+    from paceline.train.target_model import TrainTarget
+
+CORRECTORS = ("rnn", "gated", "vanilla", "none")
+MAX_LAYERS = 5
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the command's options."""
+    add_training(parser)
+    parser.add_argument("--k", type=int, default=8, metavar="K", help="drafts of a block")
+    parser.add_argument("--layers", type=int, default=3, metavar="N", help=f"of the head, at most {MAX_LAYERS}")
+    parser.add_argument(
+        "--copy",
+        default="",
+        metavar="I,J,...",
+        help="layers of the target that the head's begin as (default: none)",
+    )
+    parser.add_argument(
+        "--anchors",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the answers' tokens: how many begin a block",
+    )
+    parser.add_argument(
+        "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
+    )
+    parser.add_argument(
+        "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"
+    )
+    parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
+    parser.add_argument(
+        "--share-head",
+        action="store_true",
+        help="leave the output rows out of the files, as they are the target's; other engines ask for them",
+    )
+    parser.add_argument(
+        "--optimizer", default="muon", choices=("muon", "adamw"), help="of the matrices between states"
+    )
+    add_reading(parser)
+
+
+def run(args: Namespace) -> int:
+    """Train a head of `--layers` layers."""
+    for name, value, high in (
+        ("k", args.k, MAX_BLOCK),
+        ("layers", args.layers, MAX_LAYERS),
+        ("rank", args.rank, MAX_RANK),
+    ):
+        if not 1 <= value <= high:
+            raise ConfigError(f"--{name} must be between 1 and {high}, not {value}")
+    if args.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError("this PyTorch has no Muon, which is in 2.9 and later; add --optimizer adamw")
+    target = open_target(args)
+    taps = chosen_taps(args, target)
+    copied = _copied(args, target)
+    material = gather(args, target, taps)
+    choices = BlockChoices(
+        copied=copied,
+        num_layers=args.layers,
+        size=args.k,
+        taps=taps,
+        mask_token_id=_mask_token(args, material),
+        corrector="" if args.corrector == "none" else args.corrector,
+        rank=args.rank,
+        own_tokens=args.own_tokens > 0,
+    )
+    config = train_config(
+        args,
+        material,
+        keep=1.0,
+        decay=args.decay,
+        anchors=args.anchors,
+        eval_steps=args.k,
+        muon=args.optimizer == "muon",
+    )
+    recipe = BlockRecipe(choices, material, args.seed, shares_head=args.share_head)
+    return train_and_report(args, material, recipe, asdict(choices), config)
+
+
+def _mask_token(args: Namespace, material: TrainMaterial) -> int:
+    """Return the mask token: that of `--start-from`, or else the rarest of the data."""
+    target = material.target
+    if args.start_from is not None:
+        known = head_config(args.start_from, target.config).mask_token_id
+        if known is not None:
+            return known
+    return rarest_token(material.corpus.texts, target.config.vocab_size)
+
+
+def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
+    """Return the target's layers that the head's begin as. Raises `ConfigError`."""
+    if not args.copy:
+        return ()
+    try:
+        layers = tuple(int(word) for word in args.copy.split(","))
+    except ValueError:
+        layers = ()
+    if len(layers) != args.layers or not all(0 <= n < target.config.num_layers for n in layers):
+        raise ConfigError(
+            f"--copy must be {args.layers} of the target's {target.config.num_layers} layers, such as "
+            f"{','.join(map(str, range(args.layers)))}; not {args.copy!r}"
+        )
+    return layers

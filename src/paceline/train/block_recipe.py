@@ -1,0 +1,183 @@
+"""Block heads in training: initial weights, predictions, files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from paceline.model.config import layer_shapes
+from paceline.model.heads.block_format import TENSOR_NAMES
+from paceline.model.heads.checkpoint import load_head
+from paceline.model.heads.config import OWN_TOKENS, head_shapes, read_config
+from paceline.train.block_drafts import draft_blocks
+from paceline.train.feature_store import SCALE
+from paceline.train.head_recipe import DEVIATION, FIRST_NORM, file_name, layer_json, vocabulary_tensors
+from paceline.train.recipe import hash_of, inherit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.model.heads.config import HeadConfig
+    from paceline.train.batch import TrainBatch
+    from paceline.train.drafts import DraftDepth
+    from paceline.train.run import TrainMaterial
+    from paceline.train.target_model import TrainTarget
+
+FIRST_FUSION = 0.005  # standard deviation of the first `fc` beside its identity
+SCALE_TEXTS = 8  # texts that the scales of taps are taken from
+_FILE_NAMES = {ours: theirs for theirs, ours in TENSOR_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChoices:
+    """Settings of a block head that the user chooses."""
+
+    copied: tuple[int, ...]  # layers of the target that its layers begin as; empty: random ones
+    num_layers: int
+    size: int  # queries of a block, each of which guesses the token behind it
+    taps: tuple[int, ...]
+    mask_token_id: int
+    corrector: str = "rnn"
+    rank: int = 64
+    own_tokens: bool = False
+
+
+class BlockRecipe:
+    """A block head, see `Recipe`.
+
+    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are ten times as
+    large as those of early ones. `fc` is trained on taps divided by their usual size, and written for the taps as
+    they are.
+    """
+
+    def __init__(self, choices: BlockChoices, material: TrainMaterial, seed: int, *, shares_head: bool) -> None:
+        """shares_head: leave the output rows out of the files."""
+        self._shares_head = shares_head
+        self._target = target = material.target
+        self._vocabulary = material.vocabulary
+        self._values = config_json(choices, target, len(material.vocabulary))
+        self._config = read_config(self._values, target.config)
+        self._scales = tap_scales(material).to(target.embed.device)
+        self._head = target.head[torch.from_numpy(material.vocabulary).to(target.head.device)]
+        self.num_steps = choices.size
+        self.num_frozen = target.config.hidden_size
+        self.weights = first_weights(self._config, choices, target, seed)
+        self.inherited: set[str] = set()
+
+    def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's rows, then the corrector's columns, see `Recipe`."""
+        rows = torch.cat([self._head, self._target.head[own_ids]]) if len(own_ids) else self._head
+        if "corrector.out" not in self.weights:
+            return rows
+        own = rows.new_zeros(len(own_ids), self.weights["corrector.out"].shape[1])
+        return torch.cat([rows, torch.cat([self.weights["corrector.out"], own])], 1)
+
+    def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
+        """Run the head over all blocks, see `Recipe`."""
+        scaled = replace(batch, tapped=batch.tapped / self._scales)
+        return draft_blocks(self._config, self.weights, self._target.embed, scaled, depths)
+
+    def start_from(self, folder: Path) -> str:
+        """Copy the weights of equal name and shape from a trained block head, see `Recipe`."""
+        trained = load_head(folder, self._target.config)
+        found = dict(trained.weights)
+        found["fc"] = found["fc"] * self._scales.cpu().numpy()
+        if "corrector.out" in found:
+            found["corrector.out"] = self._aligned(found["corrector.out"], trained.token_ids)
+        self.inherited = inherit(self.weights, found)
+        return hash_of(folder)
+
+    def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+        """Return a folder of the `speculators` format, see `Recipe`."""
+        whole = {**self.weights, "fc": self.weights["fc"] / self._scales}
+        whole |= {} if self._shares_head else {"head": self._head}
+        tensors = {_FILE_NAMES.get(name, "") or file_name(name): w for name, w in whole.items()}
+        return self._values, tensors | vocabulary_tensors(self._vocabulary, self._target.config.vocab_size)
+
+    def _aligned(self, rows: NDArray[np.floating], token_ids: NDArray[int64]) -> NDArray[np.floating]:
+        """Return another vocabulary's rows in the order of ours; missing ones are zeros."""
+        made = np.zeros((len(self._vocabulary), rows.shape[1]), rows.dtype)
+        _, here, there = np.intersect1d(self._vocabulary, token_ids, return_indices=True)
+        made[here] = rows[there]
+        return made
+
+
+def config_json(choices: BlockChoices, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
+    """Return the head's config.json in the `speculators` format."""
+    return {
+        **({OWN_TOKENS: True} if choices.own_tokens else {}),
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "speculators_config": {
+            "algorithm": "dspark",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": choices.size}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {**layer_json(target.config, choices.num_layers), "model_type": "qwen3"},
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target.config.hidden_size,
+        "aux_hidden_state_layer_ids": list(choices.taps),
+        "block_size": choices.size,
+        "mask_token_id": choices.mask_token_id,
+        "sample_from_anchor": True,
+        "markov_rank": choices.rank if choices.corrector else 0,
+        "markov_head_type": choices.corrector or "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def tap_scales(material: TrainMaterial) -> torch.Tensor:
+    """Return the usual size of each tap's numbers, once for every number: [tapped_size] float32."""
+    sizes = []
+    for number in material.training[:SCALE_TEXTS]:
+        states = torch.from_numpy(np.array(material.store[number].states)).float() / SCALE
+        sizes.append(states.square().mean(-1).sqrt())
+    usual = torch.cat(sizes).median(0).values
+    return usual.repeat_interleave(material.target.config.hidden_size)
+
+
+def first_weights(
+    config: HeadConfig, choices: BlockChoices, target: TrainTarget, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return an untrained head's weights, those of trained layers among them."""
+    random = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in head_shapes(config).items():
+        weights[name] = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * DEVIATION
+    del weights["head"]
+    for number, theirs in enumerate(choices.copied):
+        for name in layer_shapes(target.config, theirs):
+            ours = f"layers.{number}.{name}"
+            if ours in weights:
+                weights[ours] = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
+    if choices.copied and "layers.0.attn_norm" in weights:  # its keys and values expect what this norm makes
+        weights["hidden_norm"] = weights["layers.0.attn_norm"].clone()
+    width = target.config.hidden_size
+    weights["fc"] *= FIRST_FUSION / DEVIATION
+    weights["fc"][:, -width:] += torch.eye(width)
+    weights["norm"] = target.final_norm.cpu() * FIRST_NORM
+    if choices.corrector:
+        weights["corrector.before"] = main_directions(target.embed.cpu(), choices.rank)
+        weights["corrector.out"].zero_()
+    return {name: w.to(target.embed.device) for name, w in weights.items()}
+
+
+def main_directions(embed: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the embeddings [vocab, rank] along their directions of largest variance, 1 in the mean.
+
+    Tokens that are rare in the data thus begin near similar ones.
+    """
+    centred = embed - embed.mean(0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)
+    made: torch.Tensor = centred @ vectors[:, -rank:]
+    return made / made.square().mean().sqrt()

@@ -1,0 +1,130 @@
+"""`train block` from end to end on a toy target: what it reaches, how it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.cli import main
+from paceline.model.heads.block_format import BlockShape
+from paceline.model.heads.checkpoint import load_head
+from paceline.train.run_folder import read_metrics
+from tests.train.test_run import command
+from tests.train.toy import toy_config, write_answers, write_target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Share of blocks with all drafts up to the second and to the third right; untrained heads reach none. The first
+# draft is no measure: most tokens of the toy target repeat the one before, and an untrained head does that.
+REACHED = (0.4, 0.35)
+SMALL = ("--lr", "0.02", "--layers", "2", "--rank", "8", "--anchors", "1", "--taps", "1,3,5")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("toy")
+    write_target(folder / "target")
+    write_answers(folder / "data", 200)
+    return folder
+
+
+def test_a_toy_block_head_reaches_its_acceptance(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    options = [*SMALL, "--steps", "70", "--eval-every", "35", "--type", "int8", "--compute", "float32", "--k", "3"]
+    assert main(command("block", toy, tmp_path, *options)) == 0
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [0, 35, 70]
+    assert max(rows[0]["accepted"][1:]) < 0.02
+    assert rows[-1]["accepted"][1] > REACHED[0]
+    assert rows[-1]["accepted"][2] > REACHED[1]
+    assert rows[-1]["divergence"] < rows[0]["divergence"] / 1.5
+    assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["muon"] is True
+    assert "trained" in capsys.readouterr().out
+    head = load_head(tmp_path, toy_config())
+    assert head.config.block == BlockShape(size=3, from_anchor=True, corrector="rnn", rank=8)
+    assert head.config.taps == (1, 3, 5)
+    assert head.config.request_tokens
+    rows_of_target = np.asarray(toy_rows(toy))[head.token_ids]
+    np.testing.assert_allclose(
+        head.weights["head"], rows_of_target, atol=0.02 * float(np.abs(rows_of_target).max())
+    )
+
+
+def toy_rows(toy: Path) -> np.ndarray:
+    from paceline.train.target_model import load_target
+
+    return load_target(str(toy / "target"), torch.device("cpu")).head.numpy()
+
+
+@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_an_interrupted_run_ends_with_the_same_bits(
+    compute: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.train.trainer import Trainer
+
+    options = [*SMALL, "--steps", "8", "--save-every", "3", "--eval-every", "4", "--compute", compute]
+    assert main(command("block", toy, tmp_path / "straight", *options)) == 0
+    take = Trainer._take_step
+
+    def stumble(self: Trainer, batch: Any) -> float:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return take(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_take_step", stumble)
+        assert main(command("block", toy, tmp_path / "halves", *options)) == 130
+    assert main(command("block", toy, tmp_path / "halves", *options)) == 0
+    for name in ("checkpoint.safetensors", "model.safetensors", "config.json"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+
+
+def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    started = [*SMALL, "--copy", "2,5", "--steps", "30", "--eval-every", "30"]
+    assert main(command("block", toy, first, *started)) == 0
+    again = [*SMALL, "--start-from", str(first), "--steps", "1", "--eval-every", "1", "--optimizer", "adamw"]
+    assert main(command("block", toy, second, *again, "--vocab", "250")) == 0
+    learnt, kept = read_metrics(first)[-1]["accepted"], read_metrics(second)[0]["accepted"]
+    assert learnt[2] > 0.05
+    assert kept[2] == pytest.approx(learnt[2], abs=0.03)
+    options = ["--vocab-from", str(first), "--steps", "1", "--share-head"]
+    words = command("block", toy, tmp_path / "third", *SMALL, *options)
+    at = words.index("--vocab")
+    assert main(words[:at] + words[at + 2 :]) == 0
+    heads = [load_head(folder, toy_config()) for folder in (first, tmp_path / "third")]
+    np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
+    assert heads[0].config.own_head
+    assert not heads[1].config.own_head
+    assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
+
+
+def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> None:
+    for corrector in ("gated", "vanilla", "none"):
+        options = [*SMALL, "--corrector", corrector, "--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
+        assert main(command("block", toy, tmp_path / corrector, *options)) == 0
+        block = load_head(tmp_path / corrector, toy_config()).config.block
+        assert block is not None
+        assert block.corrector == ("" if corrector == "none" else corrector)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--layers", "9"], "--layers must be between 1 and 5"),
+        (["--rank", "0"], "--rank must be between 1"),
+        (["--anchors", "0"], "--anchors must be above 0"),
+        (["--copy", "1"], "--copy must be 3 of the target's 6 layers"),
+        (["--copy", "a,b,c"], "'a,b,c'"),
+        (["--copy", "1,2,6"], "layers"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: list[str], reason: str, toy: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(command("block", toy, tmp_path, *options)) == 2
+    assert reason in capsys.readouterr().err
