@@ -102,6 +102,7 @@ Masks checked_masks(const Decoder& decoder, const MaskInputs& masks, size_t num_
 Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
                   size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out, const MaskInputs* masks) {
     const size_t hidden = decoder.shape().hidden;
+    require(!decoder.follows(), "rank 0 leads");
     Pass pass = checked_inputs(decoder, kv, in, vocab, num_layers, decoder.shape().reads_features);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
     pass.specs = specs.checked(num_wanted, num_ids(decoder, vocab));
@@ -125,6 +126,14 @@ void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, cons
     const Pass pass = checked_pass(decoder, kv, inputs, specs, vocab, num_layers, tap_layers, {taps, chosen, logits, margins}, masks);
     nb::gil_scoped_release unlocked;
     if (pass.num_tokens > 0) decoder.forward(pass, kv);
+}
+
+// What a rank other than 0 does while rank 0 runs a pass over the same tokens.
+void follow(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, size_t num_layers) {
+    require(decoder.follows() && inputs.wanted.size() == 0, "rank 0 leads, and only it knows which tokens are wanted");
+    const Pass pass = checked_inputs(decoder, kv, inputs, decoder.shape().vocab, num_layers);
+    nb::gil_scoped_release unlocked;
+    decoder.forward(pass, kv);
 }
 
 // A pass that has begun, with everything that it reads and writes: its destructor waits for its end.
@@ -200,6 +209,7 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
                            chosen.data(), margins.data(), second_ids.size() ? second_ids.data() : nullptr};
     const bool relayed = decoder.relay().size > 0;
     require(pass.num_copies == 0, "the keys of draft steps have no copies");
+    require(decoder.shape().num_ranks == 1, "ranks run one pass at a time");
     check_steps(pass, steps, relayed);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
@@ -306,6 +316,7 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
              "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
         .def("begin", &begin, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
              "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
+        .def("follow", &follow, "kv"_a, "inputs"_a, "num_layers"_a)
         .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
         .def("forward_steps", &forward_steps, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "depths"_a, "stops"_a.noconvert(),
              "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert(), "second_ids"_a.noconvert())

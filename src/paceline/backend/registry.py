@@ -60,7 +60,8 @@ class BackendSpec:
     # with a probe where that finds nothing wrong.
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
-    max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
+    max_ranks: int = 1  # processes that may share the target's layers, each on a device or cores of its own
+    max_draft_ranks: int = 1  # likewise, a drafter's
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
@@ -170,11 +171,15 @@ class BackendSpec:
             raise ConfigError(f"--device {text}: the {self.name} backend runs on {known}")
         return Device(torch_name=text)
 
-    def check_ranks(self, flag: str, asked: int) -> None:
-        """Raise `ConfigError` if so many ranks cannot share an executor."""
-        if asked > self.max_ranks:
-            most = "one process" if self.max_ranks == 1 else f"up to {self.max_ranks} ranks"
-            raise ConfigError(f"{flag} {asked}: the {self.name} backend runs in {most}")
+    def check_ranks(self, target: int, draft: int) -> None:
+        """Raise `ConfigError` if so many ranks cannot share the target, or a drafter."""
+        for flag, asked, limit, what in (
+            ("--tensor-parallel", target, self.max_ranks, "targets"),
+            ("--draft-tensor-parallel", draft, self.max_draft_ranks, "drafters"),
+        ):
+            if asked > limit:
+                most = "one process" if limit == 1 else f"up to {limit} ranks"
+                raise ConfigError(f"{flag} {asked}: {what} of the {self.name} backend run in {most}")
 
     def defaults_on(self, device: Device | None) -> DeviceDefaults | None:
         """Return the limits on a device; None: those of a host."""
@@ -243,13 +248,14 @@ BACKENDS = {
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
             ("int8", "int4", "bf16", "f32", FILE),
             ("i16", "i8", "f16", "f32"),
-            "paceline.backend.native.load:load_decoder",
+            "paceline.backend.native.ranked:load_decoder",
             "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
             weights_chooser="paceline.backend.native.packing:choose_weights",
             small_kv="i8",
             repacker="paceline.backend.native.load:repack",
             wide_kv="f16",
+            max_ranks=8,
         ),
         BackendSpec(
             "reference",
@@ -286,6 +292,7 @@ BACKENDS = {
             probe="paceline.backend.cuda.probe:findings",
             free_memory="paceline.backend.cuda.device_memory:free_bytes",
             max_ranks=8,
+            max_draft_ranks=8,
             features=(),
             cores_backend="native",
         ),

@@ -30,6 +30,7 @@ from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Decision, Drafted, Outcomes, StepView, Work
 from paceline.control.row_by_row import THROUGHPUT, Objective, alive_once_drafted
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import noun
 from paceline.core.system import file_size
 
 if TYPE_CHECKING:
@@ -256,6 +257,18 @@ def _indices(values: Mapping[str, Any], name: str, num_drafters: int) -> tuple[i
 # Traces ------------------------------------------------------------------------------------------
 
 
+@noun
+class TracedEngine:
+    """Settings of the engine whose choices are traced."""
+
+    objective: str = THROUGHPUT
+    apart: bool = False  # drafters have a device of their own
+    law: str = ""  # by which drafts are kept
+
+
+USUAL_ENGINE = TracedEngine()
+
+
 class Tracer:
     """Writes what a loop sees, chooses and gets; see `TraceSink`."""
 
@@ -266,22 +279,16 @@ class Tracer:
         names: Sequence[str],
         num_rows: int,
         max_ks: Sequence[int],
-        objective: str = THROUGHPUT,
-        apart: bool = False,
-        law: str = "",
+        engine: TracedEngine = USUAL_ENGINE,
         learnt: KeptLearning | None = None,
     ) -> None:
-        """Begin a file.
-
-        names, max_ks: by drafter. apart: drafters have a device of their own. law: by which drafts are kept.
-        learnt: as for `make_loop`.
-        """
+        """Begin a file. names, max_ks: by drafter. learnt: as for `make_loop`."""
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
         known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
         before = {} if learnt is None else {"learnt": learnt.to_json()}
-        self._write(**known, objective=objective, apart=apart, law=law, **before)
+        self._write(**known, objective=engine.objective, apart=engine.apart, law=engine.law, **before)
 
     def begun(self) -> None:
         """Note that a loop begins that has learnt nothing yet."""

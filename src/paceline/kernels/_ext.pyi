@@ -103,6 +103,13 @@ class Masks:  # of the wanted tokens; a pass reads them once they are open
 
 class PendingPass: ...  # with everything that the pass reads and writes
 
+RANK_MEMORY_BYTES: int
+
+class RankMemory:  # of processes that share a decoder's layers
+    def __init__(self, file: int, rank: int, size: int) -> None: ...
+    @property
+    def size(self) -> int: ...
+
 class Decoder:
     def __init__(
         self,
@@ -115,8 +122,8 @@ class Decoder:
         kv_layers: Sequence[int],
         norm_eps: float,
         pool: ThreadPool,
-        embed: Matrix,
-        head: Matrix,
+        embed: Matrix | None,  # None at ranks other than 0
+        head: Matrix | None,
         final_norm: _F32,
         inverse_frequencies: _F32,
         magnitudes: _F32,
@@ -149,6 +156,7 @@ class Decoder:
         reads_rows: bool = False,
         corrector_matrices: dict[str, Matrix] = ...,
         corrector_vectors: dict[str, _F32] = ...,
+        ranks: RankMemory | None = None,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...
@@ -174,6 +182,7 @@ class Decoder:
         masks: Masks | None = None,
     ) -> PendingPass: ...
     def finish(self) -> None: ...
+    def follow(self, kv: KVStore, inputs: PassInputs, num_layers: int) -> None: ...
     def forward_steps(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,

@@ -37,6 +37,7 @@ class NativeDecoder:
     """A Llama-family decoder over packed weights: a token's numbers depend on its own row only."""
 
     name = "native"
+    num_ranks = 1
 
     def __init__(
         self,
@@ -71,8 +72,9 @@ class NativeDecoder:
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
         asynchronous = self.team.num_threads > 1
+        alone = self.num_ranks == 1  # other ranks are not told of copies
         return Capabilities(
-            multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True, branches=True
+            multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True, branches=alone
         )
 
     @property
@@ -92,6 +94,7 @@ class NativeDecoder:
         with self.alone:
             self.compiled.finish()  # of one begun before; to drop it would wait with Python's lock held
             self._begun = None
+            self._lead(request)
             self._begun = self.compiled.begin(*prepared.arguments)
         return Deferred(partial(self._finish, request, prepared.result))
 
@@ -104,10 +107,14 @@ class NativeDecoder:
     def _run(self, request: PassRequest) -> PassResult:
         run = run_steps if request.steps else run_pass
         with self.alone:
+            self._lead(request)
             result = run(self.compiled, request, self._num_choices(request), self._num_layers(request))
             touched = () if request.steps else self._touched()
         result = replace(result, touched=touched) if touched else result
         return self._padded(request, result)
+
+    def _lead(self, request: PassRequest) -> None:
+        """Tell other ranks, if any, of a pass that now runs."""
 
     def _touched(self) -> tuple[float, ...]:
         """Return the experts that the last pass touched."""

@@ -17,6 +17,7 @@ from paceline.control.cost import TableCost
 from paceline.control.files import (
     ANY_DRAFTER,
     Profile,
+    TracedEngine,
     Tracer,
     make_loop,
     read_profile,
@@ -77,8 +78,8 @@ def close_loop(
         learnt = keeper.before
     tracer, objective = None, Objective.parse(config.objective)
     if config.trace:
-        how = config.objective, config.placement.apart, config.law, learnt
-        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, *how)
+        traced = TracedEngine(config.objective, config.placement.apart, config.law)
+        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, traced, learnt)
     branches = [n.branches for n in needs] if engine.takes_branches else []
 
     def begin() -> ClosedLoop:

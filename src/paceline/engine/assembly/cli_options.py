@@ -111,11 +111,19 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
         "cpu: all cores, beside a target on a GPU",
     )
-    ranks = ", ".join(f"{name}: up to {s.max_ranks}" for name, s in BACKENDS.items() if s.max_ranks > 1)
-    for flag, what in (
-        ("--tensor-parallel", "the target's layers, on its device and the next ones"),
-        ("--draft-tensor-parallel", "the drafters' layers, likewise"),
+    for flag, what, most in (
+        (
+            "--tensor-parallel",
+            "the target's layers, on its device and the next ones, or on shares of the cores",
+            {name: spec.max_ranks for name, spec in BACKENDS.items()},
+        ),
+        (
+            "--draft-tensor-parallel",
+            "the drafters' layers, likewise",
+            {name: spec.max_draft_ranks for name, spec in BACKENDS.items()},
+        ),
     ):
+        ranks = ", ".join(f"{name}: up to {limit}" for name, limit in most.items() if limit > 1)
         group.add_argument(flag, type=int, metavar="N", default=1, help=f"processes that share {what}; {ranks}")
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
     _add_limits(parser.add_argument_group("limits"))

@@ -65,7 +65,7 @@ class EngineConfig:
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
     draft_process: bool = False  # every drafter gets a process of its own
-    tensor_parallel: int = 1  # processes that share the target's layers, each on a device of its own
+    tensor_parallel: int = 1  # processes that share the target's layers, each on a device or cores of its own
     draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
     keep_learnt: bool = True  # of `--draft auto`: what the controller learns, for the next engine like this one
@@ -81,8 +81,7 @@ class EngineConfig:
         _ = self.kv_type, self.numerics_mode, Objective.parse(self.objective), self.placement
         _bounded("--tensor-parallel", self.tensor_parallel, 1, MAX_RANKS)
         _bounded("--draft-tensor-parallel", self.draft_tensor_parallel, 1, MAX_RANKS)
-        self.backend_spec.check_ranks("--tensor-parallel", self.tensor_parallel)
-        self.backend_spec.check_ranks("--draft-tensor-parallel", self.draft_tensor_parallel)
+        self.backend_spec.check_ranks(self.tensor_parallel, self.draft_tensor_parallel)
         self._check_law_budget()
         if self.overlap not in OVERLAPS:
             known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"

@@ -209,7 +209,9 @@ def _in_gguf(model: LoadedModel) -> Head | None:
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
-    named = (*sources, MTP.name) if sources else ()  # by its name a cache tells it from the target
+    named: tuple[SourceFile | str, ...] = (
+        (*sources, MTP.name) if sources else ()
+    )  # by its name a cache tells it from the target
     weights = LazyWeights(tensors, named)
     return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
