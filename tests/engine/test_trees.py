@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 CHAIN = "ngram:min=1,max=4"
-UNEDITED = {
+UNEDITED: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,

@@ -1,4 +1,4 @@
-"""Branches of drafts in a pass of the target: rows of their own, over pages of their own.
+"""Branches in a pass: rows of their own, over pages of their own.
 
 A branch leaves its row's chain at some place. In the pass it is one more row: up to there it reads the row's own
 pages, and from the page of its first token on it has pages of its own. What these hold of tokens before the branch
@@ -36,10 +36,10 @@ NUM_BRANCH_PAGES = MAX_BRANCH_TOKENS * PAGES_EACH
 
 
 class CopiesPages(KV, Protocol):
-    """Keys and values whose pages can be copied within the store, between passes that touch them."""
+    """Keys and values whose pages can be copied within the store."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy all keys and values of a page over those of another."""
+        """Copy a page over another, between passes that touch them."""
         ...
 
 
@@ -52,7 +52,7 @@ class _RowBranches:
     pages: dict[int, tuple[int, list[int]]]  # likewise -> first page of its path that is the branch's own; those
 
 
-class Branches:
+class BranchPages:
     """Pages of branches, and where the branches of open passes are."""
 
     def __init__(self, kv: CopiesPages, first_page: int) -> None:
@@ -70,7 +70,7 @@ class Branches:
     # Before a pass -------------------------------------------------------------------------------
 
     def fit(self, rows: Rows, batch: Batch, drafted: Sequence[RowDraft]) -> Draft:
-        """Return drafts without the branches for which there is no room, or which their rows may not have.
+        """Return drafts without the branches that find no room, or that rows may not have.
 
         What a penalty or a grammar says of a token depends on the tokens before it: such rows get chains. So do
         all rows beside a grammar, or beside a prompt that is scored.
@@ -88,7 +88,7 @@ class Branches:
         return Draft(tuple(fitted), branched=branched)
 
     def pack(self, batch: Batch, draft: Draft, packed: Packed) -> Packed:
-        """Add the branches of a draft to the packed tokens of a pass, behind all rows."""
+        """Add a draft's branches to a pass, behind all rows."""
         more = _Packing(packed)
         for index, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
             self.release(r.row)  # of a pass that failed
@@ -139,7 +139,7 @@ class Branches:
     # After it ------------------------------------------------------------------------------------
 
     def along_path(self, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
-        """Return what drafters may read: the choices along each row's chain, and the taps along the kept path."""
+        """Return scores for drafters: choices along chains, and taps along kept paths."""
         positions: list[int] = []
         cu_len = [0]
         for index, (r, d, v) in enumerate(zip(batch.rows, draft.rows, verdict.rows, strict=True)):
@@ -158,7 +158,7 @@ class Branches:
                 states[at.newest + depth] = states[at.tokens[i]]
 
     def keep(self, rows: Rows, batch: Batch, verdict: Verdict) -> None:
-        """Copy kept branches over the pages of their rows, before these advance; give all pages back."""
+        """Copy kept branches over their rows' pages, before these advance; give all back."""
         for r, v in zip(batch.rows, verdict.rows, strict=True):
             if v.off_chain:
                 first, own = self._open[r.row].pages[v.off_chain[-1]]

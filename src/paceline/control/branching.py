@@ -1,4 +1,4 @@
-"""Number of branches to verify beside the chains of a step, by expected tokens per second.
+"""Branches to verify beside the chains of a step, by expected tokens per second.
 
 A drafter may hand out its second choice at each depth: a branch of one token. It is kept if all drafts before that
 depth are and the target chooses it there, and then brings one token more than the chain alone. How likely that is,
@@ -73,13 +73,13 @@ class Branching:
     def __init__(
         self, cost: StepCost, models: Sequence[AcceptanceModel], most: Sequence[int], indices: Mapping[str, int]
     ) -> None:
-        """models, most: by drafter; how many tokens of branches it hands out. indices: drafters by name."""
+        """models, most: by drafter; tokens of branches that it hands out. indices: by name."""
         self._cost, self._models, self._most, self._indices = cost, models, tuple(most), dict(indices)
         self.chances = [BranchChances() for _ in most]
         self._idle = 0  # plans since a branch was worth verifying
 
     def asks(self, view: StepView) -> bool:
-        """Return True if drafters should hand out branches in this step; asked once for each plan."""
+        """Return True if drafters should hand out branches; asked once a plan."""
         if not any(self._most) or view.num_rows > MAX_ROWS or view.prefill.tokens:
             return False
         self._idle += 1
@@ -109,7 +109,7 @@ class Branching:
             drafter = self._indices[d.drafter or ""]
             known = np.array([d.confidence])
             alive = self._models[drafter].alive(np.array([r.row]), len(d), known)[0]
-            for branch, parent in _first_tokens(d):
+            for branch, parent in _rivals(d):
                 before = 1.0 if parent == ROOT else float(alive[parent])
                 yield before * self.chances[drafter](d.confidence[parent + 1]), i, branch
 
@@ -148,14 +148,14 @@ class Branching:
                 continue
             known = min(v.num_on_chain, len(d)) + 1  # choices along the chain
             chances = self.chances[self._indices[p.drafter or ""]]
-            for branch, parent in _first_tokens(p):
+            for branch, parent in _rivals(p):
                 depth = parent + 1
                 if depth < min(known, len(v.token_ids)):
                     chances.learn(p.confidence[depth], kept=v.token_ids[depth] == p.branches.token_ids[branch])
 
 
-def _first_tokens(drafted: RowDraft) -> Iterator[tuple[int, int]]:
-    """Yield index and parent of each branch's first token, those that leave the chain before its end."""
+def _rivals(drafted: RowDraft) -> Iterator[tuple[int, int]]:
+    """Yield index and parent of the branch tokens that have a rival in the chain."""
     assert drafted.branches is not None
     for branch, parent in enumerate(drafted.branches.parents):
         if parent + 1 < len(drafted):
@@ -173,7 +173,7 @@ def on_chain(verdict: Verdict) -> Verdict:
 
 
 def with_branches(outcomes: Outcomes, batch: Batch, draft: Draft, verdict: Verdict) -> Outcomes:
-    """Return outcomes that count the tokens of branches, too: what a step's time is explained by."""
+    """Return outcomes that count tokens of branches, too: what explains a step's time."""
     decoding = [(d, v) for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True) if r.decodes]
     beside: NDArray[int64] = np.array([d.num_branch_tokens for d, _ in decoding], np.int64)
     accepted: NDArray[int64] = np.array([v.num_accepted for _, v in decoding], np.int64)

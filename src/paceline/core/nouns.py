@@ -222,7 +222,7 @@ class RowDraft:
 
     @classmethod
     def tree(cls, token_ids: Sequence[int], parents: Sequence[int], drafter: str | None = None) -> RowDraft:
-        """Return a tree. parents: [num_tokens] index of each token's parent before it, -1 the newest token."""
+        """Return a tree. parents: [num_tokens] index of a token's parent, -1 the newest token."""
         chain, _, branches = chain_and_branches(token_ids, parents)
         return cls(chain, drafter, branches=branches)
 
