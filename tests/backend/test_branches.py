@@ -146,15 +146,14 @@ def test_a_kept_path_gives_its_taps_and_its_pages_to_the_row(number: int) -> Non
     taps = Taps({1: states.copy()}, tree.cu_len[:2], tree.slots)
     chosen = np.arange(len(tree.wanted)) + 100
     scores = Scores([0, len(chosen)], [LOGITS] * len(chosen), chosen, taps=taps)
-    read = branches.along_path(batch, Draft((draft,), branched=True), scores, verdict)
+    before, table = len(kv.copied), [7, 8, 9]
+    rows: Any = SimpleNamespace(known_len=lambda _: 21 + number, page_ids=lambda _, first, end: table[first:end])
+    read = branches.keep(rows, batch, Draft((draft,), branched=True), scores, verdict)
     read.check()
     assert read.chosen.tolist() == chosen[: 1 + len(draft)].tolist()
     assert read.taps is not None
     places = [0, *(int(tree.wanted[1 + n]) for n in path)]
     assert read.taps.states[1][: 1 + len(path), 0].tolist() == [float(at) for at in places]
-    before, table = len(kv.copied), [7, 8, 9]
-    rows: Any = SimpleNamespace(known_len=lambda _: 21 + number, page_ids=lambda _, first, end: table[first:end])
-    branches.keep(rows, batch, verdict)
     moved = kv.copied[before:]
     last = (20 + number + len(path)) // 16
     assert moved[-1][1] == table[last]

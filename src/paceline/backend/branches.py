@@ -138,8 +138,11 @@ class BranchPages:
 
     # After it ------------------------------------------------------------------------------------
 
-    def along_path(self, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
-        """Return scores for drafters: choices along chains, and taps along kept paths."""
+    def keep(self, rows: Rows, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
+        """Give rows the keys and values of kept branches, before they advance; give all pages back.
+
+        Returns scores for drafters: the choices along chains, and the taps along kept paths.
+        """
         positions: list[int] = []
         cu_len = [0]
         for index, (r, d, v) in enumerate(zip(batch.rows, draft.rows, verdict.rows, strict=True)):
@@ -147,8 +150,11 @@ class BranchPages:
             end = scores.cu_len[index + 1] - d.num_branch_tokens
             positions += range(start, end)
             cu_len.append(len(positions))
-            if v.off_chain and scores.taps is not None:
-                self._move_taps(self._open[r.row], v, scores.taps)
+            if v.off_chain:
+                self._move_pages(rows, r.row, v)
+                if scores.taps is not None:
+                    self._move_taps(self._open[r.row], v, scores.taps)
+            self.release(r.row)
         specs = [scores.specs[at] for at in positions]
         return Scores(cu_len, specs, scores.chosen[positions], taps=scores.taps, touched=scores.touched)
 
@@ -157,16 +163,11 @@ class BranchPages:
             for states in taps.states.values():
                 states[at.newest + depth] = states[at.tokens[i]]
 
-    def keep(self, rows: Rows, batch: Batch, verdict: Verdict) -> None:
-        """Copy kept branches over their rows' pages, before these advance; give all back."""
-        for r, v in zip(batch.rows, verdict.rows, strict=True):
-            if v.off_chain:
-                first, own = self._open[r.row].pages[v.off_chain[-1]]
-                last = (rows.known_len(r.row) - 1 + v.num_accepted) // PAGE_TOKENS
-                of_row = rows.page_ids(r.row, first, last + 1)
-                for source, target in zip(own, of_row, strict=False):
-                    self._kv.copy_page(source, target)
-            self.release(r.row)
+    def _move_pages(self, rows: Rows, row: int, verdict: RowVerdict) -> None:
+        first, own = self._open[row].pages[verdict.off_chain[-1]]
+        last = (rows.known_len(row) - 1 + verdict.num_accepted) // PAGE_TOKENS
+        for source, target in zip(own, rows.page_ids(row, first, last + 1), strict=False):
+            self._kv.copy_page(source, target)
 
     def release(self, row: int) -> None:
         """Give back the pages of a row's branches."""

@@ -154,8 +154,6 @@ class Backend:
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
-        if self.branches is not None and self.branches.are_open:
-            self.branches.keep(self.rows, batch, verdict)
         self.rows.commit(batch, verdict)
 
 
