@@ -140,7 +140,7 @@ def test_a_kept_path_gives_its_taps_and_its_pages_to_the_row(number: int) -> Non
     node = random.randrange(len(draft), len(tokens))
     path = all_paths[node]
     off_chain = tuple(n - len(draft) for n in path if n >= len(draft))
-    verdict = Verdict((RowVerdict([*(tokens[n] for n in path), 0], len(path), None, off_chain),))
+    verdict = Verdict((RowVerdict([*(tokens[n] for n in path), 0], len(path), off_chain=off_chain),))
     verdict.check(batch, Draft((draft,), branched=True))
     states = np.arange(len(tree.token_ids), dtype=np.float32)[:, None]
     taps = Taps({1: states.copy()}, tree.cu_len[:2], tree.slots)

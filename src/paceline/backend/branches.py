@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.backend.seam import KV
 from paceline.core.nouns import PAGE_TOKENS, Draft, Scores, noun
-from paceline.core.tree import ROOT
+from paceline.core.tree import ROOT, with_most
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ class BranchPages:
         for r, d in zip(batch.rows, drafted, strict=True):
             if d.branches is not None:
                 most = room if r.decodes and rows.may_branch(r.row) else 0
-                d = d.with_most(most)  # noqa: PLW2901
+                d = with_most(d, most)  # noqa: PLW2901
                 room -= d.num_branch_tokens
                 branched = branched or d.branches is not None
             fitted.append(d)
@@ -235,4 +235,4 @@ class _Packing:
 
 def without_branches(drafted: Sequence[RowDraft]) -> Draft:
     """Return chains alone."""
-    return Draft(tuple(d.with_most(0) for d in drafted))
+    return Draft(tuple(with_most(d, 0) for d in drafted))
