@@ -1,4 +1,4 @@
-"""Branches in a pass: each token sees its ancestors only, and has the bits of a pass over its own path."""
+"""BranchPages in a pass: each token sees its ancestors only, and has the bits of a pass over its own path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.branches import NUM_BRANCH_PAGES, Branches
+from paceline.backend.branches import NUM_BRANCH_PAGES, BranchPages
 from paceline.backend.reference.attention import attend, plan_tiles
 from paceline.backend.seam import Packed, PassRequest
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, SamplingSpec, Scores, Taps, Verdict
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import Decoder
 
 CONFIG = tiny_config(num_layers=3)
-WEIGHTS = tiny_weights(CONFIG, dtype=torch.float32)
+WEIGHTS: Any = tiny_weights(CONFIG, dtype=torch.float32)
 NUM_PAGES = 6  # of rows
 LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
 
@@ -78,7 +78,7 @@ def test_a_token_of_a_tree_says_what_the_last_of_its_path_says(backend: str, wei
     batch, packed = one_row(length, text[-1], draft)
     kv: Any = decoder.new_kv(NUM_PAGES + NUM_BRANCH_PAGES)
     run_pass(decoder, pack([(text[:-1], 0, range(NUM_PAGES))]), kv, [LOGITS] * length)
-    branches = Branches(kv, NUM_PAGES)
+    branches = BranchPages(kv, NUM_PAGES)
     tree = branches.pack(batch, Draft((draft,), branched=True), packed)
     tree.check(16 * (NUM_PAGES + NUM_BRANCH_PAGES), CONFIG.vocab_size)
     got = decoder.launch(PassRequest(tree, kv, [LOGITS] * len(tree.wanted))).wait().logits
@@ -103,12 +103,12 @@ def test_attention_over_branch_pages_is_attention_with_an_ancestor_mask(number: 
     length = 3 + 7 * number
     draft, all_paths, _ = random_tree(random)
     batch, packed = one_row(length, 1, draft)
-    tree = Branches(NoCopies(), NUM_PAGES).pack(batch, Draft((draft,), branched=True), packed)
+    tree = BranchPages(NoCopies(), NUM_PAGES).pack(batch, Draft((draft,), branched=True), packed)
     shape = (len(tree.token_ids), 2, 8)
     query, key, value = (torch.from_numpy(rng.standard_normal(shape)) for _ in range(3))
     store = torch.from_numpy(rng.standard_normal((2, 16 * (NUM_PAGES + NUM_BRANCH_PAGES), 2, 8)))
     kv = NoCopies()
-    again = Branches(kv, NUM_PAGES).pack(batch, Draft((draft,), branched=True), packed)
+    again = BranchPages(kv, NUM_PAGES).pack(batch, Draft((draft,), branched=True), packed)
     np.testing.assert_array_equal(again.slots, tree.slots)
     committed = store[:, :length].clone()
     for source, target in kv.copied:
@@ -135,26 +135,25 @@ def test_a_kept_path_gives_its_taps_and_its_pages_to_the_row(number: int) -> Non
     draft, all_paths, tokens = random_tree(random)
     batch, packed = one_row(20 + number, 1, draft)
     kv = NoCopies()
-    branches = Branches(kv, NUM_PAGES)
+    branches = BranchPages(kv, NUM_PAGES)
     tree = branches.pack(batch, Draft((draft,), branched=True), packed)
     node = random.randrange(len(draft), len(tokens))
     path = all_paths[node]
     off_chain = tuple(n - len(draft) for n in path if n >= len(draft))
-    verdict = Verdict((RowVerdict([*(tokens[n] for n in path), 0], len(path), None, off_chain),))
+    verdict = Verdict((RowVerdict([*(tokens[n] for n in path), 0], len(path), off_chain=off_chain),))
     verdict.check(batch, Draft((draft,), branched=True))
     states = np.arange(len(tree.token_ids), dtype=np.float32)[:, None]
     taps = Taps({1: states.copy()}, tree.cu_len[:2], tree.slots)
     chosen = np.arange(len(tree.wanted)) + 100
     scores = Scores([0, len(chosen)], [LOGITS] * len(chosen), chosen, taps=taps)
-    read = branches.along_path(batch, Draft((draft,), branched=True), scores, verdict)
+    before, table = len(kv.copied), [7, 8, 9]
+    rows: Any = SimpleNamespace(known_len=lambda _: 21 + number, page_ids=lambda _, first, end: table[first:end])
+    read = branches.keep(rows, batch, Draft((draft,), branched=True), scores, verdict)
     read.check()
     assert read.chosen.tolist() == chosen[: 1 + len(draft)].tolist()
     assert read.taps is not None
     places = [0, *(int(tree.wanted[1 + n]) for n in path)]
     assert read.taps.states[1][: 1 + len(path), 0].tolist() == [float(at) for at in places]
-    before, table = len(kv.copied), [7, 8, 9]
-    rows: Any = SimpleNamespace(known_len=lambda _: 21 + number, page_ids=lambda _, first, end: table[first:end])
-    branches.keep(rows, batch, verdict)
     moved = kv.copied[before:]
     last = (20 + number + len(path)) // 16
     assert moved[-1][1] == table[last]

@@ -13,7 +13,7 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import StepView, Work
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
-from paceline.core.tree import Branches
+from paceline.core.tree import Branches, with_most
 
 NAME, DEPTH = "head", 4
 INDICES = {NAME: 0}
@@ -83,7 +83,7 @@ def test_drafters_are_asked_in_steps_of_few_rows_and_seldom_where_it_does_not_pa
 
 def test_chances_are_learnt_of_branches_that_were_not_verified() -> None:
     branching, (_, proposed) = branching_at(0.1), drafted(1)
-    chains = Draft(tuple(d.with_most(0) for d in proposed.rows))
+    chains = Draft(tuple(with_most(d, 0) for d in proposed.rows))
     before = branching.chances[0](0.6)
     for _ in range(200):  # the first draft is kept, and the second is refused for its rival
         branching.learn(proposed, chains, Verdict((RowVerdict([1, 12], 1),)))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.nouns import RowDraft
-from paceline.core.tree import ROOT, walk
+from paceline.core.tree import ROOT, walk, with_most
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,12 +55,12 @@ def test_a_tree_is_its_longest_path_and_branches(tree: tuple[list[int], list[int
 @given(trees(), st.integers(0, 10), st.integers(0, 10))
 def test_a_cut_tree_has_only_paths_of_the_tree(tree: tuple[list[int], list[int]], k: int, most: int) -> None:
     draft = RowDraft.tree(*tree)
-    cut = draft.first(k).with_most(most)
+    cut = with_most(draft.first(k), most)
     assert len(cut) == min(k, len(draft))
     assert cut.num_branch_tokens <= most
     assert texts_in(cut) <= {text for text in texts_of(*tree) if len(text) <= k}
     assert cut.branches is None or cut.branches.fits(len(cut))
-    assert texts_in(draft.with_most(100)) == texts_of(*tree)
+    assert texts_in(with_most(draft, 100)) == texts_of(*tree)
 
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=12, max_size=12))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 CHAIN = "ngram:min=1,max=4"
-UNEDITED = {
+UNEDITED: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -146,6 +146,13 @@ def test_other_laws_and_rows_with_penalties_get_chains(law: str, params: Samplin
     drafter = plant(engine, plain_answers([request]), 1)
     run(engine, [request])
     assert engine.stats().drafters["ngram"].beside == drafter.kept_beside == 0
+
+
+@pytest.mark.parametrize(("law", "types"), [("rejection", "f64"), ("coupled", "cuda")])
+def test_a_head_that_gets_chains_says_so(law: str, types: str, caplog: pytest.LogCaptureFixture) -> None:
+    head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
+    make_engine(f"eagle3:model={head},k=2,branches=2", PLAIN, law, types)
+    assert "eagle3 drafts chains" in caplog.text
 
 
 def test_a_cancelled_row_gives_its_branch_pages_back() -> None:

@@ -68,7 +68,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class WatchedTrees(FixedK):
-    """Drafts k tokens with all second choices, verifies the chain alone, and records what was kept."""
+    """Verifies chains alone, and records which second choices were right."""
 
     kept: list[Kept] = field(default_factory=list)
 
@@ -208,7 +208,7 @@ def _best(
 
 
 def _oracle(kept: Sequence[Kept], k: int, cost: MeasuredCost) -> float:
-    """Return the best chain's time a token over that of one branch a step, always the right one."""
+    """Return the gain of one branch a step that is always the right one."""
     chain = min(_step_s(cost, m, 0) / _mean(kept, m, 0) for m in range(1, k + 1))
     return chain / min(_step_s(cost, m, 1) / _mean(kept, m, k) for m in range(1, k + 1))
 

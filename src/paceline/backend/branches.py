@@ -1,4 +1,4 @@
-"""Branches of drafts in a pass of the target: rows of their own, over pages of their own.
+"""Branches in a pass: rows of their own, over pages of their own.
 
 A branch leaves its row's chain at some place. In the pass it is one more row: up to there it reads the row's own
 pages, and from the page of its first token on it has pages of its own. What these hold of tokens before the branch
@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.backend.seam import KV
 from paceline.core.nouns import PAGE_TOKENS, Draft, Scores, noun
-from paceline.core.tree import ROOT
+from paceline.core.tree import ROOT, with_most
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +36,10 @@ NUM_BRANCH_PAGES = MAX_BRANCH_TOKENS * PAGES_EACH
 
 
 class CopiesPages(KV, Protocol):
-    """Keys and values whose pages can be copied within the store, between passes that touch them."""
+    """Keys and values whose pages can be copied within the store."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy all keys and values of a page over those of another."""
+        """Copy a page over another, between passes that touch them."""
         ...
 
 
@@ -52,7 +52,7 @@ class _RowBranches:
     pages: dict[int, tuple[int, list[int]]]  # likewise -> first page of its path that is the branch's own; those
 
 
-class Branches:
+class BranchPages:
     """Pages of branches, and where the branches of open passes are."""
 
     def __init__(self, kv: CopiesPages, first_page: int) -> None:
@@ -70,7 +70,7 @@ class Branches:
     # Before a pass -------------------------------------------------------------------------------
 
     def fit(self, rows: Rows, batch: Batch, drafted: Sequence[RowDraft]) -> Draft:
-        """Return drafts without the branches for which there is no room, or which their rows may not have.
+        """Return drafts without the branches that find no room, or that rows may not have.
 
         What a penalty or a grammar says of a token depends on the tokens before it: such rows get chains. So do
         all rows beside a grammar, or beside a prompt that is scored.
@@ -81,14 +81,14 @@ class Branches:
         for r, d in zip(batch.rows, drafted, strict=True):
             if d.branches is not None:
                 most = room if r.decodes and rows.may_branch(r.row) else 0
-                d = d.with_most(most)  # noqa: PLW2901
+                d = with_most(d, most)  # noqa: PLW2901
                 room -= d.num_branch_tokens
                 branched = branched or d.branches is not None
             fitted.append(d)
         return Draft(tuple(fitted), branched=branched)
 
     def pack(self, batch: Batch, draft: Draft, packed: Packed) -> Packed:
-        """Add the branches of a draft to the packed tokens of a pass, behind all rows."""
+        """Add a draft's branches to a pass, behind all rows."""
         more = _Packing(packed)
         for index, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
             self.release(r.row)  # of a pass that failed
@@ -138,8 +138,11 @@ class Branches:
 
     # After it ------------------------------------------------------------------------------------
 
-    def along_path(self, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
-        """Return what drafters may read: the choices along each row's chain, and the taps along the kept path."""
+    def keep(self, rows: Rows, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
+        """Give rows the keys and values of kept branches, before they advance; give all pages back.
+
+        Returns scores for drafters: the choices along chains, and the taps along kept paths.
+        """
         positions: list[int] = []
         cu_len = [0]
         for index, (r, d, v) in enumerate(zip(batch.rows, draft.rows, verdict.rows, strict=True)):
@@ -147,8 +150,11 @@ class Branches:
             end = scores.cu_len[index + 1] - d.num_branch_tokens
             positions += range(start, end)
             cu_len.append(len(positions))
-            if v.off_chain and scores.taps is not None:
-                self._move_taps(self._open[r.row], v, scores.taps)
+            if v.off_chain:
+                self._move_pages(rows, r.row, v)
+                if scores.taps is not None:
+                    self._move_taps(self._open[r.row], v, scores.taps)
+            self.release(r.row)
         specs = [scores.specs[at] for at in positions]
         return Scores(cu_len, specs, scores.chosen[positions], taps=scores.taps, touched=scores.touched)
 
@@ -157,16 +163,11 @@ class Branches:
             for states in taps.states.values():
                 states[at.newest + depth] = states[at.tokens[i]]
 
-    def keep(self, rows: Rows, batch: Batch, verdict: Verdict) -> None:
-        """Copy kept branches over the pages of their rows, before these advance; give all pages back."""
-        for r, v in zip(batch.rows, verdict.rows, strict=True):
-            if v.off_chain:
-                first, own = self._open[r.row].pages[v.off_chain[-1]]
-                last = (rows.known_len(r.row) - 1 + v.num_accepted) // PAGE_TOKENS
-                of_row = rows.page_ids(r.row, first, last + 1)
-                for source, target in zip(own, of_row, strict=False):
-                    self._kv.copy_page(source, target)
-            self.release(r.row)
+    def _move_pages(self, rows: Rows, row: int, verdict: RowVerdict) -> None:
+        first, own = self._open[row].pages[verdict.off_chain[-1]]
+        last = (rows.known_len(row) - 1 + verdict.num_accepted) // PAGE_TOKENS
+        for source, target in zip(own, rows.page_ids(row, first, last + 1), strict=False):
+            self._kv.copy_page(source, target)
 
     def release(self, row: int) -> None:
         """Give back the pages of a row's branches."""
@@ -234,4 +235,4 @@ class _Packing:
 
 def without_branches(drafted: Sequence[RowDraft]) -> Draft:
     """Return chains alone."""
-    return Draft(tuple(d.with_most(0) for d in drafted))
+    return Draft(tuple(with_most(d, 0) for d in drafted))

@@ -44,10 +44,7 @@ class Packed:
     Row i of the pass owns tokens cu_len[i]:cu_len[i + 1], at consecutive positions. Token t attends to its row's
     slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
     The slot of a position p of row i is `pages[i, p // 16] * 16 + p % 16`. A backend with handles of its own
-    takes numpy arrays, too.
-
-    A branch of a draft is a row of its own that shares pages with the row it leaves: see `backend/branches.py`.
-    What its pages hold of tokens of other rows is written there by `copies`, before anything is read.
+    takes numpy arrays, too. A branch of a draft is a row of its own, see `branches.py`.
     """
 
     token_ids: NDArray[int64]  # [num_tokens]
@@ -68,8 +65,6 @@ class Packed:
         assert ((0 <= self.token_ids) & (self.token_ids < vocab_size)).all()
         assert ((0 <= self.slots) & (self.slots < num_slots)).all()
         assert ((0 <= self.wanted) & (self.wanted < num_tokens)).all()
-        if self.copies is not None:
-            assert ((0 <= self.copies) & (self.copies < (num_tokens, num_slots))).all()
 
 
 class KV(Protocol):
@@ -100,8 +95,8 @@ class FedBack(NamedTuple):
 class Features:
     """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
-    Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
-    fed back, or the head's mask feature. A block head stores tokens with features, their own; blocks have none.
+    Those of committed tokens are made of taps; guesses behind them read what is fed back, or the mask feature. A
+    block head stores tokens with features, their own; blocks have none.
     """
 
     taps: TapStore
@@ -127,9 +122,7 @@ class PassRequest:
     taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
     features: Features | None = None  # of a head
     masks: kernels.Masks | None = None  # what each wanted token may be, of an executor that takes them
-    wants_second: bool = (
-        False  # also return the second token of each choice; for drafters, whose specs ask for margins
-    )
+    wants_second: bool = False  # also return the second token of each choice whose spec asks for a margin
 
 
 @noun
@@ -142,9 +135,7 @@ class PassResult:
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
     margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
-    second_ids: NDArray[int64] | None = (
-        None  # [len(specs)] the tokens that margins are over, UNCHOSEN if not known
-    )
+    second_ids: NDArray[int64] | None = None  # [len(specs)] what margins are over, UNCHOSEN where not known
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
@@ -288,10 +279,7 @@ class LateProgram(Protocol):
     """Drafting on the target's device, over its rows. The host learns of it late."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row whose first `entries` tokens were read before.
-
-        Tokens before `first_key` will never be.
-        """
+        """Begin a row whose first `entries` tokens were read, those before `first_key` never."""
         ...
 
     def catch_up(self, counts: Mapping[int, int]) -> None:

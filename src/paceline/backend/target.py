@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
-from paceline.backend.branches import NUM_BRANCH_PAGES, Branches
+from paceline.backend.branches import NUM_BRANCH_PAGES, BranchPages
 from paceline.backend.prompt_scores import scoring_pass
 from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
@@ -119,7 +119,7 @@ class Backend:
         self.rows = rows
         takes_branches = decoder.capabilities.branches
         self.kv = decoder.new_kv(num_pages + (NUM_BRANCH_PAGES if takes_branches else 0))
-        self.branches = Branches(cast("CopiesPages", self.kv), num_pages) if takes_branches else None
+        self.branches = BranchPages(cast("CopiesPages", self.kv), num_pages) if takes_branches else None
         self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
 
     @property
@@ -154,8 +154,6 @@ class Backend:
 
     def commit(self, batch: Batch, verdict: Verdict) -> None:
         """Advance the rows by what was kept."""
-        if self.branches is not None and self.branches.are_open:
-            self.branches.keep(self.rows, batch, verdict)
         self.rows.commit(batch, verdict)
 
 

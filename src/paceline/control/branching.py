@@ -1,4 +1,4 @@
-"""Number of branches to verify beside the chains of a step, by expected tokens per second.
+"""Branches to verify beside the chains of a step, by expected tokens per second.
 
 A drafter may hand out its second choice at each depth: a branch of one token. It is kept if all drafts before that
 depth are and the target chooses it there, and then brings one token more than the chain alone. How likely that is,
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.online_cost import with_prefill
-from paceline.control.policy import NONE, Work, drafted_of
+from paceline.control.policy import Work, drafted_of
 from paceline.core.nouns import Draft, RowVerdict, Verdict
-from paceline.core.tree import ROOT
+from paceline.core.tree import ROOT, with_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +34,8 @@ PRIOR_SHARE = 0.6  # of what the first choice leaves, goes to the second
 PRIOR_TESTS = 8.0  # that the prior counts as
 MAX_TESTS = 1000.0  # that count at most: older ones are forgotten
 LEAST_GAIN = 1.005  # of tokens per second, below which no branch is verified
-SETUP_S = 1.5e-4  # host's time for the branches of a step, beside that of their tokens (2026-11-27)
+SETUP_S = 1e-4  # host's time for the branches of a step, beside that of their tokens (2026-11-27)
+MOST_PRICED = 4  # branches of a step: further ones bring less than a hundredth of a token
 PATIENCE = 16  # plans without a branch worth verifying, after which ...
 PROBE_EVERY = 16  # ... one plan in so many asks for branches
 
@@ -73,13 +73,13 @@ class Branching:
     def __init__(
         self, cost: StepCost, models: Sequence[AcceptanceModel], most: Sequence[int], indices: Mapping[str, int]
     ) -> None:
-        """models, most: by drafter; how many tokens of branches it hands out. indices: drafters by name."""
+        """models, most: by drafter; tokens of branches that it hands out. indices: by name."""
         self._cost, self._models, self._most, self._indices = cost, models, tuple(most), dict(indices)
         self.chances = [BranchChances() for _ in most]
         self._idle = 0  # plans since a branch was worth verifying
 
     def asks(self, view: StepView) -> bool:
-        """Return True if drafters should hand out branches in this step; asked once for each plan."""
+        """Return True if drafters should hand out branches; asked once a plan."""
         if not any(self._most) or view.num_rows > MAX_ROWS or view.prefill.tokens:
             return False
         self._idle += 1
@@ -91,55 +91,58 @@ class Branching:
 
     def choose(self, view: StepView, batch: Batch, draft: Draft) -> Draft:
         """Return a draft with the branches that raise the step's expected tokens per second."""
-        offered = sorted(self._offered(view, batch, draft), reverse=True)
-        count = self._worth(view, batch, draft, [value for value, *_ in offered])
+        offered: list[tuple[float, int, int]] = []  # (tokens that it brings, row of the batch, index there)
+        tokens = 0.0
+        for i, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
+            alive = self._alive(r.row, d)
+            tokens += r.samples + sum(alive)
+            offered += ((value, i, branch) for value, branch in self._values(d, alive))
+        offered.sort(reverse=True)
+        count = self._worth(view, batch, draft, tokens, [value for value, *_ in offered[:MOST_PRICED]])
         if count:
             self._idle = 0
         wanted: list[set[int]] = [set() for _ in draft.rows]
         for _, i, branch in offered[:count]:
             wanted[i].add(branch)
-        rows = tuple(d.with_only(own.__contains__) for d, own in zip(draft.rows, wanted, strict=True))
+        rows = tuple(with_only(d, own.__contains__) for d, own in zip(draft.rows, wanted, strict=True))
         return Draft(rows, draft.budget, branched=count > 0)
 
-    def _offered(self, view: StepView, batch: Batch, draft: Draft) -> Iterator[tuple[float, int, int]]:
-        """Yield (tokens that it brings, row of the batch, index there) of each branch."""
-        for i, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
-            if d.branches is None or d.confidence is None:
-                continue
-            drafter = self._indices[d.drafter or ""]
-            known = np.array([d.confidence])
-            alive = self._models[drafter].alive(np.array([r.row]), len(d), known)[0]
-            for branch, parent in _first_tokens(d):
-                before = 1.0 if parent == ROOT else float(alive[parent])
-                yield before * self.chances[drafter](d.confidence[parent + 1]), i, branch
+    def _alive(self, row: int, drafted: RowDraft) -> list[float]:
+        """Return the chance that each draft of a row's chain is kept."""
+        if not len(drafted):
+            return []
+        known = None if drafted.confidence is None else np.array([drafted.confidence])
+        model = self._models[self._indices[drafted.drafter or ""]]
+        alive: list[float] = model.alive(np.array([row]), len(drafted), known, usual=True)[0].tolist()
+        return alive
 
-    def _worth(self, view: StepView, batch: Batch, draft: Draft, values: Sequence[float]) -> int:
-        """Return how many branches to verify. values: tokens that each brings, falling."""
+    def _values(self, drafted: RowDraft, alive: Sequence[float]) -> Iterator[tuple[float, int]]:
+        """Yield (tokens that it brings, index) of a row's branches."""
+        if drafted.branches is None or drafted.confidence is None:
+            return
+        chances = self.chances[self._indices[drafted.drafter or ""]]
+        for branch, parent in _rivals(drafted):
+            before = 1.0 if parent == ROOT else alive[parent]
+            yield before * chances(drafted.confidence[parent + 1]), branch
+
+    def _worth(self, view: StepView, batch: Batch, draft: Draft, tokens: float, values: Sequence[float]) -> int:
+        """Return how many branches to verify.
+
+        tokens: expected without any. values: tokens that each brings, falling.
+        """
         drafted = drafted_of(batch, draft, self._indices)
-        base, prefill_s = with_prefill(self._cost, view)
-        drafters = drafted.drafters
-        if not values or len(drafters) != view.num_rows:
+        if not values or len(drafted.rows) != view.num_rows:
             return 0
-        tokens = float(view.num_rows)
-        for index in set(drafters.tolist()) - {NONE}:
-            own = drafters == index
-            known = drafted.confidence[own]
-            tokens += float(self._models[index].alive(drafted.rows[own], known.shape[1], known, usual=True).sum())
-        context = int(view.lengths.mean())
-        best, best_rate = 0, LEAST_GAIN * tokens / self._step_s(base, view, drafted.ks, drafters, prefill_s)
-        gained = 0.0
+        base, context, gained = view.work, int(view.lengths.mean()), 0.0
+        of_rows = view.lengths, drafted.ks, drafted.drafters
+        best, best_rate = 0, LEAST_GAIN * tokens / self._cost.price(base, *of_rows)
         for count, value in enumerate(values, start=1):
             gained += value
             more = base + Work(count, 0, count * context, count * context)
-            seconds = self._step_s(more, view, drafted.ks, drafters, prefill_s) + SETUP_S
-            if (tokens + gained) / seconds > best_rate:
-                best, best_rate = count, (tokens + gained) / seconds
+            rate = (tokens + gained) / (self._cost.price(more, *of_rows) + SETUP_S)
+            if rate > best_rate:
+                best, best_rate = count, rate
         return best
-
-    def _step_s(
-        self, base: Work, view: StepView, ks: NDArray[int64], drafters: NDArray[int64], prefill_s: float
-    ) -> float:
-        return self._cost.price(base, view.lengths, ks, drafters) - prefill_s
 
     def learn(self, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
         """Count the second choices at whose places the target's choice along the chain is known."""
@@ -148,14 +151,14 @@ class Branching:
                 continue
             known = min(v.num_on_chain, len(d)) + 1  # choices along the chain
             chances = self.chances[self._indices[p.drafter or ""]]
-            for branch, parent in _first_tokens(p):
+            for branch, parent in _rivals(p):
                 depth = parent + 1
                 if depth < min(known, len(v.token_ids)):
                     chances.learn(p.confidence[depth], kept=v.token_ids[depth] == p.branches.token_ids[branch])
 
 
-def _first_tokens(drafted: RowDraft) -> Iterator[tuple[int, int]]:
-    """Yield index and parent of each branch's first token, those that leave the chain before its end."""
+def _rivals(drafted: RowDraft) -> Iterator[tuple[int, int]]:
+    """Yield index and parent of the branch tokens that have a rival in the chain."""
     assert drafted.branches is not None
     for branch, parent in enumerate(drafted.branches.parents):
         if parent + 1 < len(drafted):
@@ -173,7 +176,7 @@ def on_chain(verdict: Verdict) -> Verdict:
 
 
 def with_branches(outcomes: Outcomes, batch: Batch, draft: Draft, verdict: Verdict) -> Outcomes:
-    """Return outcomes that count the tokens of branches, too: what a step's time is explained by."""
+    """Return outcomes that count tokens of branches, too: what explains a step's time."""
     decoding = [(d, v) for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True) if r.decodes]
     beside: NDArray[int64] = np.array([d.num_branch_tokens for d, _ in decoding], np.int64)
     accepted: NDArray[int64] = np.array([v.num_accepted for _, v in decoding], np.int64)

@@ -55,7 +55,6 @@ class ClosedLoop:
         """
         self.policy = policy
         self.cost = cost
-        self.names = tuple(names)
         self.view: StepView | None = None  # of the last plan
         self.decision: Decision | None = None  # of the last plan
         self._sink = sink
@@ -69,6 +68,11 @@ class ClosedLoop:
         self._had_drafts = False  # the step before this one
         self._reuses = False  # this step reuses a plan without a view
         self._num_tokens = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the drafters, by index."""
+        return tuple(self._index_of)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +121,7 @@ class ClosedLoop:
     def plan(self, view: StepView) -> Plan:
         """See `Controller.plan`."""
         self._end_unobserved()
+        names = self.names
         decision = self.policy.reuse(view)
         if decision is None:
             self._learn_pending()
@@ -128,7 +133,7 @@ class ClosedLoop:
         branching = self._branching if self._branching is not None and self._branching.asks(view) else None
         rows = {
             row: RowPlan(
-                self.names[drafter],
+                names[drafter],
                 k,
                 decision.stops.get(row),
                 0 if branching is None else branching.most(drafter),
@@ -136,9 +141,9 @@ class ClosedLoop:
             for row, drafter, k in planned
             if k and drafter != NONE
         }
-        previewed = {self.names[drafter] for drafter in view.previews}
+        previewed = {names[drafter] for drafter in view.previews}
         self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - previewed
-        retired = tuple(self.names[drafter] for drafter in decision.retired)
+        retired = tuple(names[drafter] for drafter in decision.retired)
         return Plan(rows, decision.prefill_tokens, retired, decision.budget)
 
     def finish(self) -> None:

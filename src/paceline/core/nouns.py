@@ -21,7 +21,7 @@ from paceline.core.pass_notes import PassNote
 from paceline.core.tree import Branches, chain_and_branches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import float32, floating, int32, int64
     from numpy.typing import NDArray
@@ -222,7 +222,7 @@ class RowDraft:
 
     @classmethod
     def tree(cls, token_ids: Sequence[int], parents: Sequence[int], drafter: str | None = None) -> RowDraft:
-        """Return a tree. parents: [num_tokens] index of each token's parent before it, -1 the newest token."""
+        """Return a tree. parents: [num_tokens] index of a token's parent, -1 the newest token."""
         chain, _, branches = chain_and_branches(token_ids, parents)
         return cls(chain, drafter, branches=branches)
 
@@ -238,17 +238,6 @@ class RowDraft:
     def num_branch_tokens(self) -> int:
         """Tokens beside the chain."""
         return 0 if self.branches is None else len(self.branches.token_ids)
-
-    def with_only(self, wanted: Callable[[int], bool]) -> RowDraft:
-        """Return the chain with the wanted branches. wanted: takes the index among their tokens."""
-        if self.branches is None:
-            return self
-        left = self.branches.only(len(self), len(self), wanted)
-        return RowDraft(self.token_ids, self.drafter, self.confidence, self.probs, left)
-
-    def with_most(self, num_branch_tokens: int) -> RowDraft:
-        """Return the chain with the first tokens of branches."""
-        return self.with_only(num_branch_tokens.__gt__)
 
     def first(self, k: int) -> RowDraft:
         """Return the first k tokens of the chain, and the branches beside them."""

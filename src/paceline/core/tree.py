@@ -7,11 +7,14 @@ its children. The chain is a longest path, so that every token of a branch stand
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from paceline.core.nouns import RowDraft
 
 ROOT = -1  # in place of a parent: the row's newest token
 
@@ -23,14 +26,14 @@ class Branches(NamedTuple):
     parents: tuple[int, ...]  # [num_branch_tokens] see the module
 
     def depths(self, num_chain: int) -> list[int]:
-        """Return the depth of each token; that of the chain's first is 1. num_chain: tokens of the chain."""
+        """Return each token's depth; that of the chain's first is 1. num_chain: its tokens."""
         found: list[int] = []
         for parent in self.parents:
             found.append(parent + 2 if parent < num_chain else found[parent - num_chain] + 1)
         return found
 
     def fits(self, num_chain: int) -> bool:
-        """Return True if parents come before their children, and no branch is deeper than the chain.
+        """Return True if parents precede children and no branch outgrows the chain.
 
         num_chain: tokens of the chain.
         """
@@ -41,7 +44,7 @@ class Branches(NamedTuple):
         return max(self.depths(num_chain), default=0) <= num_chain
 
     def path(self, index: int, num_chain: int) -> list[int]:
-        """Return the indices from the root's child down to a token. index: as parents have it."""
+        """Return the indices from the root's child down to `index`, as parents have them."""
         found: list[int] = []
         while index != ROOT:
             found.append(index)
@@ -49,7 +52,7 @@ class Branches(NamedTuple):
         return found[::-1]
 
     def cut(self, num_chain: int, num_left: int) -> Branches | None:
-        """Return the branches that are left, None without any, where a chain is cut to `num_left` tokens."""
+        """Return what is left, None without any, beside `num_left` tokens of the chain."""
         return self.only(num_chain, num_left, lambda _: True)
 
     def only(self, num_chain: int, num_left: int, wanted: Callable[[int], bool]) -> Branches | None:
@@ -95,10 +98,22 @@ def chain_and_branches(
     return [token_ids[old] for old in chain], tuple(chain), branches if beside else None
 
 
+def with_only(draft: RowDraft, wanted: Callable[[int], bool]) -> RowDraft:
+    """Return a chain with the wanted branches. wanted: takes the index among their tokens."""
+    if draft.branches is None:
+        return draft
+    return replace(draft, branches=draft.branches.only(len(draft), len(draft), wanted))
+
+
+def with_most(draft: RowDraft, num_branch_tokens: int) -> RowDraft:
+    """Return a chain with the first tokens of its branches."""
+    return draft if draft.branches is None else with_only(draft, num_branch_tokens.__gt__)
+
+
 def walk(
     token_ids: Sequence[int], branches: Branches, choice: Callable[[int], int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the tokens that a row gains, and the indices of the branch tokens among them.
+    """Return the tokens that a row gains, and indices of those of branches.
 
     From the root on, the target's choice goes to the child that carries it; the choice that no child carries ends
     the walk. choice: the target's token at a scored position: 0 follows the newest token, i + 1 draft i.

@@ -168,7 +168,7 @@ def extend(
 def begin(
     starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints, branches: int = 0
 ) -> dict[int, Chain]:
-    """Begin a chain of `depth[row]` guesses for each row, with its stop, hints and number of second choices."""
+    """Begin a chain of `depth[row]` guesses for each row, with stop, hints and branches."""
     return {
         row: Chain(row, depth[row], hints.pointer(row), plan.stop(row), min(plan.branches(row), branches))
         for row in starts

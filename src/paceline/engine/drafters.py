@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.control.policy import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.tree import with_most
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
 
 if TYPE_CHECKING:
@@ -167,7 +168,9 @@ class DrafterPool:
             return
         for index, (row_draft, bound) in enumerate(zip(draft.rows, batch.rows, strict=True)):
             if len(row_draft) and self._fits(drafter, row_draft, bound.max_drafts):
-                rows[index] = row_draft.with_most(plan.branches(bound.row))
+                rows[index] = row_draft
+                if row_draft.branches is not None:
+                    rows[index] = with_most(row_draft, plan.branches(bound.row))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""

@@ -253,7 +253,7 @@ class Verbs:
         assert not self.outputs.gains, "an end could overtake the tokens before it"
         batch, proposed, draft, along_path = drafted.batch, drafted.proposed, drafted.draft, scored.scores
         if draft.branched and self.target.branches is not None:
-            along_path = self.target.branches.along_path(batch, draft, scored.scores, verdict)
+            along_path = self.target.branches.keep(self.target.rows, batch, draft, along_path, verdict)
         self.target.commit(batch, verdict)
         start = perf_counter()
         self.drafting.commit(batch, along_path, verdict)

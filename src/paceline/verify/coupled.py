@@ -38,7 +38,7 @@ class Coupled:
 
 
 def walk_row(drafted: RowDraft, branches: Branches, row: RowScores) -> tuple[list[int], tuple[int, ...]]:
-    """Return the target's tokens along a tree, and the indices of the branch tokens among them."""
+    """Return the target's tokens along a tree, and which are of branches."""
     return walk(drafted.token_ids, branches, row.choice)
 
 

@@ -360,7 +360,7 @@ def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_se
 
 
 def _second_ids(logits: torch.Tensor, specs: Sequence[SamplingSpec], chosen: NDArray[int64]) -> NDArray[int64]:
-    """Return what rows would choose without the tokens that they have chosen, UNCHOSEN where they have not."""
+    """Return what rows would choose without their choices, UNCHOSEN without any."""
     known = torch.from_numpy(np.maximum(chosen, 0)).to(logits.device)[:, None]
     second = choose_from(logits.scatter(1, known, -torch.inf), specs).token_ids
     return np.where((chosen >= 0) & (second >= 0), second, UNCHOSEN)

@@ -77,6 +77,7 @@ def head_report(asked: AskedHead, config: HeadConfig, runner: HeadRunner) -> dic
     return {
         "drafter": asked.name,
         "k": asked.k,
+        **({"branches": asked.branches} if asked.branches else {}),
         "model": asked.model or "ships for this target",
         "taps after layers": " ".join(map(str, config.taps)),
         "tokens": config.draft_vocab_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
+log = logging.getLogger(__name__)
+
+CHAINS_ONLY = "%s drafts chains: branches go with the law coupled, on the backends native and reference"
 _VOCABULARY = 8192  # tokens written with a target's head by default: all would cost more than the layers
 
 
@@ -113,6 +117,8 @@ class Eagle3Config(HeadOptions):
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         asked = replace(self.asked(target), branches=self.branches)
+        if self.branches and (target.law_needs_probs or not target.memory.decoder.capabilities.branches):
+            log.warning(CHAINS_ONLY, self.name)
         return _drafter(SerialHeadDrafter, asked, target, self.load(target))
 
 

@@ -209,9 +209,8 @@ def _in_gguf(model: LoadedModel) -> Head | None:
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
-    named: tuple[SourceFile | str, ...] = (
-        (*sources, MTP.name) if sources else ()
-    )  # by its name a cache tells it from the target
+    # A cache tells it from the target by its name.
+    named: tuple[SourceFile | str, ...] = (*sources, MTP.name) if sources else ()
     weights = LazyWeights(tensors, named)
     return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
