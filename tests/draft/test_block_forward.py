@@ -16,7 +16,7 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayRequest, StepLimit
 from paceline.core.nouns import UNCHOSEN, SamplingSpec, Stop, Taps
 from paceline.core.params import SamplingParams
-from paceline.model.heads.checkpoint import load_head
+from paceline.model.heads.checkpoint import load_head, narrowed
 from tests.draft.test_block_files import FORMATS, block_tensors
 from tests.draft.test_head_files import TARGET, write
 from tests.model.helpers import pack
@@ -249,3 +249,25 @@ def test_the_border_refuses_what_does_not_fit(tmp_path: Path) -> None:
         known = ([token], FedBack(state[:, :width], [0]))
         with pytest.raises(ValueError, match=reason):
             runner.relay(RelayRequest(np.zeros((1, WIDTH), np.float32), [0], [0], [LOGITS], known))
+
+
+def test_a_head_without_an_output_of_its_own_may_write_some_tokens_only(tmp_path: Path) -> None:
+    """The lowest, with rows of the target's matrix and of the corrector; those of requests uncorrected."""
+    values = FORMATS["authors, corrected"]
+    tensors, weights = scaled(values), tiny_weights(TARGET)
+    whole = load_head(write(tmp_path, values, tensors), TARGET)
+    wanted = expected(values, tensors, weights)
+    head = narrowed(whole, 100)
+    reference = load_runner(head, ReferenceDecoder(TARGET, weights, torch.float64), None, None)
+    for runner, tolerance in ((reference, 1e-6), (native_runner(head), 2e-4)):
+        runner.set_request_tokens(np.array([300, 150]))
+        kv = runner.new_kv(9)
+        store_context(runner, kv)
+        first = guess_all(runner, kv)[1][0].logits
+        assert first is not None
+        for row, drafted in enumerate(wanted):
+            limit = tolerance * np.abs(drafted.logits).max()
+            assert np.abs(first[row, :100] - drafted.logits[0, :100]).max() < limit
+            assert np.isfinite(first[row]).sum() == 102
+            state = weights["embed"].double().numpy()[[300, 150]] @ drafted.states[0]
+            assert np.abs(first[row, [300, 150]] - state).max() < limit

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafted:
-    """A block's greedy guesses, their logits [guesses, draft vocabulary] and the log-odds that they are kept."""
+    """A block's greedy guesses, their logits [guesses, draft vocabulary] and the log-odds that they are kept.
+
+    states: [width] of each, before the output matrix.
+    """
 
     token_ids: list[int]
+    states: list[np.ndarray]
     logits: np.ndarray
     log_odds: list[float]
 
@@ -119,7 +123,7 @@ def choose(
         before = int(to_target[np.argmax(logits)])
         token_ids.append(before)
         rows.append(logits)
-    return Drafted(token_ids, np.array(rows), odds)
+    return Drafted(token_ids, list(guessing), np.array(rows), odds)
 
 
 def norm(x: Any, weight: Any, eps: float) -> Any:
