@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,13 @@ from paceline.ray.engine_host import EngineHost
 from paceline.ray.front_options import of_server
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
+from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
 from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
+
+ROOT = Path(__file__).parents[2]
 
 
 def outcome(name: str, *token_ids: int) -> Outcome:
@@ -184,6 +188,19 @@ class TestArguments:
 
         with pytest.raises(ConfigError, match=says):
             app(args)
+
+    def test_those_of_the_example_for_kubernetes_are_taken(self, tmp_path: Path) -> None:
+        import yaml
+
+        from paceline.ray import app
+
+        example = yaml.safe_load((ROOT / "examples" / "kuberay.yaml").read_text())
+        (application,) = yaml.safe_load(example["spec"]["serveConfigV2"])["applications"]
+        assert application["import_path"] == "paceline.ray:app"
+        keys = tmp_path / "keys"
+        keys.write_text(new_key("one")[1].line + "\n")
+        made = app(application["args"] | {"api_key_file": str(keys)})
+        assert made._bound_deployment.name == "Front"
 
     def test_they_make_two_deployments(self) -> None:
         from paceline.ray import app
