@@ -22,6 +22,8 @@ from paceline.model.heads.config import read_config
 from tests.engine.same_text import Answer, assert_same, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from paceline.core.nouns import Outcome
     from paceline.core.pass_notes import PassNote
 
@@ -103,21 +105,24 @@ def test_texts_are_those_without_drafts(draft: str, temperature: float, peagle: 
 
 @pytest.mark.parametrize("draft", ["eagle3:k=4", PEAGLE, "draft-model:k=3"])
 def test_drafts_kept_are_those_of_the_reference(draft: str, peagle: str) -> None:
-    """In float32, pass by pass; a text that differs is a near-tie of the target.
-
-    The last pass of an answer may differ: a late loop does not know yet that no draft is needed.
-    """
+    """In float32, pass by pass; a text that differs is a near-tie of the target."""
     spec = peagle if draft == PEAGLE else draft
     ours, our_notes = written("cuda", spec, 0.0)
     theirs, their_notes = written("reference", spec, 0.0)
     same = [name for name in ours if ours[name].token_ids == theirs[name].token_ids]
     assert len(same) >= NUM_PROMPTS - 1
-    for name in same:
-        assert drafts_of(our_notes[name]) == drafts_of(their_notes[name]), name
-    kept = sum(num_kept for name in same for _, num_kept in drafts_of(our_notes[name]))
-    assert kept > NUM_PROMPTS, "the drafter is worth little"
+    kept = [num for name in same for num in drafts_kept(our_notes[name], their_notes[name])]
+    assert sum(kept) > NUM_PROMPTS / 2, "the drafter is worth little"
 
 
-def drafts_of(notes: list[PassNote]) -> list[tuple[tuple[int, ...], int]]:
-    """The drafts of an answer's passes but the last, and how many each kept."""
-    return [(note.draft_ids, note.num_accepted) for note in notes[:-1]]
+def drafts_kept(ours: list[PassNote], theirs: list[PassNote]) -> Iterator[int]:
+    """Yield what each pass of an answer kept.
+
+    Near its end a late loop drafts deeper: it does not know yet how few tokens are left.
+    """
+    for a, b in zip(ours, theirs, strict=True):
+        common = min(len(a.draft_ids), len(b.draft_ids))
+        assert a.token_ids == b.token_ids
+        assert a.draft_ids[:common] == b.draft_ids[:common]
+        assert min(a.num_accepted, common) == min(b.num_accepted, common)
+        yield min(a.num_accepted, common)
