@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.nouns import Outcome
+from paceline.core.params import Speculation
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
@@ -492,6 +494,23 @@ def test_no_replica_of_another_promise_key_is_a_second_writer() -> None:
             await asyncio.sleep(4 * TICK_S)
             assert [len(fake.submitted) for fake in bench.fakes] in ([1, 0], [0, 1])
             await bench.finish(request)
+
+    run(scenario)
+
+
+def test_answers_whose_law_changes_texts_are_written_once() -> None:
+    """Another replica may write another text: nothing to hedge with, and nothing to compare."""
+
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95", audit=1.0) as bench:
+            ready_to_hedge(bench)
+            typical = Speculation(law="typical", budget=0.1)
+            await bench.ask(request := replace(request_of("r"), speculation=typical))
+            await asyncio.sleep(4 * TICK_S)
+            assert sorted(len(fake.submitted) for fake in bench.fakes) == [0, 1]
+            await bench.finish(request)
+            await asyncio.sleep(4 * TICK_S)
+            assert sorted(len(fake.submitted) for fake in bench.fakes) == [0, 1]
 
     run(scenario)
 
