@@ -131,7 +131,7 @@ void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, cons
 // What a rank other than 0 does while rank 0 runs a pass over the same tokens.
 void follow(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, size_t num_layers) {
     require(decoder.follows() && inputs.wanted.size() == 0, "rank 0 leads, and only it knows which tokens are wanted");
-    const Pass pass = checked_inputs(decoder, kv, inputs, decoder.shape().vocab, num_layers);
+    const Pass pass = checked_inputs(decoder, kv, inputs, decoder.shape().vocab, num_layers, decoder.shape().reads_features);
     nb::gil_scoped_release unlocked;
     decoder.forward(pass, kv);
 }
