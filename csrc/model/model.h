@@ -28,7 +28,7 @@ struct Shape {
     size_t num_ranks = 1;         // processes that share the layers: each has its rows of every matrix, and its heads
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
     size_t experts_per_token = 0;
-    Routing routing;
+    Routing routing{};
     bool reads_rows = false;   // a block head: its tokens attend to all of their row, and features are of the context
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };

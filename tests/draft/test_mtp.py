@@ -240,11 +240,14 @@ def requests() -> list[Request]:
         ("glm, normed heads", "reference", "f64"),
     ],
 )
-def test_drafts_do_not_change_the_text(kind: str, backend: str, weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("branches", [0, 3])
+def test_drafts_do_not_change_the_text(
+    kind: str, backend: str, weights: str, branches: int, tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path, kind)
     asked = {"backend": backend, "weights": weights}
     expected = run(built(tmp_path, "off", **asked).engine, requests())
-    engine = built(tmp_path, "mtp:k=3", **asked).engine
+    engine = built(tmp_path, f"mtp:k=3,branches={branches}", **asked).engine
     assert run(engine, requests()) == expected
     assert engine.stats().drafter_failures == 0
     assert sum(c.drafted for c in engine.stats().drafters.values()) > 100

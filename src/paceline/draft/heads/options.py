@@ -117,8 +117,7 @@ class Eagle3Config(HeadOptions):
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         asked = replace(self.asked(target), branches=self.branches)
-        if self.branches and (target.law_needs_probs or not target.memory.decoder.capabilities.branches):
-            log.warning(CHAINS_ONLY, self.name)
+        _tell_of_chains(asked, target)
         return _drafter(SerialHeadDrafter, asked, target, self.load(target))
 
 
@@ -173,9 +172,11 @@ class MtpConfig:
     k: int = 3
     weights: str | None = None  # their type in memory, see `weight_type`; None: the backend's usual one
     vocabulary: int | None = None  # None: a few thousand
+    branches: int = 0  # as of `Eagle3Config`
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
+        bounded(self, "branches", 0, MAX_BRANCHES)
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the layer; embedding and output matrix are the target's."""
@@ -198,10 +199,17 @@ class MtpConfig:
         check_numbers(head)
         if self.vocabulary is not None:
             bounded(self, "vocabulary", 1, size)
-        asked = AskedHead(self.name, self.k, "within the target's files", self.weights, ())
+        asked = AskedHead(self.name, self.k, "within the target's files", self.weights, (), self.branches)
+        _tell_of_chains(asked, target)
         return _drafter(
             SerialHeadDrafter, asked, target, narrowed(head, min(size, self.vocabulary or _VOCABULARY))
         )
+
+
+def _tell_of_chains(asked: AskedHead, target: Target) -> None:
+    """Log that branches are asked for where only chains are drafted."""
+    if asked.branches and (target.law_needs_probs or not target.memory.decoder.capabilities.branches):
+        log.warning(CHAINS_ONLY, asked.name)
 
 
 def _own_head(head: Head | None) -> Head:
