@@ -9,7 +9,6 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, tensor_shapes
-from paceline.model.experts import Experts
 from paceline.model.families import FAMILIES
 from paceline.model.tokenizer import Tokenizer
 
@@ -67,7 +66,7 @@ def tiny_config(
     mixture = FAMILIES[family].mixture
     if mixture is not None:
         shared_size = 40 if mixture.shared else 0
-        own = {"experts": Experts(8, 3, mixture.normed, shared_size, mixture.biased), "intermediate_size": 24}
+        own = {"experts": mixture.experts(8, 3, shared_size), "intermediate_size": 24}
         fields |= own
     return ModelConfig(family=family, vocab_size=vocab_size, num_layers=num_layers, **(fields | changes))
 

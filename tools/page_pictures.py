@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ QUESTION = "Write a Python function that returns the n-th Fibonacci number."
 SETTINGS = {"max_tokens": "160", "temperature": "0", "seed": "7", "lockSeed": True}
 WAIT_MS = 120_000
 ENGINE_S = 20  # of load before the picture of the engine
+FLEET_S = 2
 
 
 def tab_of(browser: Any, url: str, scheme: str, size: dict[str, int], **settings: Any) -> Any:
@@ -93,22 +95,37 @@ def engine_picture(browser: Any, url: str) -> None:
     keep(viewer, "engine")
 
 
+def fleet_picture(browser: Any, url: str) -> None:
+    """Picture the replicas of a fleet while they answer four clients."""
+    viewer = tab_of(browser, url, "light", DESK)
+    viewer.locator("#tab-engine").click()
+    askers = [tab_of(browser, url, "light", DESK, max_tokens="400", lens=False) for _ in range(4)]
+    for asker in askers:
+        asker.locator("#say").fill(QUESTION)
+        asker.keyboard.press("Enter")
+    viewer.locator(".fleet").wait_for()
+    viewer.wait_for_timeout(1e3 * FLEET_S)
+    keep(viewer, "fleet")
+
+
 def main(argv: list[str]) -> int:
     """Make all pictures."""
     from playwright.sync_api import sync_playwright  # needed here only
 
     parser = argparse.ArgumentParser(prog="python -m tools.page_pictures")
     parser.add_argument("--url", help="of a server that runs; without it one is started")
+    parser.add_argument("--only", choices=("page", "fleet"), help="those of one server, or those of a fleet")
     parser.add_argument("--browser", default=shutil.which("chromium"), help="path of a Chromium")
     args = parser.parse_args(argv)
     PICTURES.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=args.browser, args=FLAGS)
-        if args.url:
-            _pictures(browser, args.url)
-        else:
-            with served() as url:
+        if args.only != "fleet":
+            with nullcontext(args.url) if args.url else served() as url:
                 _pictures(browser, url)
+        if args.only != "page":
+            with served(["--replicas", "2"]) as url:
+                fleet_picture(browser, url)
         browser.close()
     return 0
 

@@ -78,19 +78,23 @@ def start_server(
     environment: Mapping[str, str] | None = None,
     stderr: IO[str] | int | None = None,
     on_phase: Callable[[str, float], None] | None = None,
+    command: Sequence[str] = COMMAND,
 ) -> RunningServer:
     """Start a server on a free port. environment: None: as ours. stderr: as for `Popen`."""
-    command = [*COMMAND, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)  # noqa: S603
+    process = subprocess.Popen(  # noqa: S603
+        [*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+    )
     server = RunningServer(process, on_phase)
     threading.Thread(target=server.read, daemon=True).start()
     return server
 
 
 @contextmanager
-def served(flags: Sequence[str] = (), stderr: IO[str] | None = None) -> Iterator[str]:
+def served(
+    flags: Sequence[str] = (), stderr: IO[str] | None = None, command: Sequence[str] = COMMAND
+) -> Iterator[str]:
     """Serve during a block; yields the URL. Raises `ConfigError` if that fails."""
-    server = start_server(flags, stderr=stderr)
+    server = start_server(flags, stderr=stderr, command=command)
     try:
         yield server.wait()
     finally:

@@ -52,8 +52,8 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
     const size_t num = router->out(), size = matrix_at(matrices, "experts.0.gate")->out();
     require(num <= kMaxExperts && 0 < shape.experts_per_token && shape.experts_per_token <= std::min(num, kMaxExpertsPerToken),
             "a layer has at most 512 experts, and a token at most 32 of them");
-    Mixture found{shape.experts_per_token, shape.norms_shares, matrix_of(matrices, "router", num, shape.hidden),
-                  maybe_vector(vectors, "router_bias", num), nullptr, {}};
+    Mixture found{shape.experts_per_token, shape.routing, matrix_of(matrices, "router", num, shape.hidden),
+                  maybe_vector(vectors, "router_bias", num), maybe_vector(vectors, "router_correction", num), nullptr, {}};
     if (matrices.contains("shared_gate")) found.shared_gate = matrix_of(matrices, "shared_gate", 1, shape.hidden);
     require(has_floats(*router) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
     for (size_t i = 0; i < num; ++i) {
@@ -73,7 +73,7 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
 // norms_all: the norms of q and k go over all heads together.
 Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matrices, const nb::dict& vectors, bool first, bool fused,
                bool norms_all) {
-    const size_t q = shape.num_heads * heads.dim, kv = heads.kv_size();
+    const size_t q = shape.num_heads * heads.dim, kv = heads.kv_size(), ranks = shape.num_ranks, own_hidden = shape.hidden / ranks;
     const auto maybe = [&](const char* name, size_t size) { return maybe_vector(vectors, name, size); };
     Layer layer;
     layer.heads = heads;
@@ -91,22 +91,24 @@ Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matri
     layer.q_bias = maybe("attn_q_bias", q);
     layer.k_bias = maybe("attn_k_bias", kv);
     layer.v_bias = maybe("attn_v_bias", kv);
-    layer.o_bias = maybe("attn_o_bias", shape.hidden);
-    layer.down_bias = maybe("mlp_down_bias", shape.hidden);
+    layer.o_bias = maybe("attn_o_bias", own_hidden);
+    layer.down_bias = maybe("mlp_down_bias", own_hidden);
     layer.q = matrix_of(matrices, "attn_q", q, inputs);
     if (matrices.contains("attn_k")) {
         layer.k = matrix_of(matrices, "attn_k", kv, inputs);
         layer.v = matrix_of(matrices, "attn_v", kv, inputs);
     }
     if (vectors.contains("layer_scale")) layer.scale = vector_of(vectors["layer_scale"], 1, "layer_scale")[0];
-    layer.o = matrix_of(matrices, "attn_o", shape.hidden, q);
+    layer.o = matrix_of(matrices, "attn_o", own_hidden, q * ranks);
     layer.mixture = mixture_of(shape, matrices, vectors);
-    if (!layer.mixture || layer.mixture->shared_gate) {
+    require(ranks == 1 || (layer.k && !layer.mixture && !norms_all), "ranks share layers of their own keys, without experts and norms of all heads");
+    if (!layer.mixture || layer.mixture->shared_gate || matrices.contains("mlp_gate")) {
         const size_t size = matrix_at(matrices, "mlp_gate")->out();
         require(size <= shape.intermediate, "a layer is wider than the widest");
         layer.gate = matrix_of(matrices, "mlp_gate", size, shape.hidden);
         layer.up = matrix_of(matrices, "mlp_up", size, shape.hidden);
-        layer.down = matrix_of(matrices, "mlp_down", shape.hidden, size);
+        layer.down = matrix_of(matrices, "mlp_down", own_hidden, size * ranks);
+        require(ranks == 1 || (q % kPanel == 0 && size % kPanel == 0), "a rank has whole panels of every matrix");
         layer.gate_bias = maybe("mlp_gate_bias", size);
         layer.up_bias = maybe("mlp_up_bias", size);
     }
@@ -195,6 +197,14 @@ void check_shape(const Shape& s) {
     require(s.num_heads * s.head_dim <= kMaxSide, "the heads are too large");
 }
 
+// Return the number of ranks that can share a decoder of these sizes.
+size_t check_ranks(const RankMemory& ranks, const Shape& s) {
+    require(s.hidden % (ranks.size() * kPanel) == 0, "ranks have whole panels of every matrix");
+    const size_t widest = ranks.size() * std::max(s.num_heads * s.head_dim, s.intermediate);
+    require(2 * std::max(s.hidden, widest) <= RankMemory::kRoom, "ranks exchange shorter rows");
+    return ranks.size();
+}
+
 // Set each layer's window and row of the RoPE frequencies. Empty lists: no windows, and the first row.
 void set_windows(std::vector<Layer>& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, size_t num_ropes) {
     require(windows.size() == ropes.size() && (windows.empty() || windows.size() == layers.size()), "every layer needs a window and a RoPE");
@@ -221,8 +231,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
                   const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
-                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool reads_rows, const nb::dict& corrector_matrices,
-                  const nb::dict& corrector_vectors) {
+                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid, float share_scale, bool reads_rows,
+                  const nb::dict& corrector_matrices, const nb::dict& corrector_vectors, const std::shared_ptr<RankMemory>& ranks) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -231,18 +241,22 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
         require(std::isfinite(x) && x >= 0.0f, "factors and caps are finite and not negative");
     require(query_context >= 1.0f, "a context has at least one position");
     shape.norms_residual = norms_residual, shape.feeds_normed = feeds_normed, shape.reads_rows = reads_rows;
-    shape.experts_per_token = experts_per_token, shape.norms_shares = norms_shares;
-    require(std::isfinite(query_scale) && std::isfinite(embed_scale), "a scale is not a finite number");
+    shape.experts_per_token = experts_per_token, shape.routing = {norms_shares, routes_by_sigmoid, share_scale};
+    for (float x : {query_scale, embed_scale, share_scale}) require(std::isfinite(x), "a scale is not a finite number");
     check_shape(shape);
     const std::vector<HeadShape> own_heads = heads_of(shape, heads);
     for (const HeadShape& own : own_heads) shape.kv_size = std::max(shape.kv_size, own.kv_size());
-    require(embed->out() == shape.vocab && embed->in() == shape.hidden, "the wrong shape of the embedding");
-    require(head->in() == shape.hidden, "the wrong shape of the head");
-    shape.head_size = head->out();
+    if (ranks) shape.num_ranks = check_ranks(*ranks, shape);
+    const bool follows = ranks && ranks->rank() > 0;
+    require(!embed == follows && !head == follows, "rank 0 has the tables, and no other");
+    require(follows || (embed->out() == shape.vocab && embed->in() == shape.hidden), "the wrong shape of the embedding");
+    require(follows || head->in() == shape.hidden, "the wrong shape of the head");
+    shape.head_size = follows ? shape.vocab : head->out();
     require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == head_dim / 2, "the wrong shape of inverse_frequencies");
     require(magnitudes.shape(0) == inverse_frequencies.shape(0) && magnitudes.shape(1) == head_dim / 2, "the wrong shape of magnitudes");
     const bool fused = fusing_matrices.contains("fc");
-    require(final_norm.size() > 0 || fused, "only a model that fuses features can do without the last norm");
+    require(final_norm.size() > 0 || fused || follows, "only a model that fuses features can do without the last norm");
+    require(!ranks || (!fused && !token_ids && !input_matrices.size() && !relay_matrices.size()), "ranks share a plain decoder");
     Weights weights;
     weights.embed = embed, weights.head = head;
     weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());
@@ -251,6 +265,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     if (fused) weights.fuse = matrix_of(fusing_matrices, "fc", shape.hidden, 2 * shape.hidden);
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
     weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
+    weights.feature_norm = maybe_vector(fusing_vectors, "feature_norm", shape.hidden);
     if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
     if (reads_rows) weights.corrector = corrector_of(shape, corrector_matrices, corrector_vectors);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
@@ -265,10 +280,12 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     set_kv_layers(weights.layers, kv_layers);
     if (input_matrices.contains("input_embed"))
         weights.inputs = inputs_of(shape, input_matrices, input_vectors, layers, weights.layers);
+    std::shared_ptr<const Mixture> first;
     for (const Layer& layer : weights.layers) {
-        const auto &own = layer.mixture, &first = weights.layers[0].mixture;
-        require(!own == !first && (!own || (own->experts.size() == first->experts.size() && own->size() == first->size())),
-                "all layers have experts of one number and size, or none has");
+        const auto& own = layer.mixture;
+        require(!own || !first || (own->experts.size() == first->experts.size() && own->size() == first->size()),
+                "layers with experts have one number and size of them");
+        if (!first) first = own;
     }
     set_windows(weights.layers, windows, ropes, inverse_frequencies.shape(0));
     for (const Layer& layer : weights.layers)
@@ -276,24 +293,31 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                 "layers of a block head are plain");
     require(!reads_rows || !weights.inputs.embed, "layers of a block head have no inputs of their own");
     shape.reads_features = fused || !weights.layers[0].feature_norm.empty();
-    new (self) Decoder(shape, std::move(weights), pool);
+    new (self) Decoder(shape, std::move(weights), pool, ranks);
 }
 
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
+    nb::class_<RankMemory>(m, "RankMemory")
+        .def("__init__", [](RankMemory* self, int file, size_t rank, size_t size) {
+            require(1 < size && size <= 64 && rank < size, "there are 2 to 64 ranks");
+            new (self) RankMemory(file, rank, size);
+        }, "file"_a, "rank"_a, "size"_a)
+        .def_prop_ro("size", &RankMemory::size);
+    m.attr("RANK_MEMORY_BYTES") = RankMemory::kBytes;
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder
         .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "head_dim"_a, "heads"_a,
-             "kv_layers"_a, "norm_eps"_a, "pool"_a, "embed"_a, "head"_a, "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
+             "kv_layers"_a, "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
              "norms_residual"_a = false, "feeds_normed"_a = false,
              "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
              "norms_values"_a = false,
-             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(),
-             "corrector_vectors"_a = nb::dict())
+             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f,
+             "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })

@@ -16,6 +16,7 @@ struct PassInputs {
     Ids first_keys;
     Table<float> features;
     Ids wanted;
+    Table<int64_t> copies;
 };
 
 // See `Masks`.
@@ -65,6 +66,9 @@ void check_tokens(const Shape& shape, const KVStore& kv, const Pass& pass) {
     for (size_t i = 0; i < pass.num_rows * pass.max_pages; ++i)
         require(below(pass.pages[i], kv.num_pages()), "a page lies outside the KV store");
     for (int64_t token : pass.wanted) require(below(token, pass.num_tokens), "a wanted token is not in the pass");
+    for (size_t i = 0; i < pass.num_copies; ++i)
+        require(below(pass.copies[2 * i], pass.num_tokens) && below(pass.copies[2 * i + 1], kv.num_pages() * kPageTokens),
+                "a copy is of no token, or outside the KV store");
 }
 
 // A pass without specs and outputs. reads_features: it has a feature for each token.
@@ -80,7 +84,10 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
             "features have the wrong shape: one for every token of a model that reads them, none of another");
     Pass pass{num_tokens, num_rows, in.pages.shape(1), in.token_ids.data(), in.positions.data(), in.slots.data(),
               in.cu_len.data(), in.pages.data(), in.first_keys.data(), in.features.data(),
-              {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr, {}, shape.reads_rows};
+              {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr};
+    pass.reads_rows = shape.reads_rows;
+    require(in.copies.shape(1) == 2, "a copy is a token and a slot");
+    pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0);
     check_tokens(shape, kv, pass);
     return pass;
 }
@@ -95,6 +102,7 @@ Masks checked_masks(const Decoder& decoder, const MaskInputs& masks, size_t num_
 Pass checked_pass(const Decoder& decoder, const KVStore& kv, const PassInputs& in, const SamplingSpecs& specs, size_t vocab,
                   size_t num_layers, const std::vector<size_t>& tap_layers, const PassOutputs& out, const MaskInputs* masks) {
     const size_t hidden = decoder.shape().hidden;
+    require(!decoder.follows(), "rank 0 leads");
     Pass pass = checked_inputs(decoder, kv, in, vocab, num_layers, decoder.shape().reads_features);
     const size_t num_wanted = pass.wanted.size(), num_tokens = pass.num_tokens;
     pass.specs = specs.checked(num_wanted, num_ids(decoder, vocab));
@@ -118,6 +126,14 @@ void forward(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, cons
     const Pass pass = checked_pass(decoder, kv, inputs, specs, vocab, num_layers, tap_layers, {taps, chosen, logits, margins}, masks);
     nb::gil_scoped_release unlocked;
     if (pass.num_tokens > 0) decoder.forward(pass, kv);
+}
+
+// What a rank other than 0 does while rank 0 runs a pass over the same tokens.
+void follow(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, size_t num_layers) {
+    require(decoder.follows() && inputs.wanted.size() == 0, "rank 0 leads, and only it knows which tokens are wanted");
+    const Pass pass = checked_inputs(decoder, kv, inputs, decoder.shape().vocab, num_layers);
+    nb::gil_scoped_release unlocked;
+    decoder.forward(pass, kv);
 }
 
 // A pass that has begun, with everything that it reads and writes: its destructor waits for its end.
@@ -185,18 +201,23 @@ void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
 
 void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab,
                    size_t num_layers, const std::vector<int64_t>& depths, const Table<double>& stops,
-                   const std::vector<const TokenHints*>& hints, const Out<int64_t>& chosen, const Out<float>& margins) {
+                   const std::vector<const TokenHints*>& hints, const Out<int64_t>& chosen, const Out<float>& margins,
+                   const Out<int64_t>& second_ids) {
     const Pass pass = checked_inputs(decoder, kv, inputs, vocab, num_layers, decoder.shape().reads_features);
     const size_t ids = num_ids(decoder, vocab);
     const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
-                           chosen.data(), margins.data()};
+                           chosen.data(), margins.data(), second_ids.size() ? second_ids.data() : nullptr};
     const bool relayed = decoder.relay().size > 0;
+    require(pass.num_copies == 0, "the keys of draft steps have no copies");
+    require(decoder.shape().num_ranks == 1, "ranks run one pass at a time");
     check_steps(pass, steps, relayed);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
     require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
     require(chosen.size() == num_chosen && margins.size() == num_chosen, "the outputs have the wrong size");
+    require(second_ids.size() == 0 || second_ids.size() == num_chosen, "a second token for every choice, or none");
     std::fill_n(chosen.data(), num_chosen, kUnchosen);
+    std::fill_n(second_ids.data(), second_ids.size(), kUnchosen);
     std::fill_n(margins.data(), num_chosen, NAN);
     nb::gil_scoped_release unlocked;
     if (pass.reads_rows) return run_block_steps(decoder, pass, steps, kv);
@@ -283,9 +304,9 @@ void correct(Decoder& decoder, const Table<float>& states, const Ids& previous_i
 
 void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
     nb::class_<PassInputs>(m, "PassInputs")
-        .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
+        .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids, Table<int64_t>>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "slots"_a.noconvert(), "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
-             "wanted"_a.noconvert());
+             "wanted"_a.noconvert(), "copies"_a.noconvert());
     nb::class_<MaskInputs>(m, "Masks")
         .def(nb::init<Table<int32_t>, Array<uint8_t>>(), "words"_a.noconvert(), "masked"_a.noconvert())
         .def("open", [](MaskInputs& masks) { masks.gate.open(); });
@@ -295,9 +316,10 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
              "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
         .def("begin", &begin, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),
              "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "masks"_a.none() = nb::none())
+        .def("follow", &follow, "kv"_a, "inputs"_a, "num_layers"_a)
         .def("finish", &Decoder::finish, nb::call_guard<nb::gil_scoped_release>())
         .def("forward_steps", &forward_steps, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "depths"_a, "stops"_a.noconvert(),
-             "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert())
+             "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert(), "second_ids"_a.noconvert())
         .def("store_context", &store_context, "kv"_a, "inputs"_a)
         .def("correct", &correct, "states"_a.noconvert(), "previous_ids"_a.noconvert(), "previous_state"_a.noconvert(), "specs"_a, "vocab"_a,
              "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "state"_a.noconvert())

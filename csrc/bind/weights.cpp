@@ -214,6 +214,11 @@ void bind_weights(nb::module_& m) {
             nb::gil_scoped_release unlocked;
             self.read_page(page, to.data());
         }, "page"_a, "to"_a.noconvert())
+        .def("copy_page", [](KVStore& self, size_t from, size_t to) {
+            require(from < self.num_pages() && to < self.num_pages(), "no such page");
+            nb::gil_scoped_release unlocked;
+            self.copy_page(from, to);
+        }, "source"_a, "target"_a)
         .def("write_page", [](KVStore& self, size_t page, const Array<uint8_t>& data) {
             require(page < self.num_pages() && data.size() == self.page_bytes(), "no such page, or not its number of bytes");
             nb::gil_scoped_release unlocked;

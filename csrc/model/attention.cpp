@@ -124,7 +124,7 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
 void Decoder::finish_tile(const Tile& tile, const Layer& layer, const float* tops, const float* totals, const float* mixed) {
     const std::vector<float>& sinks = layer.sinks;
     const size_t group = shape_.num_heads / layer.heads.num_kv, dim = layer.heads.dim;
-    const size_t padded = round_up(dim, kPageTokens), stride = round_up(shape_.num_heads * dim, kInt8Group);
+    const size_t padded = round_up(dim, kPageTokens), stride = round_up(layer.o->in(), kInt8Group);
     for (size_t i = 0; i < tile.count * group; ++i) {
         const size_t head = tile.kv_head * group + i % group;
         float* to = &scratch_->mixed[(tile.first + i / group) * stride + head * dim];

@@ -7,8 +7,12 @@
 
 namespace paceline {
 
-Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool)
-    : shape_(shape), weights_(std::move(weights)), pool_(std::move(pool)), scratch_(new Scratch, [](Scratch* s) { delete s; }) {
+Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool, std::shared_ptr<RankMemory> ranks)
+    : shape_(shape),
+      weights_(std::move(weights)),
+      pool_(std::move(pool)),
+      ranks_(std::move(ranks)),
+      scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->threads.resize(pool_->size());
     const size_t inputs = std::max(2 * shape.hidden, shape.hidden + std::max(weights_.relay.size, 2 * weights_.corrector.rank));
     const size_t width = std::max(round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group),
@@ -25,8 +29,8 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool
 }
 
 size_t Decoder::weight_bytes() const {
-    size_t total = weights_.embed->bytes() + (weights_.head == weights_.embed ? 0 : weights_.head->bytes());
-    for (const auto* m : {&weights_.inputs.embed, &weights_.inputs.project})
+    size_t total = weights_.head && weights_.head != weights_.embed ? weights_.head->bytes() : 0;
+    for (const auto* m : {&weights_.embed, &weights_.inputs.embed, &weights_.inputs.project})
         if (*m) total += (*m)->bytes();
     if (weights_.fuse) total += weights_.fuse->bytes();
     if (const Relay& relay = weights_.relay; relay.size)
@@ -67,6 +71,7 @@ void Decoder::norm_last(float* state) const { norm(state, weights_.final_norm, s
 void Decoder::plan(const Pass& pass) {
     Scratch& s = *scratch_;
     const size_t n = pass.num_tokens, q_size = shape_.num_heads * shape_.head_dim, kv_size = shape_.kv_size;
+    const size_t whole_q = q_size * shape_.num_ranks, inner = shape_.intermediate * shape_.num_ranks;
     grow(s.hidden, n * shape_.hidden);
     grow(s.delta, n * round_up(shape_.hidden, kPanel));
     grow(s.cosines, n * num_angles());
@@ -74,12 +79,12 @@ void Decoder::plan(const Pass& pass) {
     grow(s.q, n * round_up(q_size, kPanel));
     grow(s.k, n * round_up(kv_size, kPanel));
     grow(s.v, n * round_up(kv_size, kPanel));
-    grow(s.mixed, n * round_up(q_size, kInt8Group));
-    grow(s.gate, n * round_up(shape_.intermediate, kInt8Group));
-    grow(s.up, n * round_up(shape_.intermediate, kInt8Group));
+    grow(s.mixed, n * round_up(whole_q, kInt8Group));
+    grow(s.gate, n * round_up(inner, kInt8Group));
+    grow(s.up, n * round_up(inner, kInt8Group));
     s.hidden_q.reserve(std::max(n, pass.wanted.size()), (shape_.reads_features ? 2 : 1) * shape_.hidden);
-    s.attn_q.reserve(n, q_size);
-    s.ffn_q.reserve(n, shape_.intermediate);
+    s.attn_q.reserve(n, whole_q);
+    s.ffn_q.reserve(n, inner);
     plan_experts(pass);
     if (weights_.inputs.embed) plan_inputs(pass);
     plan_tiles(pass);
@@ -87,7 +92,9 @@ void Decoder::plan(const Pass& pass) {
 }
 
 void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
+    Scratch& s = *scratch_;
     pool_->each(pass.num_tokens, [&](size_t t) { start_token(pass, t); });
+    gather(s.hidden, shape_.hidden, shape_.hidden, pass.num_tokens, 1);
     if (weights_.fuse) fuse_features(pass, thread);
     if (weights_.inputs.embed) make_inputs(pass, thread);
     for (size_t layer = 0; layer < pass.num_layers; ++layer) {
@@ -95,12 +102,29 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
         run_ffn(pass, layer, thread);
         if (weights_.inputs.embed) run_input(pass, layer, thread);
     }
+    if (follows()) return;
     pool_->each(pass.num_tokens, [&](size_t t) { begin_layer(pass, pass.num_layers, t); });
     choose(pass, thread);
 }
 
-// True if nobody reads the output of a layer, and layers behind it store nothing.
+// Give every rank the rows of all. Each rank has made `part` numbers of a row, which lie at its beginning. num_parts: 1 if only rank 0
+// has made some.
+void Decoder::gather(AlignedVector<float>& rows, size_t stride, size_t part, size_t count, size_t num_parts) {
+    if (!ranks_) return;
+    const size_t at_once = RankMemory::kRoom / stride, own = ranks_->rank() * part;
+    for (size_t first = 0; first < count; first += at_once) {
+        const size_t some = std::min(at_once, count - first);
+        float* const found = &rows[first * stride];
+        if (ranks_->rank() < num_parts)
+            pool_->each(some, [&](size_t t) { std::copy_n(found + t * stride, part, ranks_->next() + t * stride + own); });
+        pool_->each(1, [&](size_t) { ranks_->meet(); });
+        pool_->each(some, [&](size_t t) { std::copy_n(ranks_->last() + t * stride, num_parts * part, found + t * stride); });
+    }
+}
+
+// True if nobody reads the output of a layer, and layers behind it store nothing. Ranks other than 0 do not know it.
 bool Decoder::only_stores(const Pass& pass, size_t index) const {
+    if (ranks_) return false;
     for (size_t i = index + 1; i < pass.num_layers; ++i)
         if (weights_.layers[i].k) return false;
     return pass.wanted.empty() && std::none_of(pass.taps.begin(), pass.taps.end(), [&](const auto& tap) { return tap.first > index; });
@@ -139,12 +163,15 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
     norm_all(layer.all_k_norm, s.k, kv_stride);
     if (layer.k && !s.tilings[layer.tiling].stores_itself) store_all(pass, kv, index);
     attend(pass, kv, index, thread);
+    const size_t mixed_size = layer.o->in(), mixed_stride = round_up(mixed_size, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
+    gather(s.mixed, mixed_stride, q_size, n, shape_.num_ranks);
     pool_->each(n, [&](size_t t) {
-        float* const mixed = &s.mixed[t * round_up(q_size, kInt8Group)];
-        pad(mixed, q_size);  // layers with larger heads write there
-        s.attn_q.set(t, mixed, layer.o->type(), q_size);
+        float* const mixed = &s.mixed[t * mixed_stride];
+        pad(mixed, mixed_size);  // layers with larger heads write there
+        s.attn_q.set(t, mixed, layer.o->type(), mixed_size);
     });
-    multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.o_bias}}, n);
+    multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), delta_stride, &layer.o_bias}}, n);
+    gather(s.delta, delta_stride, layer.o->out(), n, shape_.num_ranks);
     return true;
 }
 
@@ -166,15 +193,20 @@ void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
 // Run the feed-forward network that all tokens share, from `hidden_q` to `delta`.
 void Decoder::run_dense(const Layer& layer, size_t n) {
     Scratch& s = *scratch_;
-    const size_t size = layer.down->in(), stride = round_up(size, kInt8Group);
+    const size_t size = layer.gate->out(), whole = layer.down->in(), stride = round_up(whole, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
     const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
     multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
     pool_->each(n, [&](size_t t) {
         float* gate = &s.gate[t * stride];
         activate(gate, &s.up[t * stride], size, stride);
-        s.ffn_q.set(t, gate, layer.down->type(), size);
+        if (!ranks_) s.ffn_q.set(t, gate, layer.down->type(), size);
     });
-    multiply_all(*pool_, {{layer.down.get(), &s.ffn_q, s.delta.data(), round_up(shape_.hidden, kPanel), &layer.down_bias}}, n);
+    if (ranks_) {
+        gather(s.gate, stride, size, n, shape_.num_ranks);
+        pool_->each(n, [&](size_t t) { s.ffn_q.set(t, &s.gate[t * stride], layer.down->type(), whole); });
+    }
+    multiply_all(*pool_, {{layer.down.get(), &s.ffn_q, s.delta.data(), delta_stride, &layer.down_bias}}, n);
+    gather(s.delta, delta_stride, layer.down->out(), n, shape_.num_ranks);
 }
 
 // Multiply a row of `up` by the activation of `gate`, in place; zeros follow as far as products read.
@@ -191,7 +223,7 @@ void Decoder::activate(float* gate, const float* up, size_t size, size_t stride)
 void Decoder::start_token(const Pass& pass, size_t token) {
     Scratch& s = *scratch_;
     float* hidden = &s.hidden[token * shape_.hidden];
-    weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), hidden);
+    if (weights_.embed) weights_.embed->row(static_cast<size_t>(pass.token_ids[token]), hidden);
     for (size_t i = 0; i < shape_.hidden; ++i) hidden[i] *= shape_.embed_scale;
     turn(pass, token);
 }
@@ -242,7 +274,7 @@ void Decoder::fuse_features(const Pass& pass, size_t thread) {
         auto& row = s.threads[thread].normed;
         std::fill(row.begin(), row.end(), 0.0f);
         norm(&s.hidden[t * hidden], weights_.embed_norm, hidden, shape_.norm_eps, row.data());
-        std::copy_n(pass.features + t * hidden, hidden, row.data() + hidden);
+        norm(pass.features + t * hidden, weights_.feature_norm, hidden, shape_.norm_eps, row.data() + hidden);
         s.hidden_q.set(t, row.data(), weights_.fuse->type(), 2 * hidden);
     });
     multiply_all(*pool_, {{weights_.fuse.get(), &s.hidden_q, s.delta.data(), stride, &weights_.fuse_bias}}, pass.num_tokens);
@@ -267,13 +299,18 @@ float Decoder::query_scale(int64_t position) const {
 void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t token, size_t kv_head) {
     const Layer& layer = weights_.layers[index];
     const size_t dim = layer.heads.dim, stride = round_up(layer.heads.kv_size(), kPanel);
-    const size_t slot = static_cast<size_t>(pass.slots[token]), offset = kv.offset(layer.kv, slot / kPageTokens, kv_head);
     float* key = &scratch_->k[token * stride + kv_head * dim];
     float* value = &scratch_->v[token * stride + kv_head * dim];
     apply_rope(layer, key, layer.k_norm, token, 1.0f, key);
     if (!layer.v_norm.empty()) norm(value, layer.v_norm, dim, shape_.norm_eps, value);
-    kv.kernels().write(static_cast<uint8_t*>(kv.keys(layer.kv)) + offset, static_cast<uint8_t*>(kv.values(layer.kv)) + offset,
-                       slot % kPageTokens, kv.padded_dim(layer.kv), dim, key, value);
+    const auto write = [&](size_t slot) {
+        const size_t offset = kv.offset(layer.kv, slot / kPageTokens, kv_head);
+        kv.kernels().write(static_cast<uint8_t*>(kv.keys(layer.kv)) + offset, static_cast<uint8_t*>(kv.values(layer.kv)) + offset,
+                           slot % kPageTokens, kv.padded_dim(layer.kv), dim, key, value);
+    };
+    write(static_cast<size_t>(pass.slots[token]));
+    for (size_t i = 0; i < pass.num_copies; ++i)
+        if (static_cast<size_t>(pass.copies[2 * i]) == token) write(static_cast<size_t>(pass.copies[2 * i + 1]));
 }
 
 // Store the keys and values of all tokens. One thread takes sixteen tokens, as those of a page share cache lines.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/aligned_vector.h"
+#include "base/rank_memory.h"
 #include "base/thread_pool.h"
 #include "model/kv_store.h"
 #include "model/model.h"
@@ -16,7 +17,8 @@ namespace paceline {
 
 class Decoder {
   public:
-    Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool);
+    // ranks: memory of the processes that share the layers, or null.
+    Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool, std::shared_ptr<RankMemory> ranks = nullptr);
     Decoder(Decoder&&) = default;
     Decoder(const Decoder&) = delete;
 
@@ -25,6 +27,7 @@ class Decoder {
     const Corrector& corrector() const { return weights_.corrector; }
     const std::vector<Layer>& layers() const { return weights_.layers; }
     size_t weight_bytes() const;
+    bool follows() const { return ranks_ && ranks_->rank() > 0; }  // only rank 0 knows the tables, and which tokens are wanted
     bool maps_ids() const { return !weights_.token_ids.empty(); }
     void set_token_id(size_t row, uint32_t id) { weights_.token_ids[row] = id; }  // row: of the LM head
 
@@ -59,6 +62,7 @@ class Decoder {
     // decoder.cpp
     void plan(const Pass& pass);
     void run(const Pass& pass, const KVStore& kv, size_t thread);
+    void gather(AlignedVector<float>& rows, size_t stride, size_t part, size_t count, size_t num_parts);
     bool run_attention(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
     void run_ffn(const Pass& pass, size_t layer, size_t thread);
     void run_dense(const Layer& layer, size_t num_tokens);
@@ -119,6 +123,7 @@ class Decoder {
     Shape shape_;
     Weights weights_;
     std::shared_ptr<ThreadPool> pool_;
+    std::shared_ptr<RankMemory> ranks_;
     std::unique_ptr<Scratch, void (*)(Scratch*)> scratch_;
     std::optional<Pass> begun_;  // not finished
 };

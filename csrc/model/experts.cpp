@@ -10,12 +10,13 @@ namespace paceline {
 namespace {
 
 constexpr size_t kWordBits = 64;
+constexpr float kTiny = 1e-20f;      // keeps the sum of sigmoids above 0
 constexpr size_t kRowsAtOnce = 48;  // rows of an expert that are multiplied with some panels before the next rows
 constexpr size_t kPanelsAtOnce = 2;  // of many rows, so that the weights stay in a cache
 constexpr size_t kClaims = 4;        // a thread claims a quarter of what is left: experts have different numbers of rows
 
-// The experts with the highest scores, best first; of equal scores the lower number. Their shares are a softmax.
-void route(const Mixture& mixture, const float* scores, uint16_t* chosen, float* shares) {
+// The experts with the highest scores, best first; of equal scores the lower number.
+void choose_experts(const Mixture& mixture, const float* scores, uint16_t* chosen) {
     const size_t num = mixture.experts.size();
     bool taken[kMaxExperts] = {};
     for (size_t i = 0; i < mixture.per_token; ++i) {
@@ -25,14 +26,37 @@ void route(const Mixture& mixture, const float* scores, uint16_t* chosen, float*
         taken[best] = true;
         chosen[i] = static_cast<uint16_t>(best);
     }
+}
+
+// Shares are sigmoids; a correction that training found changes who is chosen.
+void route_by_sigmoid(const Mixture& mixture, const float* scores, uint16_t* chosen, float* shares) {
+    float sigmoids[kMaxExperts], corrected[kMaxExperts];
+    for (size_t e = 0; e < mixture.experts.size(); ++e) {
+        sigmoids[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+        corrected[e] = sigmoids[e] + (mixture.correction.empty() ? 0.0f : mixture.correction[e]);
+    }
+    choose_experts(mixture, corrected, chosen);
+    float total = mixture.routing.normed ? kTiny : 1.0f;
+    for (size_t i = 0; i < mixture.per_token; ++i) {
+        shares[i] = sigmoids[chosen[i]];
+        if (mixture.routing.normed) total += shares[i];
+    }
+    for (size_t i = 0; i < mixture.per_token; ++i) shares[i] = shares[i] / total * mixture.routing.scale;
+}
+
+// Shares are a softmax.
+void route(const Mixture& mixture, const float* scores, uint16_t* chosen, float* shares) {
+    if (mixture.routing.sigmoid) return route_by_sigmoid(mixture, scores, chosen, shares);
+    const size_t num = mixture.experts.size();
+    choose_experts(mixture, scores, chosen);
     const float top = scores[chosen[0]];
     float total = 0.0f;
     for (size_t i = 0; i < mixture.per_token; ++i) shares[i] = std::exp(scores[chosen[i]] - top);
-    if (mixture.normed)
+    if (mixture.routing.normed)
         for (size_t i = 0; i < mixture.per_token; ++i) total += shares[i];
     else
         for (size_t e = 0; e < num; ++e) total += std::exp(scores[e] - top);
-    for (size_t i = 0; i < mixture.per_token; ++i) shares[i] /= total;
+    for (size_t i = 0; i < mixture.per_token; ++i) shares[i] = shares[i] / total * mixture.routing.scale;
 }
 
 // Give every token a slot with each of its experts, the slots of an expert side by side in the order of tokens.
@@ -114,8 +138,9 @@ void Decoder::plan_experts(const Pass& pass) {
     ExpertScratch& s = scratch_->experts;
     s.counts.assign(1, 0.0);
     s.num_counted = 0;
-    if (layers.empty() || !layers[0].mixture) return;
-    const Mixture& mixture = *layers[0].mixture;
+    const auto found = std::find_if(layers.begin(), layers.end(), [](const Layer& layer) { return layer.mixture != nullptr; });
+    if (found == layers.end()) return;
+    const Mixture& mixture = *found->mixture;
     const size_t n = pass.num_tokens, slots = n * mixture.per_token;
     grow(s.normed, n * round_up(shape_.hidden, kInt8Group));
     grow(s.scores, n * round_up(mixture.experts.size(), kPanel));
@@ -149,10 +174,10 @@ void Decoder::run_experts(const Pass& pass, size_t index) {
     const Product scores{mixture.router.get(), &s.routed, s.scores.data(), round_up(num, kPanel), &mixture.router_bias};
     if (mixture.shared_gate) {
         multiply_all(*pool_, {scores, {mixture.shared_gate.get(), &s.routed, s.shared.data(), kPanel, nullptr}}, n);
-        run_dense(layer, n);  // the shared expert, to `delta`
     } else {
         multiply_all(*pool_, {scores}, n);
     }
+    if (layer.gate) run_dense(layer, n);  // the shared expert, to `delta`
     pool_->each(n, [&](size_t t) { route(mixture, &s.scores[t * round_up(num, kPanel)], &s.chosen[t * k], &s.shares[t * k]); });
     pool_->each(1, [&](size_t) {
         group(mixture, n, s);
@@ -171,8 +196,11 @@ void Decoder::run_experts(const Pass& pass, size_t index) {
     multiply_touched(*pool_, mixture, s, s.middle, out_stride, {{&Expert::down, &Expert::down_bias, s.out.data()}});
     pool_->each(n, [&](size_t t) {
         float* const delta = &scratch.delta[t * out_stride];
-        const float own = mixture.shared_gate ? 1.0f / (1.0f + std::exp(-s.shared[t * kPanel])) : 0.0f;
-        for (size_t i = 0; i < hidden; ++i) delta[i] = mixture.shared_gate ? own * delta[i] : 0.0f;
+        if (!layer.gate) std::fill_n(delta, hidden, 0.0f);
+        if (mixture.shared_gate) {
+            const float own = 1.0f / (1.0f + std::exp(-s.shared[t * kPanel]));
+            for (size_t i = 0; i < hidden; ++i) delta[i] *= own;
+        }
         for (size_t j = 0; j < k; ++j) {
             const float share = s.shares[t * k + j];
             const float* const from = &s.out[s.slot_of[t * k + j] * out_stride];
@@ -184,7 +212,9 @@ void Decoder::run_experts(const Pass& pass, size_t index) {
 std::vector<double> Decoder::touched_experts() const {
     const ExpertScratch& s = scratch_->experts;
     std::vector<double> counts = s.counts;
-    const double scale = static_cast<double>(shape_.num_layers) / static_cast<double>(std::max<size_t>(s.num_counted, 1));
+    const auto& layers = weights_.layers;
+    const auto all = std::count_if(layers.begin(), layers.end(), [](const Layer& layer) { return layer.mixture != nullptr; });
+    const double scale = static_cast<double>(all) / static_cast<double>(std::max<size_t>(s.num_counted, 1));
     for (double& count : counts) count *= scale;
     return counts;
 }

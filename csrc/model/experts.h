@@ -20,11 +20,19 @@ struct Expert {
     std::vector<float> gate_bias, up_bias, down_bias;  // or empty
 };
 
+// How a token's experts are chosen and weighed.
+struct Routing {
+    bool normed = true;    // the shares of a token's experts sum to 1; else those of all experts do, or their sigmoids stay
+    bool sigmoid = false;  // shares are sigmoids of the router's scores; else a softmax
+    float scale = 1.0f;    // multiplies all shares
+};
+
 struct Mixture {
     size_t per_token;
-    bool normed;                                   // the shares of a token's experts sum to 1; else those of all experts do
+    Routing routing;
     std::shared_ptr<const Matrix> router;          // [num_experts, hidden], of floats
     std::vector<float> router_bias;                // or empty
+    std::vector<float> correction;                 // added to sigmoids where experts are chosen, not where they are weighed; or empty
     std::shared_ptr<const Matrix> shared_gate;     // [1, hidden], of floats, where one more expert serves every token; or null
     std::vector<Expert> experts;                   // all of one shape and type
 

@@ -66,6 +66,13 @@ class KVStore {
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
+    void copy_page(size_t from, size_t to) {
+        for (size_t layer = 0; layer < num_layers(); ++layer)
+            for (void* part : {keys(layer), values(layer)}) {
+                auto* const all = static_cast<uint8_t*>(part);
+                std::memmove(all + offset(layer, to, 0), all + offset(layer, from, 0), offset(layer, 1, 0));
+            }
+    }
     void write_page(size_t page, const uint8_t* from) {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(part, from, bytes), from += bytes; });
     }

@@ -183,11 +183,12 @@ void Decoder::finish_choices(const Pass& pass) {
             const Best& own = scratch_->best[thread * num_wanted + i];
             if (own.id == kBroken) continue;
             best.offer(own.score, own.id);
-            best.second = std::max(best.second, own.second);
+            if (own.second_id != kBroken) best.offer(own.second, own.second_id);
         }
         const bool finite = best.id != kBroken && std::isfinite(best.score);
         const double ahead = margin(best.score - best.second, pass.specs[i].temperature);
         if (pass.margins && finite) pass.margins[i] = static_cast<float>(ahead);
+        if (pass.second_ids && finite && best.second_id != kBroken) pass.second_ids[i] = best.second_id;
         pass.chosen[i] = pass.specs[i].kind == SamplingKind::logits ? kUnchosen : finite ? best.id : kBroken;
     }
 }

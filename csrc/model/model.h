@@ -15,7 +15,7 @@ enum class Activation { silu, gelu_tanh, clamped_silu };
 struct Shape {
     size_t vocab, hidden;
     size_t intermediate;  // of the widest layer, as the next two
-    size_t num_layers, num_heads, kv_size, head_dim;
+    size_t num_layers, num_heads, kv_size, head_dim;  // of one rank
     float norm_eps;
     float query_scale;         // multiplies attention scores
     float embed_scale = 1.0f;  // multiplies embeddings
@@ -25,9 +25,10 @@ struct Shape {
     float query_growth = 0.0f, query_context = 1.0f;  // queries are multiplied by 1 + growth * log(1 + floor(position / context))
     size_t head_size = 0;         // rows of the LM head: `vocab`, or a draft vocabulary
     bool reads_features = false;  // a draft head, which reads a feature beside each token
+    size_t num_ranks = 1;         // processes that share the layers: each has its rows of every matrix, and its heads
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
     size_t experts_per_token = 0;
-    bool norms_shares = true;  // shares of a token's experts sum to 1
+    Routing routing;
     bool reads_rows = false;   // a block head: its tokens attend to all of their row, and features are of the context
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };
@@ -84,13 +85,13 @@ struct LayerInputs {
 };
 
 struct Weights {
-    std::shared_ptr<const Matrix> embed, head;  // the same object where tied
+    std::shared_ptr<const Matrix> embed, head;  // the same object where tied; null at ranks other than 0
     std::vector<float> final_norm;              // [hidden], or empty
     std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2], zeros behind those of smaller heads
     std::vector<float> magnitudes;              // likewise: factors of their cosines and sines
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
-    std::vector<float> fuse_bias, embed_norm;  // bias of `fuse`, and norm of the embedding that it reads: [hidden], or empty
+    std::vector<float> fuse_bias, embed_norm, feature_norm;  // bias of `fuse`, norms of what it reads: [hidden], or empty
     std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
     Relay relay;
     Corrector corrector;

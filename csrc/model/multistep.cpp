@@ -36,12 +36,13 @@ class ActiveRows {
 
     // Hand out what a step chose and drop the rows that stop. on_kept(index among the rows of this step): for each other row.
     template <class OnKept>
-    void advance(size_t step, const int64_t* chosen, const float* margins, const OnKept& on_kept) {
+    void advance(size_t step, const int64_t* chosen, const float* margins, const int64_t* second_ids, const OnKept& on_kept) {
         std::vector<ActiveRow> kept;
         for (size_t i = 0; i < rows_.size(); ++i) {
             const ActiveRow& row = rows_[i];
             steps_.chosen[row.first + step] = chosen[i];
             steps_.margins[row.first + step] = margins[i];
+            if (steps_.second_ids && second_ids) steps_.second_ids[row.first + step] = second_ids[i];
             if (chosen[i] < 0 || step + 1 >= static_cast<size_t>(steps_.depths[row.index])) continue;
             const double survival = survival_with(row, step, margins[i]);
             if (stops(row, step, survival)) continue;
@@ -106,7 +107,7 @@ class SerialSteps {
     void advance(size_t step) {
         newest_.clear();
         features_.clear();
-        active_.advance(step, chosen_.data(), margins_.data(), [&](size_t i) {
+        active_.advance(step, chosen_.data(), margins_.data(), second_ids_.data(), [&](size_t i) {
             newest_.push_back(chosen_[i]);
             if (reads_features()) feed_back(static_cast<size_t>(pass_.wanted[i]));
         });
@@ -121,7 +122,8 @@ class SerialSteps {
         logits_.resize(num_logit_rows(pass_.specs) * pass_.vocab);
         chosen_.resize(pass_.specs.size());
         margins_.assign(pass_.specs.size(), NAN);
-        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
+        second_ids_.assign(pass_.specs.size(), kUnchosen);
+        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data(), pass_.second_ids = second_ids_.data();
     }
 
     void feed_back(size_t token) {
@@ -154,7 +156,7 @@ class SerialSteps {
     const Pass& first_;
     ActiveRows active_;
     Pass pass_;
-    std::vector<int64_t> chosen_, newest_, positions_, slots_, first_keys_, cu_len_, pages_;
+    std::vector<int64_t> chosen_, second_ids_, newest_, positions_, slots_, first_keys_, cu_len_, pages_;
     std::vector<float> margins_, logits_, states_, features_;
 };
 
@@ -238,7 +240,7 @@ class RelayedSteps {
         const size_t size = decoder_.relay().size;
         std::vector<float> messages;
         newest_.clear();
-        active_.advance(step, chosen.data(), margins.data(), [&](size_t i) {
+        active_.advance(step, chosen.data(), margins.data(), nullptr, [&](size_t i) {
             newest_.push_back(chosen[i]);
             if (step > 0) messages.insert(messages.end(), &messages_[i * size], &messages_[i * size] + size);
         });
@@ -288,7 +290,7 @@ class BlockSteps {
         }
         decoder_.correct_step(now, pass_);
         newest_.clear(), state_.clear();
-        active_.advance(step, chosen.data(), margins.data(), [&](size_t i) {
+        active_.advance(step, chosen.data(), margins.data(), nullptr, [&](size_t i) {
             newest_.push_back(chosen[i]);
             state_.insert(state_.end(), state.begin() + static_cast<ptrdiff_t>(i * size), state.begin() + static_cast<ptrdiff_t>((i + 1) * size));
         });

@@ -17,6 +17,7 @@ struct DraftSteps {
     size_t num_ids;                        // hinted token ids from here on are ignored
     int64_t* chosen = nullptr;             // [sum of depths] out, as `Pass::chosen`; not written behind a row's last step
     float* margins = nullptr;              // [sum of depths] out, as `Pass::margins`
+    int64_t* second_ids = nullptr;            // [sum of depths] out, as `Pass::second_ids`; null: unwanted
 };
 
 // Run `first`, whose wanted tokens are the last of its rows, and then passes over one token of each row. A row's pages must

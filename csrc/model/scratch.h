@@ -15,18 +15,19 @@ constexpr size_t kHeadPanels = 8;   // panels of one tile of the LM head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
 constexpr size_t kHeadRows = 48;  // wanted tokens that are multiplied with such a tile at once
 
-// The best token so far of one wanted token, as one thread has seen it, and the score of the second.
+// The best token so far of one wanted token, as one thread has seen it, and the second.
 struct Best {
     double score = -std::numeric_limits<double>::infinity();
     int64_t id = kBroken;
     double second = -std::numeric_limits<double>::infinity();
+    int64_t second_id = kBroken;
 
     void offer(double other_score, int64_t other_id) {
         if (other_id == id) return;
         if (other_score > score || (other_score == score && other_id < id)) {
-            second = score, score = other_score, id = other_id;
+            second = score, second_id = id, score = other_score, id = other_id;
         } else if (other_score > second) {
-            second = other_score;
+            second = other_score, second_id = other_id;
         }
     }
 

@@ -66,6 +66,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # Modules whose `begin` runs before a command is imported. The command finds its result in `args.begun`, and the
 # clock of that moment in `args.began_s`.
 BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
+# Modules that run a command elsewhere, by the value of its option --on.
+ELSEWHERE = {"ray": "paceline.ray.serve_command"}
 _SWITCHES = {
     "1": True,
     "true": True,
@@ -134,13 +136,14 @@ def _main(argv: list[str]) -> int:
         return 0
     if name in BEGUN_FIRST:
         args.begun, args.began_s = begun, began_s
-    status: int = module.run(args)
+    elsewhere = ELSEWHERE.get(getattr(args, "on", ""))
+    status: int = (_imported(elsewhere, name) if elsewhere else module).run(args)
     return status
 
 
 def _begun(name: str, argv: list[str]) -> Any:
     """Begin what a command needs whatever its options say; None if nothing."""
-    if name not in BEGUN_FIRST or {"-h", "--help", "--print-config"} & set(argv):
+    if name not in BEGUN_FIRST or {"-h", "--help", "--print-config", "--on", "--on=ray"} & set(argv):
         return None
     return importlib.import_module(BEGUN_FIRST[name]).begin()
 

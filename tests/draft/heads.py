@@ -16,7 +16,9 @@ from torch.nn import functional
 from paceline.backend.reference.block_head import context_keys, correction, log_odds
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
+from paceline.model.heads.mtp import mtp_config
 from paceline.train.drafts import TextBounds, plan_drafts
 from paceline.train.unroll import unroll
 from tests.draft.test_block_files import LAYERS, block_file_name
@@ -162,23 +164,23 @@ def _texts(target: ReferenceDecoder, taps: tuple[int, ...]) -> tuple[Any, Any, A
     return tuple(x.clone() if x.dtype == torch.int64 else x.float().clone() for x in found)  # type: ignore[return-value]
 
 
-def train(kind: str, values: dict[str, Any], target: ReferenceDecoder) -> dict[str, torch.Tensor]:
+def train(values: dict[str, Any], target: ReferenceDecoder) -> dict[str, torch.Tensor]:
     """Teach a head what its target would write: a few seconds, enough to be right now and then."""
+    return train_config(read_config(values, target.config), target)
+
+
+def train_config(config: HeadConfig, target: ReferenceDecoder) -> dict[str, torch.Tensor]:
+    """Do the same by the config that was read."""
     torch.manual_seed(0)
-    config = read_config(values, target.config)
     weights = {n: w.float().requires_grad_() for n, w in random_weights(config).items()}
     ids = torch.from_numpy(draft_ids(config, target.config.vocab_size))
     text_ids, embedded, tapped, probs = _texts(target, config.taps)
     soft = probs[:, ids] / probs[:, ids].sum(-1, keepdim=True)
     optimizer = torch.optim.Adam(weights.values(), 4e-3)
     mask = target.embed[config.mask_token_id or 0].float()
-    by_drafter = {
-        "eagle": _serial_loss,
-        "eagle3": _serial_loss,
-        "peagle": _peagle_loss,
-        "block": partial(_block_loss, text_ids),
-    }
-    losses = by_drafter[drafter_of(kind)]
+    losses = _peagle_loss if config.algorithm.parallel else _serial_loss
+    if config.block:
+        losses = partial(_block_loss, text_ids)
     given = {} if config.own_head else {"head": target.head[ids].float(), "target_norm": target.final_norm.float()}
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
@@ -279,4 +281,14 @@ def trained_head(kind: str, target: ReferenceDecoder) -> Path:
     """Return a folder with a head that is sometimes right about the target."""
     folder = Path(tempfile.mkdtemp(prefix="head-"))
     values = head_values(kind, target.config)
-    return write_head(folder, values, target.config, train(kind, values, target))
+    return write_head(folder, values, target.config, train(values, target))
+
+
+@cache
+def trained_mtp(target: ReferenceDecoder) -> Head:
+    """Return an MTP layer that is sometimes right about the target."""
+    config = mtp_config(target.config)
+    ids = draft_ids(config, target.config.vocab_size)
+    weights = {name: w.detach().numpy() for name, w in train_config(config, target).items()}
+    assert len(ids) == target.config.vocab_size
+    return Head(config, weights, np.arange(len(ids)))

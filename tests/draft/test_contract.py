@@ -28,7 +28,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from tests.backend.backends import ALL_BACKENDS, TEST_BACKENDS
 from tests.draft.foreign import TOKENIZERS, foreign_weights
-from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head
+from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head, trained_mtp
 from tests.draft.test_cut_model import write_cut_model
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, SHARP, VOCAB, Answer, Request, assert_same, run, target
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
@@ -52,6 +52,7 @@ VARIANTS = {
     "draft-model": (
         "draft-model:layers=2",
         "draft-model:model=noisy",
+        "draft-model:model=noisy,max_len=64",
         "draft-model:model=renumbered",
         "draft-model:model=other,vocabulary=tokens",
         "draft-model:model=other,vocabulary=strings",
@@ -96,7 +97,10 @@ def _decoder(backend: str, config: Any, weights: Mapping[str, Any]) -> Any:
 @cache
 def loaded(backend: str) -> build.Loaded:
     weights = tiny_weights(CONFIG, seed=4, embed_scale=SHARP)
-    return build.Loaded("tiny", _decoder(backend, CONFIG, weights), tiny_tokenizer(VOCAB), None, "tiny")
+    own_head = trained_mtp(target().decoder)  # type: ignore[arg-type]
+    return build.Loaded(
+        "tiny", _decoder(backend, CONFIG, weights), tiny_tokenizer(VOCAB), None, "tiny", own_head=own_head
+    )
 
 
 @cache

@@ -14,11 +14,13 @@ from paceline.backend.rows import Rows
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams
-from paceline.draft.lookup.suffix import SuffixConfig, SuffixDrafter
+from paceline.draft.lookup.suffix import MAX_SALTS, SuffixConfig, SuffixDrafter
 from paceline.draft.registry import parse_spec
 from paceline.kernels import TextIndex, extend_rows, propose_continuations
 from tests.oracles import lookup as oracle
 from tests.oracles.lookup import BORDER
+
+INDEX_BYTES_PER_TOKEN = 16  # text, way back, latest place of its slot
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=4)
 
@@ -158,7 +160,7 @@ def test_a_row_forgets_the_text_it_held_before() -> None:
         (SuffixConfig(shared=100), "other", []),
     ],
 )
-def test_past_answers_are_shared_only_when_asked_and_by_salt(
+def test_without_a_salt_past_answers_are_shared_only_when_asked(
     config: SuffixConfig, salt: str, expected: list[int]
 ) -> None:
     drafter, rows = answered(config)
@@ -166,6 +168,45 @@ def test_past_answers_are_shared_only_when_asked_and_by_salt(
     assert propose(drafter, 1) == expected
     drafter.forget()
     assert propose(drafter, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "salt", "expected"),
+    [
+        (SuffixConfig(), "mine", [7, 8, 9]),
+        (SuffixConfig(), "yours", []),
+        (SuffixConfig(), "", []),
+        (SuffixConfig(shared=0), "mine", []),
+    ],
+)
+def test_past_answers_are_shared_by_those_of_one_salt(
+    config: SuffixConfig, salt: str, expected: list[int]
+) -> None:
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(config, rows)
+    admit(rows, drafter, 0, [1, 2, 3], "mine")
+    append(rows, 0, 5, 6, 7, 8, 9)
+    drafter.release(0)
+    admit(rows, drafter, 1, [30, 5, 6], salt)
+    assert propose(drafter, 1) == expected
+    drafter.forget()
+    assert propose(drafter, 1) == []
+
+
+def test_what_salts_keep_is_bounded() -> None:
+    """64 salts of 2^14 tokens, whatever is answered: older answers and the longest unused salts go."""
+    rows = Rows(1, 4096, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(), rows)
+    assert SuffixConfig().tokens_of("mine") * MAX_SALTS * INDEX_BYTES_PER_TOKEN <= 16 << 20
+    for number in range(40):
+        admit(rows, drafter, 0, [1], "mine")
+        append(rows, 0, *range(1000 * number, 1000 * number + 1000))
+        drafter.release(0)
+    admit(rows, drafter, 0, [39_500, 39_501], "mine")
+    assert propose(drafter, 0, k=2) == [39_502, 39_503]
+    drafter.release(0)
+    admit(rows, drafter, 0, [500, 501], "mine")
+    assert propose(drafter, 0, k=2) == [], "the first answers are forgotten"
 
 
 def test_an_answer_that_ended_with_an_error_is_shared_up_to_there() -> None:
@@ -191,7 +232,7 @@ def test_only_so_many_salts_are_remembered() -> None:
         admit(rows, drafter, 0, [1], str(number))
         append(rows, 0, 5, 6, 7)
         drafter.release(0)
-    assert len(drafter._shared) == 64
+    assert len(drafter._shared) == MAX_SALTS == 64
     admit(rows, drafter, 0, [5, 6], "0")
     assert propose(drafter, 0) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from paceline.engine.assembly.calibration import Grid, calibrate
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.experts import Experts
+from paceline.model.families import FAMILIES
 from tests.engine.same_text import run
 from tests.model.helpers import pack, run_pass
 from tests.oracles.experts import touched_slow
@@ -59,9 +61,13 @@ def test_drafts_do_not_change_the_text(model: str, weights: str) -> None:
         assert draft == "auto" or any(c.drafted for c in engine.stats().drafters.values())
 
 
-def test_a_pass_counts_the_experts_that_it_touches() -> None:
+DENSE_FIRST = replace(FAMILIES["glm4_moe"].mixture.experts(80, 3, 24), num_dense=1, dense_size=56)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", Experts(80, 3)), ("glm4_moe", DENSE_FIRST)])
+def test_a_pass_counts_the_experts_that_it_touches(family: str, experts: Experts) -> None:
     """Those of the pass, and the means of one token, of 2 neighbours, of 4, as the readable twin counts them."""
-    config = tiny_config("qwen3_moe", experts=Experts(80, 3))
+    config = tiny_config(family, experts=experts)
     weights = tiny_weights(config)
     decoder = pack_decoder(config, weights, kernels.ThreadPool(2), "f32", "f32")
     ids = [(37 * i * i) % 320 for i in range(21)]
@@ -69,7 +75,7 @@ def test_a_pass_counts_the_experts_that_it_touches() -> None:
     spec = SamplingSpec("argmax", SamplingParams(temperature=0.0))
     result = run_pass(decoder, packed, decoder.new_kv(2), [spec] * len(ids))
     assert result.touched == pytest.approx(touched_slow(config, weights, packed))
-    assert result.touched[1] == config.num_layers * 3
+    assert result.touched[1] == (config.num_layers - experts.num_dense) * 3
 
 
 def test_calibration_prices_an_expert_apart() -> None:

@@ -262,7 +262,7 @@ def test_a_head_that_cannot_be_built_again_is_unloaded(models: tuple[Path, Path]
 
 
 def test_a_drafter_for_which_memory_lacks_is_unloaded(models: tuple[Path, Path], head: Path, backend) -> None:
-    def lacking() -> Any:
+    def lacking(_: Any) -> Any:
         raise MemoryError
 
     with opened(models[0], *backend, draft=f"eagle3:model={head},k=2") as llm:

@@ -77,7 +77,7 @@ def test_a_file_of_the_proposal_is_a_profile() -> None:
         ("[" * 100_000, "is no JSON"),
         ("[]", "must be a JSON object"),
         ({}, "there is no method None here"),
-        ({"method": "mtp"}, "there is no method 'mtp' here; known"),
+        ({"method": "medusa"}, "there is no method 'medusa' here; known"),
         ({"method": "eagel3"}, "did you mean 'eagle3'"),
         ({"method": ["ngram"]}, "there is no method"),
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),

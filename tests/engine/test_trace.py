@@ -232,3 +232,16 @@ def test_what_is_no_trace_is_refused(trace: Path, tmp_path: Path) -> None:
             EngineConfig(draft="auto", profile=STAIRCASE, trace="/nonexistent/folder/t"),
             "tiny",
         )
+
+
+@pytest.mark.parametrize("law", ["coupled", "typical"])
+def test_explain_says_that_texts_were_changed(
+    law: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN, law)
+    auto.close_loop(engine, EngineConfig(draft="auto", law=law, profile=STAIRCASE, trace=str(file)), "tiny")
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    run(engine, [Request("a", (5, 9, 13, 7) * 5, params, seed=1)])
+    assert cli.main(["explain", str(file)]) == 0
+    assert ("changed tokens" in capsys.readouterr().out) == (law == "typical")

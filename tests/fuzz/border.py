@@ -230,7 +230,7 @@ def _store() -> Any:
 def _inputs_arguments() -> list[Any]:
     pages, features = np.array([[0, 1], [2, 3]], np.int64), np.empty((0, HIDDEN), np.float32)
     arrays = [_ids(1, 2, 3, 4), _ids(0, 1, 16, 17), _ids(0, 1, 48, 49), _ids(0, 2, 4)]
-    return [*arrays, pages, _ids(0, 0), features, _ids(1, 3)]
+    return [*arrays, pages, _ids(0, 0), features, _ids(1, 3), np.empty((0, 2), np.int64)]
 
 
 @cache
@@ -263,7 +263,7 @@ def _pass_arguments() -> list[Any]:
 
 def _steps_arguments() -> list[Any]:
     stops, margins = np.empty((0, 3)), np.empty(2, np.float32)
-    return [_store(), _inputs(), _specs(), VOCAB, 2, [1, 1], stops, [None, None], _ids(0, 0), margins]
+    return [_store(), _inputs(), _specs(), VOCAB, 2, [1, 1], stops, [None, None], _ids(0, 0), margins, _ids(0, 0)]
 
 
 def _estimates() -> Any:

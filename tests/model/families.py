@@ -48,6 +48,13 @@ GEMMA4 = {
     "global_head_dim": 24,
     "vocab_size_per_layer_input": 320,
 }
+GLM_MOE = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}
 CONFIGS = {"Gemma4": "Gemma4TextConfig", "Gemma4Unified": "Gemma4UnifiedTextConfig"}
 # Case -> prefix of the classes in transformers, changes of `SMALL`.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +143,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"initializer_range": 0.06},
     ),
     "gemma4 unified": ("Gemma4Unified", {**GEMMA4, "global_head_dim": 16, "num_kv_shared_layers": 2}),
+    "dots1": ("Dots1", {**GLM_MOE, "first_k_dense_replace": 1, "sliding_window": None}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "rotary_dim": 8},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 12}),
+    "glm4_moe": ("Glm4Moe", {**GLM_MOE, "attention_bias": True}),
+    "glm4_moe with normed heads": (
+        "Glm4Moe",
+        {**GLM_MOE, "use_qk_norm": True, "first_k_dense_replace": 2, "norm_topk_prob": False},
+    ),
+    "glm4_moe without dense layers": ("Glm4Moe", {**GLM_MOE, "first_k_dense_replace": 0}),
     "gpt-oss": (
         "GptOss",
         {
@@ -168,3 +187,5 @@ def disturb(model: Any) -> None:
         for name, tensor in model.named_buffers():
             if name.endswith("layer_scalar"):
                 tensor.mul_(0.5 + torch.rand_like(tensor))
+            if name.endswith("correction_bias"):
+                tensor.add_(0.3 * torch.randn_like(tensor))

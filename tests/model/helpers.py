@@ -19,6 +19,8 @@ from paceline.model.config import ModelConfig
 from paceline.model.experts import PARTS
 from paceline.model.files import gguf_model
 from paceline.model.files.rearranged import ROTATED, head_order
+from paceline.model.heads.checkpoint import Head
+from paceline.model.heads.mtp import GGUF_NAMES
 from paceline.model.weights import canonical_names
 from tests.tiny import END, tiny_raw_tokenizer
 
@@ -118,7 +120,7 @@ def stack_experts(
     writer.add_expert_used_count(config.experts.per_token)
     writer.add_expert_feed_forward_length(config.intermediate_size)
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(config.num_layers):
+    for layer in [i for i in range(config.num_layers + 1) if f"layers.{i}.experts.0.gate" in tensors]:
         for part, kind in product(PARTS, ("weight", "bias") if config.experts.biased else ("weight",)):
             own = part if kind == "weight" else f"{part}_bias"
             name = f"layers.{layer}.all_{own}"
@@ -126,6 +128,17 @@ def stack_experts(
             one_by_one = (tensors[f"layers.{layer}.experts.{i}.{own}"] for i in range(config.experts.num))
             kept[name] = np.stack(list(one_by_one))
     return kept
+
+
+def mtp_layer(config: ModelConfig, mtp: Head, names: dict[str, str]) -> dict[str, np.ndarray]:
+    """The tensors of an MTP layer, behind the others; their names are added to `names`."""
+    prefix, found, layers = f"blk.{config.num_layers}.", {}, mtp.config.layers
+    own = canonical_names(layers, gguf_model.MODEL_NAMES, gguf_model.layer_names(layers), prefix)
+    for name, tensor in mtp.weights.items():
+        behind = name.replace("layers.0.", f"layers.{config.num_layers}.")
+        names[behind] = own.get(name) or prefix + GGUF_NAMES[name]
+        found[behind] = as_stored(layers, name, np.asarray(tensor, np.float32))
+    return found
 
 
 def write_gguf(
@@ -136,17 +149,18 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     skip: Sequence[str] = (),
     fused: Mapping[str, Sequence[str]] | None = None,
+    mtp: Head | None = None,
 ) -> Path:
     """Write a model as GGUF with the package's own writer, matrices as `quant` (F32 by default).
 
     fused: name of a layer's tensor in the file -> short canonical names of those that it stands for.
     """
-    arch = config.facts.gguf_arch
+    arch = config.facts.gguf_arch or "glm4moe"  # the one family that shares its architecture
     writer = gguf.GGUFWriter(str(path), arch)
-    writer.add_block_count(config.num_layers)
+    writer.add_block_count(config.num_layers + (mtp is not None))
     writer.add_context_length(config.max_context)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(config.dense_size or config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
@@ -166,6 +180,9 @@ def write_gguf(
     tensors = {name: as_stored(config, name, np.asarray(w, np.float32)) for name, w in weights.items()}
     if fused:
         tensors = fuse(config, tensors, names, fused)
+    if mtp is not None:
+        writer.add_nextn_predict_layers(1)
+        tensors |= mtp_layer(config, mtp, names)
     tensors = stack_experts(config, tensors, names, writer)
     keys = {there for name, there in names.items() if name.endswith("attn_k")}
     for name, data in tensors.items():

@@ -94,6 +94,14 @@ def test_what_gemma_4_cannot_be_is_refused(changes: dict[str, object], told: str
         hf.config_from_json(GEMMA4 | changes)
 
 
+def test_rotated_numbers_are_read_as_minimax_writes_them() -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 72, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 3}
+    config = hf.config_from_json({"model_type": "minimax_m2", **sizes, **heads, **experts})
+    assert config.rope.share == 0.5
+
+
 # GGUF --------------------------------------------------------------------------------------------
 
 FUSED_UP = {"ffn_up.weight": ("mlp_gate", "mlp_up")}
@@ -109,6 +117,12 @@ GEMMA4_KEYS = {
     "attention.key_length_swa": 16,
     "attention.sliding_window_pattern": 3 * [True, False],
     "rope.freq_base_swa": 1e4,
+}
+GLM_MOE_KEYS: dict[str, object] = {
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.7,
+    "expert_gating_func": 2,
 }
 # Case -> keys under the architecture's name as llama.cpp writes them, tensors that it fuses.
 GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
@@ -138,6 +152,14 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     "exaone4": ({}, {}),
     "exaone4 hybrid": ({}, {}),
     "glm4": ({"rope.dimension_count": 8}, FUSED_UP),
+    "glm4_moe": (GLM_MOE_KEYS, {}),
+    "dots1": (GLM_MOE_KEYS | {"rope.dimension_count": 16, "expert_weights_norm": False}, {}),
+    "minimax_m2": ({"rope.dimension_count": 8, "expert_gating_func": 2}, {}),
+    "olmoe": ({}, {}),
+    "glm4_moe with normed heads": (
+        {**GLM_MOE_KEYS, "leading_dense_block_count": 2, "expert_weights_norm": False},
+        {},
+    ),
     "seed_oss": ({}, {}),
     "ernie4_5": ({}, {}),
     "gemma4": ({**GEMMA4_KEYS, "attention.head_count_kv": 3 * [2, 3], "final_logit_softcapping": 5.0}, {}),
@@ -159,7 +181,7 @@ def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     keys, fused = GGUF_CASES[case]
     family_model(case).save_pretrained(tmp_path / "folder")
     loaded = load_model(tmp_path / "folder")
-    arch = loaded.config.facts.gguf_arch
+    arch = loaded.config.facts.gguf_arch or "glm4moe"
     extra = {
         f"{arch}.{key}": float(value) if isinstance(value, np.floating) else value for key, value in keys.items()
     }

@@ -22,7 +22,8 @@ def touched_slow(config: ModelConfig, weights: Mapping[str, torch.Tensor], packe
     layers: list[list[set[int]]] = []
 
     def counting(experts, layer, normed, network):
-        chosen, _ = route(experts, torch.nn.functional.linear(normed, layer["router"]))
+        scores = torch.nn.functional.linear(normed, layer["router"])
+        chosen, _ = route(experts, scores, layer.get("router_correction"))
         layers.append([set(row) for row in chosen.tolist()])
         return mix(experts, layer, normed, network)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -15,13 +14,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.cli import parse, parser_of
+from paceline.engine.assembly.cli_options import engine_config
 from paceline.ray.local_ray import start_local_ray
+from paceline.serve.chat_options import chat_options
+from paceline.serve.server import http_config
 
 STREAMS = 4
 ANSWER_TOKENS = 3000
 ROWS = 32
 KEY = "the-key"
 OPTIONS = {"draft": "ngram:k=4", "max_len": 4096, "packed_cache_bytes": 0}
+FLAGS = (
+    f"--on ray --replicas 2 --threads 1 --port 0 --api-key {KEY} --route round-robin "
+    "--draft ngram:k=4 --max-len 4096 --packed-cache-bytes 0"
+)
 
 
 def main(model: str) -> dict[str, Any]:
@@ -33,32 +40,24 @@ def main(model: str) -> dict[str, Any]:
     os.environ["HOME"] = home  # Ray writes there
     start_local_ray(8, temp, log_to_driver=False, object_store_memory=80 << 20)
     import ray
-    from paceline.ray import app
+    from paceline.ray import serve_command
     from ray import serve
 
-    port = _free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(
-        app({"model": model, "replicas": "2", "api_key": KEY, "route": "round-robin", **OPTIONS}), name="tiny"
-    )
+    args = parse(parser_of("serve"), [*FLAGS.split(), "--model", model], {})
+    http, engine = http_config(args), engine_config(args)
+    deployed = serve_command.deploy(http, engine, chat_options(args), args.threads, joined=False)
     found: dict[str, Any] = {"start_s": time.monotonic() - begun_s}
-    url = f"http://127.0.0.1:{port}/v1"
+    found["choices"] = [[choice.what, choice.value] for choice in deployed.choices]
+    url = f"{deployed.url}/v1"
     found |= answers_through_a_death(url)
     found |= {"pss_mb": _pss_mb(), "listens": _listens()}
     row = answer_of_row(url)
-    serve.delete("tiny")
+    serve.delete(serve_command.APPLICATION)
     found |= batches_of_data(model, row)
     found["pss_mb"] = max(found["pss_mb"], _pss_mb())
     ray.shutdown()
     found["whole_s"] = time.monotonic() - begun_s
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def _processes() -> list[Any]:

@@ -36,6 +36,8 @@ def test_answers_go_on_when_a_replica_is_killed_and_a_data_set_is_answered(tmp_p
     assert done.returncode == 0, log.read_text()[-3000:]
     found = json.loads(found_at.read_text())
     assert found["hosts"] == 2
+    assert ["replicas", "2 engines of 1 core"] in found["choices"]
+    assert "draft" in dict(found["choices"])
     assert all(found["same"]), "an answer changed when its replica was killed"
     assert found["same_after"]
     assert found["rows"] == 32

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import main, parse, parser_of
 from paceline.core.nouns import Outcome
+from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
+from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
+from paceline.ray.front_options import of_server
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
+from paceline.serve.chat_options import chat_options
+from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
 
@@ -101,7 +107,7 @@ class OpenAnswers:
 
 def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     async def work() -> tuple[bool, bool]:
-        host = EngineHost("default", {})
+        host = EngineHost(EngineConfig())
         lost, other = OpenAnswers(), OpenAnswers()
         host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
         host._lines["front"] = older = FrontLine()
@@ -118,6 +124,39 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
 def test_neither_server_nor_engine_imports_ray() -> None:
     code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# paceline serve --on ray ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--cores", "0,1"], "--cores does not go with --on ray: Ray places engines"),
+        (["--drain-seconds", "5"], "--drain-seconds does not go with --on ray"),
+        (["--trace", "steps.jsonl"], "--trace does not go with --on ray"),
+        (["--tls-cert", "a.pem"], "--tls-cert does not go with --on ray: Ray's proxy"),
+        (["--rl", "--insecure"], "--api-key"),
+        (["--hedge", "p95", "--law", "rejection"], "--hedge needs --law coupled"),
+        ([], "--on ray needs Ray: pip install 'paceline[ray]'"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused_by_name(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "find_spec", lambda _: None)
+    assert main(["serve", "--on", "ray", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_flags_of_a_server_are_options_of_a_front() -> None:
+    flags = ["--api-key", "k", "--served-model-name", "a,b", "--unknown-fields", "warn", "--max-open", "7"]
+    args = parse(parser_of("serve"), [*flags, "--route", "least", "--metrics-names", "vllm"], {})
+    options = of_server(http_config(args), chat_options(args))
+    assert options.served_names == ("a", "b")
+    assert (options.lenient, options.page, options.max_open, options.local) == (True, True, 7, False)
+    assert (options.fleet.route, options.operation.metrics_names) == ("least", "vllm")
+    assert options.keys().find(b"k")
 
 
 @pytest.mark.ray

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.core.errors import ConfigError
 from paceline.core.nouns import Figures, Outcome, Request, TokenLogprobs
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
+from paceline.core.weight_source import WeightSource
 from paceline.engine.assembly.build import Built
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.owner import EngineOwner
+from paceline.engine.renewal import Renewal
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
+from paceline.serve.worker.commands import FlushCache, Obeyed, UpdateWeights
 from paceline.serve.worker.messages import OutcomeBatch, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
@@ -22,7 +28,7 @@ from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlapped_loop import overlapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from paceline.engine.engine import Engine
     from paceline.serve.worker.messages import ToEngine, ToServer
@@ -70,6 +76,57 @@ def test_outcomes_survive_their_message() -> None:
 def test_a_server_looks_once_for_each_serial_step() -> None:
     looks = [submit("a"), None, None, submit("b"), None, StopEngine()]
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
+
+
+class SlowOwner(EngineOwner):
+    """Makes newer weights ready once it may, and has none."""
+
+    def __init__(self, engine: Engine, error: Exception | None = None) -> None:
+        super().__init__(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+        self.may, self.error, self.put_at = Event(), error, -1
+
+    def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
+        assert beside
+        assert self.may.wait(20)
+        if self.error is not None:
+            raise self.error
+
+        def put() -> Renewal:
+            self.version, self.put_at = version, self.built.engine.stats().steps
+            return Renewal(kept=("ngram",))
+
+        return put
+
+
+@pytest.mark.parametrize("error", [None, ConfigError("another shape")])
+@pytest.mark.parametrize("hurry", [False, True], ids=["alone", "another command behind it"])
+def test_newer_weights_are_made_ready_while_answers_go_on(error: Exception | None, hurry: bool) -> None:
+    engine = make_engine("off", PLAIN)
+    owner = SlowOwner(engine, error)
+    commands = Commands(owner)
+
+    def messages() -> Iterator[ToEngine | None]:
+        yield from (submit("a"), None, UpdateWeights(WeightSource("newer"), "v1"), None, None, None)
+        assert engine.stats().steps == 4, "a step for each look"
+        assert owner.put_at < 0
+        owner.may.set()
+        preparing = commands.preparing
+        assert preparing is not None
+        if hurry:
+            yield FlushCache()
+        while not preparing.done:
+            time.sleep(0.001)
+        yield None
+        yield None
+        yield StopEngine()
+
+    line = Line(messages())
+    EngineWorker(commands, line).run()  # type: ignore[arg-type]
+    first, *others = [m for m in line.sent if isinstance(m, Obeyed)]
+    assert (first.version, first.error) == (("v1", None) if error is None else ("default", str(error)))
+    assert owner.put_at == (4 if error is None else -1)
+    assert len(others) == hurry
+    assert line.sent.index(first) > 3, "behind the outcomes of the steps before"
 
 
 def test_in_turns_who_comes_while_a_pass_runs_is_drafted_for_at_once() -> None:

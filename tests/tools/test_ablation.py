@@ -60,8 +60,8 @@ def state_of(loop: ClosedLoop) -> dict[str, float]:
         "confidence": head.shared.confidence_weight,
         "host time": float(cost.host.row_s.max()),
         "online correction": abs(cost.machine_drift) + float(np.abs(cost.passes.log_error).max()),
-        "realised ratio": abs(policy.hysteresis._kinds[1].realised_ratio - 1.0),
-        "plain probes": policy.exploration.probes.num_plain,
+        "realised ratio": abs(policy.hysteresis.means.of(4)[1].realised_ratio - 1.0),
+        "plain probes": sum(policy.exploration.probes.num_plain.values()),
         "stop rules": float(any(s is not None for s in policy.choice.stoppable)),
     }
 

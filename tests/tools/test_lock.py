@@ -31,6 +31,7 @@ def pins(name: str) -> dict[str, str]:
         ("runtime", RUNTIME),
         ("dev", [*RUNTIME, *EXTRAS["dev"], *EXTRAS["plot"]]),
         ("build", PROJECT["build-system"]["requires"]),
+        ("ray", EXTRAS["ray"]),
     ],
 )
 def test_each_requirement_is_pinned_to_a_release_it_allows(name, requirements):
@@ -42,6 +43,7 @@ def test_each_requirement_is_pinned_to_a_release_it_allows(name, requirements):
 def test_what_is_in_two_files_is_the_same_release():
     dev, build = pins("dev"), pins("build")
     assert {n: v for n, v in build.items() if n in dev} == {n: dev[n] for n in build.keys() & dev.keys()}
+    assert not pins("ray").keys() & dev.keys(), "what is there already is not installed again"
 
 
 def test_torch_is_pinned_apart_within_what_its_extra_allows():

@@ -34,7 +34,7 @@ def scores_of(rows: list[list[int]], choose: SamplingSpec) -> Scores:
 def test_laws_are_named_and_declare_their_needs(name: str) -> None:
     law = load_law(name)
     assert law.name == name
-    assert law.needs_probs == (name != "coupled")
+    assert law.needs_probs == (name in ("rejection", "block"))
 
 
 def test_an_unknown_law_is_an_error_with_a_suggestion() -> None:

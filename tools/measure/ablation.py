@@ -146,8 +146,8 @@ class _NoPlanReuse(PlanReuse):
 
 
 class _NoPlainProbes(Probes):
-    def plain_is_due(self, step: int, drafts: bool, loss_s: float, *, requested: bool) -> bool:
-        del step, drafts, loss_s, requested
+    def plain_is_due(self, step: int, drafts: bool, gain: float, loss_s: float, load: int) -> bool:
+        del step, drafts, gain, loss_s, load
         return False
 
 
@@ -285,7 +285,7 @@ def in_engines(args: Namespace, names: Sequence[str], sizes: Sequence[int]) -> R
     longest = max(len(q.request.prompt_ids) for q in make_questions(prompts, encode, params, 0))
     room = min(max_len, longest + params.max_tokens + SPARE_TOKENS)
     limits = replace(config.limits, num_rows=max(sizes), max_len=room)
-    engines = {name: assemble(replace(config, limits=limits), loaded).engine for name in names}
+    engines = {name: assemble(replace(config, limits=limits, keep_learnt=False), loaded).engine for name in names}
     for name, engine in engines.items():
         ablate(engine, name)
     rates: Rates = {}

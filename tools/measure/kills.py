@@ -1,10 +1,15 @@
 """Kill replicas of a fleet under load, and compare every answer.
 
-    python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 3] [--in-flight 8] [--out FILE]
+    python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 5] [--in-flight 8] [--out FILE]
 
-In each round some requests of all kinds are answered undisturbed, then again while a replica that writes is killed
-(kill -9), stopped (SIGSTOP), told to end (SIGTERM) or drained. Every text, score and count is compared. The pause
-of a stream is its longest gap around the harm. It includes the prefill of what the client had.
+In each round requests of all kinds are answered while replicas that write are harmed, each in another way: killed
+(kill -9), stopped (SIGSTOP), told to end (SIGTERM) or drained. Every text, score and count is compared with that
+of the same request undisturbed, which is answered once and kept. A round begins when one replica more is up than
+it harms; the others are still starting.
+
+Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
+summary is of all lines. The pause of a stream is its longest gap around the harm. It includes the prefill of what
+the client had, which is measured at rest and told beside the bars. Streams that were hit twice are told apart.
 """
 
 from __future__ import annotations
@@ -20,17 +25,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from tests.serve.fleet.test_local_fleet import KINDS, Streamed
 
 from tools.served import served
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, "drain": None}
+BARS_MS = {"kill": 250, "stop": 2500, "end": 250, "drain": 250}  # beyond the prefill
 GAPS = 5  # chunks after the harm in which the pause is looked for
 PROMPTS = ("Once upon a time", "The three laws of thermodynamics say that", "def quicksort(items):")
 UP_S = 180.0
+WRITES_S = 5.0  # for a replica to write, before a harm is left out
+# A server waits longer and longer, up to 30 s, before it starts a replica again that keeps ending. Here all keep
+# ending, and that wait would be most of the run.
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from paceline.core import system; system.MAX_WAIT_S = system.FIRST_WAIT_S\n"
+    "from paceline.cli import main; sys.exit(main())",
+    *("serve", "--port", "0"),
+)
 
 
 @dataclass
@@ -53,107 +72,196 @@ class TimedStream(Streamed):
         return max((b - a for a, b in pairwise(near)), default=0.0)
 
 
-class Rounds:
-    """The server, and what was counted."""
+@dataclass(frozen=True)
+class Hit:
+    """One harm: when, and the requests that the replica was writing."""
 
-    def __init__(self, url: str, args: argparse.Namespace) -> None:
+    harm: str
+    at_s: float
+    replica: str
+    requests: frozenset[str]
+
+
+def pauses_ms(streams: Sequence[TimedStream], hits: Sequence[Hit]) -> dict[str, list[int]]:
+    """Return the pauses of the streams that were hit, by harm; of those hit twice as `twice`."""
+    found: dict[str, list[int]] = {}
+    for stream in streams:
+        own = [hit for hit in hits if stream.name in hit.requests]
+        if own:
+            kind = own[0].harm if len(own) == 1 else "twice"
+            pause = max(stream.pause_s(hit.at_s) for hit in own)
+            found.setdefault(kind, []).append(round(1e3 * pause))
+    return found
+
+
+def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sums of all rounds, and pauses by kind beside their bars."""
+    counts = {name: sum(one[name] for one in rounds) for name in ("requests", "resumed", "lost", "different")}
+    harms = {harm: sum(one["harms"].count(harm) for one in rounds) for harm in HARMS}
+    table: dict[str, Any] = {}
+    for kind in (*HARMS, "twice"):
+        pauses = sorted(ms for one in rounds for ms in one["pauses_ms"].get(kind, ()))
+        if pauses:
+            shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+            table[kind] = {name: pauses[int(share * (len(pauses) - 1))] for name, share in shares.items()}
+            table[kind] |= {"streams": len(pauses)}
+            if kind in BARS_MS:
+                prefill_ms = max(one["prefill_ms"] for one in rounds)
+                over = sum(ms > BARS_MS[kind] + prefill_ms for ms in pauses)
+                table[kind] |= {"bar": BARS_MS[kind], "prefill": prefill_ms, "over": over}
+    minutes = sum(one["seconds"] for one in rounds) / 60
+    total = sum(harms.values())
+    rate = round(total / minutes, 1) if minutes else 0.0
+    return {"kills": total, "a_minute": rate} | harms | counts | {"pause_ms": table}
+
+
+class Rounds:
+    """The server, and what was found."""
+
+    def __init__(self, url: str, args: argparse.Namespace, done: list[dict[str, Any]]) -> None:
         self.client = httpx.Client(base_url=url, timeout=300.0)
-        self.args = args
-        self.chance = random.Random(args.seed)  # noqa: S311 - no secret
-        self.counts = dict.fromkeys(("requests", "resumed", "lost", "different", *HARMS), 0)
-        self.pauses_s: dict[str, list[float]] = {harm: [] for harm in HARMS}
+        self.args, self.done = args, done
+        self.whole: dict[str, TimedStream] = {}  # of each request, undisturbed
+        self.prefill_ms = 0
 
     def table(self) -> dict[str, Any]:
         """Return the tables of the fleet."""
         found: dict[str, Any] = self.client.get("/v1/fleet").json()
         return found
 
-    def wait_until_up(self) -> None:
-        """Wait until all replicas take requests."""
+    def wait_until_up(self, count: int) -> None:
+        """Wait until so many replicas take requests."""
         end_s = time.monotonic() + UP_S
-        while [line["state"] for line in self.table()["replicas"]] != ["up"] * self.args.replicas:
+        while sum(line["state"] == "up" for line in self.table()["replicas"]) < count:
             if time.monotonic() > end_s:
                 raise TimeoutError(f"replicas do not come back: {self.table()}")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
-    def bodies(self) -> list[dict[str, Any]]:
-        """Return the requests of a round."""
-        kinds = [self.chance.choice(list(KINDS.values())) for _ in range(self.args.in_flight)]
+    def requests(self) -> list[dict[str, Any]]:
+        """Return all requests that rounds choose from."""
+        chance = random.Random(self.args.seed)  # noqa: S311 - no secret
+        kinds = list(KINDS.values())
         return [
-            {"prompt": self.chance.choice(PROMPTS), "temperature": 1.0, "ignore_eos": True}
-            | kind
-            | {"max_tokens": self.args.tokens, "seed": self.chance.randrange(1 << 30), "min_tokens": 0}
+            {"prompt": chance.choice(PROMPTS), "temperature": 1.0, "ignore_eos": True}
+            | kinds[index % len(kinds)]
+            | {"max_tokens": self.args.tokens, "seed": chance.randrange(1 << 30), "min_tokens": 0}
             | {"stream": True, "stream_options": {"include_usage": True}}
-            for kind in kinds
+            for index in range(self.args.requests)
         ]
 
-    def stream(self, body: dict[str, Any], found: TimedStream) -> None:
+    def stream(self, body: dict[str, Any]) -> TimedStream:
         """Read one answer."""
+        return self.read(body, TimedStream())
+
+    def read(self, body: dict[str, Any], found: TimedStream) -> TimedStream:
+        """Read one answer into a stream."""
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     found.take(json.loads(line.removeprefix("data: ")))
+        return found
 
-    def answers(self, bodies: list[dict[str, Any]], harm: str | None) -> tuple[list[TimedStream], float, set[str]]:
-        """Answer all at once, and do harm meanwhile.
+    def answer_whole(self, bodies: list[dict[str, Any]]) -> list[TimedStream]:
+        """Return undisturbed answers; those that are not known are written now."""
+        keys = [json.dumps(body) for body in bodies]
+        unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in self.whole}
+        if unknown:
+            with ThreadPoolExecutor(len(unknown)) as pool:
+                self.whole |= dict(zip(unknown, pool.map(self.stream, unknown.values()), strict=True))
+        return [self.whole[key] for key in keys]
 
-        Returns its time and the requests on that replica.
-        """
-        found = [TimedStream() for _ in bodies]
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            futures = [pool.submit(self.stream, *pair) for pair in zip(bodies, found, strict=True)]
-            harm_s, hit = self.do_harm(harm) if harm else (0.0, set())
-            for future in futures:
-                future.result()
-        return found, harm_s, hit
+    def measure_prefill(self) -> None:
+        """Measure the time to the first token of what a client can have when its replica dies."""
+        body = {"prompt": list(range(100, 100 + self.args.tokens + 16)), "max_tokens": 1, "cache_salt": ""}
+        times = []
+        for number in range(5):
+            start_s = time.monotonic()
+            self.client.post("/v1/completions", json=body | {"cache_salt": str(number)}).raise_for_status()
+            times.append(time.monotonic() - start_s)
+        self.prefill_ms = round(1e3 * sorted(times)[2])
 
-    def do_harm(self, harm: str) -> tuple[float, set[str]]:
-        """Wait until something has been told, and a little longer; hit a replica that writes."""
-        while not (wrote := [r for r in self.table()["requests"] if r["tokens"]]):
+    def do_harm(self, harm: str, chance: random.Random, hit: Sequence[str]) -> Hit | None:
+        """Wait a little; harm a replica that writes and was not harmed yet. None if no such one writes."""
+        time.sleep(chance.random() * self.args.delay)
+        end_s = time.monotonic() + WRITES_S
+        while time.monotonic() < end_s:
+            table = self.table()
+            able = {line["replica"] for line in table["replicas"] if line["state"] == "up"}.difference(hit)
+            if wrote := [r for r in table["requests"] if r["tokens"] and r["replica"].partition(",")[0] in able]:
+                return self._harm(harm, chance.choice(wrote)["replica"].partition(",")[0], table)
+            if not table["requests"]:
+                return None
             time.sleep(0.01)
-        time.sleep(self.chance.random() * self.args.delay)
-        table = self.table()
-        wrote = [r for r in table["requests"] if r["tokens"]] or wrote
-        replica = self.chance.choice(wrote)["replica"].partition(",")[0]
+        return None
+
+    def _harm(self, harm: str, replica: str, table: dict[str, Any]) -> Hit:
         pid = next(line["pid"] for line in table["replicas"] if line["replica"] == replica)
-        hit = {
+        hit = frozenset(
             r["request"].rsplit("-", 2)[0] for r in table["requests"] if r["replica"] == replica and r["tokens"]
-        }
-        harm_s, number = time.monotonic(), HARMS[harm]
+        )
+        at_s, number = time.monotonic(), HARMS[harm]
         if number is not None:
             os.kill(pid, number)
         else:
             self.client.post("/v1/fleet/drain", json={"replica": replica})
             self.client.post("/v1/fleet/drain", json={"replica": replica, "undo": True})
-        return harm_s, hit
+        return Hit(harm, at_s, replica, hit)
 
-    def run(self, harm: str) -> None:
-        """Run one round."""
-        self.wait_until_up()
-        bodies = self.bodies()
-        whole, _, _ = self.answers(bodies, None)
-        found, harm_s, hit = self.answers(bodies, harm)
-        self.counts[harm] += 1
-        self.counts["requests"] += len(found)
-        for one, other in zip(found, whole, strict=True):
-            self.counts["resumed"] += one.usage.get("legs", 1) > 1
-            self.counts["lost"] += bool(one.error) or not one.ends
-            same = (one.text, one.scores, one.ends) == (other.text, other.scores, other.ends)
-            self.counts["different"] += not one.error and not same
-            if one.name in hit:
-                self.pauses_s[harm].append(one.pause_s(harm_s))
-
-    def report(self) -> dict[str, Any]:
-        """Return what was counted, with pauses in milliseconds."""
-        pauses = {harm: sorted(found) for harm, found in self.pauses_s.items() if found}
-        table = {
-            harm: {
-                name: round(1e3 * found[int(share * (len(found) - 1))])
-                for name, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
-            }
-            for harm, found in pauses.items()
+    def run(self, number: int) -> dict[str, Any]:
+        """Run one round; return its line."""
+        start_s = time.monotonic()
+        chance = random.Random(f"{self.args.seed} {number}")  # noqa: S311 - no secret
+        kinds = [list(HARMS)[(number * self.args.harms + i) % len(HARMS)] for i in range(self.args.harms)]
+        bodies = chance.sample(self.requests(), self.args.in_flight)
+        whole = self.answer_whole(bodies)
+        self.wait_until_up(self.args.harms + 1)
+        found: list[TimedStream] = [TimedStream() for _ in bodies]
+        hits: list[Hit] = []
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            futures = [pool.submit(self.read, *pair) for pair in zip(bodies, found, strict=True)]
+            for harm in kinds:
+                if hit := self.do_harm(harm, chance, [one.replica for one in hits]):
+                    hits.append(hit)
+            for future in futures:
+                future.result()
+        different = [
+            one for one, other in zip(found, whole, strict=True) if not one.error and not _same(one, other)
+        ]
+        return {
+            "round": number,
+            "harms": [hit.harm for hit in hits],
+            "requests": len(found),
+            "resumed": sum(one.usage.get("legs", 1) > 1 for one in found),
+            "lost": sum(bool(one.error) or not one.ends for one in found),
+            "different": len(different),
+            "pauses_ms": pauses_ms(found, hits),
+            "prefill_ms": self.prefill_ms,
+            "seconds": round(time.monotonic() - start_s, 2),
         }
-        return self.counts | {"pause_ms": table}
+
+    def run_all(self, kills: int, out: Path | None) -> None:
+        """Run rounds until so many harms were done, those of earlier runs included."""
+        while (count := sum(len(one["harms"]) for one in self.done)) < kills:
+            line = self.run(len(self.done))
+            self.done.append(line)
+            if out:
+                with out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            totals = {name: sum(one[name] for one in self.done) for name in ("resumed", "lost", "different")}
+            sys.stderr.write(f"\r{count + len(line['harms'])} of {kills} {totals} ")
+
+
+def _same(one: TimedStream, other: TimedStream) -> bool:
+    return (one.text, one.scores, one.ends) == (other.text, other.scores, other.ends)
+
+
+def read_rounds(path: Path | None) -> list[dict[str, Any]]:
+    """Return the lines of earlier runs; a last one that was cut is dropped, also from the file."""
+    if path is None or not path.exists():
+        return []
+    whole = path.read_text().rpartition("\n")[0]
+    path.write_text(whole + "\n" if whole else "")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def main() -> int:
@@ -161,24 +269,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=5)
+    parser.add_argument("--harms", type=int, default=2, help="replicas that a round harms")
     parser.add_argument("--in-flight", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=110, help="that rounds choose from")
     parser.add_argument("--tokens", type=int, default=120)
-    parser.add_argument("--delay", type=float, default=1.0, help="longest wait before the harm, seconds")
+    parser.add_argument("--delay", type=float, default=0.5, help="longest wait before each harm, seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file of lines; a run goes on behind them")
     args = parser.parse_args()
     flags = ["--model", args.model, "--replicas", str(args.replicas), "--no-access-log"]
-    with served(flags) as url:
-        rounds = Rounds(url, args)
-        for number in range(args.kills):
-            rounds.run(list(HARMS)[number % len(HARMS)])
-            sys.stderr.write(f"\r{number + 1} {rounds.counts}")
-    text = json.dumps(rounds.report(), indent=1)
-    sys.stdout.write(f"\n{text}\n")
-    if args.out:
-        args.out.write_text(text + "\n")
-    return int(bool(rounds.counts["lost"] or rounds.counts["different"]))
+    rounds = read_rounds(args.out)
+    with served(flags, command=COMMAND) as url:
+        running = Rounds(url, args, rounds)
+        running.wait_until_up(args.replicas)
+        running.measure_prefill()
+        try:
+            running.run_all(args.kills, args.out)
+        finally:
+            found = summary(rounds)
+            sys.stdout.write(f"\n{json.dumps(found, indent=1)}\n")
+    return int(bool(found["lost"] or found["different"]))
 
 
 if __name__ == "__main__":

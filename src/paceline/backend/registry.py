@@ -60,10 +60,11 @@ class BackendSpec:
     # with a probe where that finds nothing wrong.
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
-    max_ranks: int = 1  # processes that may share an executor's layers, each on a device of its own
+    max_ranks: int = 1  # processes that may share the target's layers, each on a device or cores of its own
+    max_draft_ranks: int = 1  # likewise, a drafter's
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
-    repacker: str | None = None  # module:function(decoder, weights), see `repack`; None: its weights stay
+    repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
@@ -84,17 +85,18 @@ class BackendSpec:
         loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
 
-    def repack(self, decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
-        """Make other weights of the same shape ready; return what puts them in place.
+    def repack(
+        self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False
+    ) -> tuple[Decoder, Callable[[], None]]:
+        """Return a decoder over other weights of its shape, and what puts them in place.
 
-        It is called between passes.
-
+        The second is called between passes. beside: passes run meanwhile, and keep half of the threads.
         Raises `ConfigError` where weights cannot be replaced.
         """
         if self.repacker is None:
             able = " or ".join(name for name, spec in BACKENDS.items() if spec.repacker)
             raise ConfigError(f"the {self.name} backend keeps its first weights: choose --backend {able}")
-        return self._imported(self.repacker)(decoder, weights)  # type: ignore[no-any-return]
+        return self._imported(self.repacker)(decoder, weights, beside)  # type: ignore[no-any-return]
 
     def rows(self) -> type[Rows]:
         """Import the class of its per-row state."""
@@ -169,11 +171,15 @@ class BackendSpec:
             raise ConfigError(f"--device {text}: the {self.name} backend runs on {known}")
         return Device(torch_name=text)
 
-    def check_ranks(self, flag: str, asked: int) -> None:
-        """Raise `ConfigError` if so many ranks cannot share an executor."""
-        if asked > self.max_ranks:
-            most = "one process" if self.max_ranks == 1 else f"up to {self.max_ranks} ranks"
-            raise ConfigError(f"{flag} {asked}: the {self.name} backend runs in {most}")
+    def check_ranks(self, target: int, draft: int) -> None:
+        """Raise `ConfigError` if so many ranks cannot share the target, or a drafter."""
+        for flag, asked, limit, what in (
+            ("--tensor-parallel", target, self.max_ranks, "targets"),
+            ("--draft-tensor-parallel", draft, self.max_draft_ranks, "drafters"),
+        ):
+            if asked > limit:
+                most = "one process" if limit == 1 else f"up to {limit} ranks"
+                raise ConfigError(f"{flag} {asked}: {what} of the {self.name} backend run in {most}")
 
     def defaults_on(self, device: Device | None) -> DeviceDefaults | None:
         """Return the limits on a device; None: those of a host."""
@@ -242,13 +248,14 @@ BACKENDS = {
             "C++ kernels for CPUs; a token's numbers are the same in every batch",
             ("int8", "int4", "bf16", "f32", FILE),
             ("i16", "i8", "f16", "f32"),
-            "paceline.backend.native.load:load_decoder",
+            "paceline.backend.native.ranked:load_decoder",
             "paceline.backend.native.load:load_runner",
             "paceline.backend.native.cut_model:load_cut_model",
             weights_chooser="paceline.backend.native.packing:choose_weights",
             small_kv="i8",
             repacker="paceline.backend.native.load:repack",
             wide_kv="f16",
+            max_ranks=8,
         ),
         BackendSpec(
             "reference",
@@ -285,6 +292,7 @@ BACKENDS = {
             probe="paceline.backend.cuda.probe:findings",
             free_memory="paceline.backend.cuda.device_memory:free_bytes",
             max_ranks=8,
+            max_draft_ranks=8,
             features=(),
             cores_backend="native",
         ),

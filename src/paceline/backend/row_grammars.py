@@ -88,10 +88,10 @@ class RowGrammars:
             else d
             for r, d in rows
         )
-        return Draft(tuple(fitted), draft.budget)
+        return Draft(tuple(fitted), draft.budget, draft.branched)
 
     def _fit_row(self, r: BatchRow, d: RowDraft, filler: str | None) -> RowDraft:
-        if d.is_bound or d.parents is not None:
+        if d.is_bound:
             return d
         token_ids = self.states[r.row].fit(d.token_ids, r.max_drafts)
         if token_ids == list(d.token_ids):

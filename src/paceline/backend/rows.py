@@ -154,6 +154,7 @@ class Rows(TokenRows):
         self._law_needs_probs = law_needs_probs
         self._counted: set[int] = set()  # rows whose tokens change the choices behind them
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
+        self.changing: set[int] = set()  # rows whose drafts may replace the target's choices in their pass
         self.grammars = RowGrammars()
 
     @property
@@ -198,6 +199,7 @@ class Rows(TokenRows):
         self.computed[row] = admission.cached_len
         self.put_pages(row, 0, admission.pages)
         self.requests[row] = request
+        self.changing.discard(row)
         (self._scoring.add if request.scores_prompt else self._scoring.discard)(row)
         self._texts[row] = None
         if request.params.grammar is not None:
@@ -250,19 +252,23 @@ class Rows(TokenRows):
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
             if r.samples:
-                specs += self._target_specs(r.row, d.token_ids, masks=masks)
+                of_row = self._target_specs(r.row, d.token_ids, masks=masks)
+                specs += of_row
+                if d.branches is not None:
+                    specs += [of_row[depth] for depth in d.branches.depths(len(d))]
             cu_len.append(len(specs))
         return cu_len, specs
 
     def _target_specs(self, row: int, guesses: Sequence[int], *, masks: bool) -> list[SamplingSpec]:
         """Return the specs of the target's choices.
 
+        The law `typical` compares probabilities with the likeliest token's, so it needs all logits.
         With a grammar the law chooses, unless the pass takes masks. Edits may ban all that a mask allows, which
         only the law sees; and log-probabilities are of all tokens, where a masked pass scores some.
         """
         specs = self.row_specs(row, guesses)
         if row not in self.grammars.states:
-            return specs
+            return [s._replace(kind="sampled") for s in specs] if row in self.changing else specs
         masks = masks and self.params(row).logprobs is None
         return [s if masks and s.edits is None else s._replace(kind="logits") for s in specs]
 
@@ -282,6 +288,10 @@ class Rows(TokenRows):
         """Return True if a row's specs depend on which tokens come before them."""
         sampling = self._sampling[row]
         return sampling is not None and sampling.history.penalised
+
+    def may_branch(self, row: int) -> bool:
+        """Return True if a row's specs are the same on every path of a tree."""
+        return row not in self._counted
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""

@@ -65,6 +65,7 @@ class Drawn:
     token_ids: list[int]  # [n]
     probs: list[NDArray[floating]] | None = None  # [n] of [vocab]: distribution of each draw, if the law needs it
     margins: list[float] | None = None  # [n] as `PassResult.margins`
+    second_ids: list[int] | None = None  # [n] as `PassResult.second_ids`
 
 
 def draw(
@@ -92,7 +93,8 @@ def draw(
         if token_ids[index] == UNCHOSEN and chosen.logits is not None:
             token_ids[index], margin = choose_ahead(chosen.logits[row], specs[index])
             margins[index] = margin if math.isnan(margins[index]) else margins[index]
-    return Drawn(token_ids, margins=margins)
+    second_ids = None if chosen.second_ids is None else chosen.second_ids.tolist()
+    return Drawn(token_ids, margins=margins, second_ids=second_ids)
 
 
 def _draw_dense(logits: NDArray[floating], spec: SamplingSpec, depth: int) -> tuple[int, NDArray[floating]]:

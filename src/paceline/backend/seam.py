@@ -44,7 +44,7 @@ class Packed:
     Row i of the pass owns tokens cu_len[i]:cu_len[i + 1], at consecutive positions. Token t attends to its row's
     slots at positions first_keys[i]..positions[t], its own included: K and V are written before they are read.
     The slot of a position p of row i is `pages[i, p // 16] * 16 + p % 16`. A backend with handles of its own
-    takes numpy arrays, too.
+    takes numpy arrays, too. A branch of a draft is a row of its own, see `branches.py`.
     """
 
     token_ids: NDArray[int64]  # [num_tokens]
@@ -54,6 +54,7 @@ class Packed:
     pages: NDArray[int64]  # [num_rows, max_pages] page ids, padded with 0
     wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
     first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
+    copies: NDArray[int64] | None = None  # [num_copies, 2] (token, slot) where its K and V are written, too
 
     def check(self, num_slots: int, vocab_size: int) -> None:
         """Assert shapes and ranges."""
@@ -94,8 +95,8 @@ class FedBack(NamedTuple):
 class Features:
     """Features [num_tokens, width] beside a head's tokens: each is of the token before.
 
-    Those of committed tokens are made of their taps. Tokens of a row behind these are guesses: they read what is
-    fed back, or the head's mask feature. A block head stores tokens with features, their own; blocks have none.
+    Those of committed tokens are made of taps; guesses behind them read what is fed back, or the mask feature. A
+    block head stores tokens with features, their own; blocks have none.
     """
 
     taps: TapStore
@@ -121,6 +122,7 @@ class PassRequest:
     taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
     features: Features | None = None  # of a head
     masks: kernels.Masks | None = None  # what each wanted token may be, of an executor that takes them
+    wants_second: bool = False  # also return the second token of each choice whose spec asks for a margin
 
 
 @noun
@@ -133,6 +135,7 @@ class PassResult:
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
     margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
+    second_ids: NDArray[int64] | None = None  # [len(specs)] what margins are over, UNCHOSEN where not known
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
@@ -157,6 +160,7 @@ class Capabilities:
     multi_step: bool = False  # takes requests with `steps`
     asynchronous: bool = False  # a launched pass goes on beside the caller
     masks: bool = False  # chooses under masks
+    branches: bool = False  # takes `Packed.copies`, and its stores of KV are `CopiesPages`
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
     token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
     moves_pages: bool = False  # its stores of KV are `PageBytes`
@@ -246,7 +250,7 @@ class HeadRunner(DraftExecutor, Protocol):
 
 @noun
 class RelayRequest:
-    """One step of a head's relay, or of a block head, after its pass over all guesses.
+    """One step of a relay or block head, after its pass over all guesses.
 
     `PassResult.hidden` are the messages to these guesses. A block head's first has the newest token before it.
     """
@@ -275,10 +279,7 @@ class LateProgram(Protocol):
     """Drafting on the target's device, over its rows. The host learns of it late."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row whose first `entries` tokens were read before.
-
-        Tokens before `first_key` will never be.
-        """
+        """Begin a row whose first `entries` tokens were read, those before `first_key` never."""
         ...
 
     def catch_up(self, counts: Mapping[int, int]) -> None:

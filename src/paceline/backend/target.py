@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
+from paceline.backend.branches import NUM_BRANCH_PAGES, BranchPages
 from paceline.backend.prompt_scores import scoring_pass
 from paceline.backend.seam import PassRequest
 from paceline.core.nouns import Scores, Taps, noun
@@ -14,6 +15,7 @@ from paceline.core.nouns import Scores, Taps, noun
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from paceline.backend.branches import CopiesPages
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.prompt_scores import ScoringPass
     from paceline.backend.row_grammars import PassMasks
@@ -115,7 +117,9 @@ class Backend:
         self.decoder = decoder
         self.config = decoder.config
         self.rows = rows
-        self.kv = decoder.new_kv(num_pages)
+        takes_branches = decoder.capabilities.branches
+        self.kv = decoder.new_kv(num_pages + (NUM_BRANCH_PAGES if takes_branches else 0))
+        self.branches = BranchPages(cast("CopiesPages", self.kv), num_pages) if takes_branches else None
         self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
 
     @property
@@ -135,6 +139,9 @@ class Backend:
         """Gather a pass over the known tokens and the drafts of a batch."""
         scored = self.rows.num_scored(batch)
         packed = self.rows.pack_batch(batch, draft, scored)
+        if draft.branched:
+            assert self.branches is not None, "branches come to decoders that take them"
+            packed = self.branches.pack(batch, draft, packed)
         takes_masks = bool(self.rows.grammars.states) and self.decoder.capabilities.masks and not scored
         cu_len, specs = self.rows.specs(batch, draft, masks=takes_masks)
         starts = [self.rows.computed_len(r.row) for r in batch.rows] if self.taps else ()
@@ -162,7 +169,9 @@ def _scores(asked: HostPass, result: PassResult) -> Scores:
     if asked.scoring is not None:
         specs = asked.scoring.specs
         result, prompts = asked.scoring.split(result)
-    taps = Taps(result.taps, packed.cu_len, packed.slots, asked.starts) if result.taps else None
+    # Branches are rows behind these; a backend without them may keep its arrays to itself.
+    cu_len = packed.cu_len if packed.copies is None else packed.cu_len[: len(asked.cu_len)]
+    taps = Taps(result.taps, cu_len, packed.slots, asked.starts) if result.taps else None
     return Scores(
         asked.cu_len,
         specs,

@@ -25,6 +25,7 @@ from paceline.engine.assembly.cli_options import add_engine_arguments, engine_co
 from paceline.engine.drafters import DrafterPool
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
+from paceline.model.heads.mtp import drafters_within, usable_mtp
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from paceline.serve.terminal.display import progress, say, table
 
@@ -73,6 +74,7 @@ def run(args: Namespace) -> int:
                 loaded = load(config, lambda _, done, total: update(done, total))
             built = assemble(config, loaded)
             checks += [Check(choice.what, True, f"{choice.value}: {choice.why}") for choice in built.choices]
+            checks += _state_checks(built)
         except (ConfigError, ModelError) as load_error:
             error = load_error
     if error is not None:
@@ -180,12 +182,23 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
     kind, _ = config.backend_spec.settled_weights(config.weights, model.config, model.weights)
     per_weight, free = NUM_BYTES[kind], config.free_bytes()
     weights = num_weights(model.config) * per_weight
-    drafters = parse_drafters(config.draft, model.fingerprint)
+    drafters = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model)))
     drafter = sum(spec.num_weights(model) for spec in drafters.configs) * per_weight
     text = (
         f"weights {_mib(weights)}, drafter at most {_mib(drafter)}, free {_mib(free)}; the KV cache comes on top"
     )
     return Check("memory", weights + drafter < free, text)
+
+
+def _state_checks(built: Built) -> Iterator[Check]:
+    """Yield what the longest request takes in each drafter's state."""
+    engine, max_len = built.engine, built.max_len
+    own = engine.target.kv_bytes_per_token * max_len
+    for name, drafter in engine.drafting.drafters.items():
+        if drafter.needs.has_state:
+            state = drafter.needs.request_bytes(max_len)
+            text = f"{_mib(state)} for a request of {max_len} tokens, beside {_mib(own)} of the target's"
+            yield Check(f"state of {name}", True, text)
 
 
 def _mib(num_bytes: float) -> str:

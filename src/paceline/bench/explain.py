@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.core.params import TYPICAL
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -31,14 +32,23 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Replay a trace; print a summary, or one step."""
     if args.step is None:
+        _say_start(args.trace)
         _summary(args.trace)
     else:
         _one_step(args.trace, args.step)
     return 0
 
 
+def _say_start(path: str) -> None:
+    """Say what the controller knew when it began."""
+    from paceline.control.files import begun_with
+    from paceline.serve.terminal.display import say
+
+    say(f"started from {begun_with(Path(path)) or 'nothing learnt before'}")
+
+
 def _summary(path: str) -> None:
-    from paceline.control.files import replay
+    from paceline.control.files import law_name, replay
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
@@ -80,6 +90,10 @@ def _summary(path: str) -> None:
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
     if stairs[0] is not None:
         _say_filled(stairs[0], steps)
+    if law_name(Path(path)) == TYPICAL:
+        say(
+            "law typical: kept drafts include changed tokens; usage.speculation.changed_tokens of an answer counts"
+        )
     say(f"the replay chose the same in {len(chosen)} of {len(steps)} steps")
 
 

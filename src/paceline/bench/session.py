@@ -72,9 +72,8 @@ def run_here(
     questions = make_questions(prompts, encode, session.params, session.seed)
     longest = max(len(q.request.prompt_ids) for q in questions) + session.params.max_tokens + SPARE_TOKENS
     limits = replace(config.limits, num_rows=max(session.concurrencies), max_len=min(max_len, longest))
-    engines = {
-        draft: assemble(replace(config, draft=draft, limits=limits), loaded).engine for draft in session.drafts
-    }
+    config = replace(config, limits=limits, keep_learnt=False)
+    engines = {draft: assemble(replace(config, draft=draft), loaded).engine for draft in session.drafts}
     done = 0
     for concurrency in session.concurrencies:
         for engine in engines.values():

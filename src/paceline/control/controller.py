@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.control.branching import on_chain, with_branches
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import NONE, drafted_of, outcomes_of
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
@@ -12,6 +13,7 @@ from paceline.core.nouns import Draft, Plan, RowPlan, noun
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from paceline.control.branching import Branching
     from paceline.control.online_cost import OnlineCost
     from paceline.control.policy import Decision, Outcomes, StepView, Work
     from paceline.control.protocols import Policy, StepAccounting, StepTimes, TraceSink
@@ -45,15 +47,19 @@ class ClosedLoop:
         names: Sequence[str],
         sink: TraceSink | None = None,
         group: int = 0,
+        branching: Branching | None = None,
     ) -> None:
-        """cost: corrected by every step; None: prices are fixed. names: of drafters, by index."""
+        """cost: corrected by every step; None: prices are fixed. names: of drafters, by index.
+
+        branching: None where no drafter hands out branches.
+        """
         self.policy = policy
         self.cost = cost
-        self.names = tuple(names)
         self.view: StepView | None = None  # of the last plan
         self.decision: Decision | None = None  # of the last plan
         self._sink = sink
         self._group = group
+        self._branching = branching
         self._second_group: ClosedLoop | None = None
         self._index_of = {name: index for index, name in enumerate(names)}
         self._asked: frozenset[str] = frozenset()  # drafters of the last plan that gave no preview
@@ -62,6 +68,11 @@ class ClosedLoop:
         self._had_drafts = False  # the step before this one
         self._reuses = False  # this step reuses a plan without a view
         self._num_tokens = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the drafters, by index."""
+        return tuple(self._index_of)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +84,8 @@ class ClosedLoop:
         """Loop of the other group: the same estimates and prices, its own plans."""
         if self._second_group is None:
             policy = self.policy.for_second_group()
-            self._second_group = ClosedLoop(policy, self.cost, self.names, self._sink, 1 - self._group)
+            more = self._sink, 1 - self._group, self._branching
+            self._second_group = ClosedLoop(policy, self.cost, self.names, *more)
         return self._second_group
 
     @property
@@ -109,6 +121,7 @@ class ClosedLoop:
     def plan(self, view: StepView) -> Plan:
         """See `Controller.plan`."""
         self._end_unobserved()
+        names = self.names
         decision = self.policy.reuse(view)
         if decision is None:
             self._learn_pending()
@@ -117,18 +130,34 @@ class ClosedLoop:
         if self._sink:
             self._sink.planned(view, decision, self._group)
         planned = zip(view.rows.tolist(), decision.drafters.tolist(), decision.ks.tolist(), strict=True)
+        branching = self._branching if self._branching is not None and self._branching.asks(view) else None
         rows = {
-            row: RowPlan(self.names[drafter], k, decision.stops.get(row))
+            row: RowPlan(
+                names[drafter],
+                k,
+                decision.stops.get(row),
+                0 if branching is None else branching.most(drafter),
+            )
             for row, drafter, k in planned
             if k and drafter != NONE
         }
-        previewed = {self.names[drafter] for drafter in view.previews}
+        previewed = {names[drafter] for drafter in view.previews}
         self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - previewed
-        retired = tuple(self.names[drafter] for drafter in decision.retired)
+        retired = tuple(names[drafter] for drafter in decision.retired)
         return Plan(rows, decision.prefill_tokens, retired, decision.budget)
+
+    def finish(self) -> None:
+        """Learn from the last steps."""
+        self._learn_pending()
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Drop drafts that are not worth verifying, given confidence new to the plan."""
+        trimmed = self._trim(batch, draft)
+        if not draft.branched or self.view is None or self._branching is None:
+            return trimmed
+        return self._branching.choose(self.view, batch, trimmed)
+
+    def _trim(self, batch: Batch, draft: Draft) -> Draft:
         if self.view is None or self._reuses or not self.policy.may_trim or not self._has_news(draft):
             return draft
         self._learn_pending()
@@ -172,10 +201,20 @@ class ClosedLoop:
     def _learn_from(self, step: _PendingStep) -> None:
         times = step.times
         seconds = times.draft_s, times.target_s, times.host_s, times.wait_s
+        verdict, branched = step.verdict, step.draft.branched
+        if step.proposed.branched and self._branching is not None:
+            self._branching.learn(step.proposed, step.draft, verdict)
         outcomes, prefill = outcomes_of(
-            step.batch, step.proposed, step.draft, step.verdict, self._index_of, seconds, times.touched
+            step.batch,
+            step.proposed,
+            step.draft,
+            on_chain(verdict) if branched else verdict,
+            self._index_of,
+            seconds,
+            times.touched,
         )
-        accounting = self.learn(outcomes, prefill, step.view, step.decision)
+        paid = with_branches(outcomes, step.batch, step.draft, verdict) if branched else None
+        accounting = self.learn(outcomes, prefill, step.view, step.decision, paid)
         if accounting:
             self._accounted.append(accounting)
         if self._sink:
@@ -191,16 +230,24 @@ class ClosedLoop:
             self._sink.reused(num_rows, host_s)
 
     def learn(
-        self, outcomes: Outcomes, prefill: Work, view: StepView, decision: Decision
+        self,
+        outcomes: Outcomes,
+        prefill: Work,
+        view: StepView,
+        decision: Decision,
+        paid: Outcomes | None = None,
     ) -> StepAccounting | None:
-        """Learn from the outcome of a plan. Returns its accounting if prices are corrected."""
+        """Learn from the outcome of a plan. Returns its accounting if prices are corrected.
+
+        paid: with the tokens of branches, where there are any.
+        """
         self.policy.learn(view, self._with_reused_host_time(outcomes))
         had_drafts, has_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
         self._had_drafts = has_drafts
         if self.cost is None:
             return None
         settled = has_drafts or not had_drafts
-        return self.cost.account_step(view, decision, outcomes, prefill, settled=settled)
+        return self.cost.account_step(view, decision, paid or outcomes, prefill, settled=settled)
 
     def _with_reused_host_time(self, outcomes: Outcomes) -> Outcomes:
         """Return a plain step's outcomes with the host time of steps that reuse plans.

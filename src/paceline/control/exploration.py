@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
 SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one
 SAVED_PLAIN_STEPS = 16  # the same for plain probes
-PLAIN_EVERY = 96  # steps between two plain probes, at most
-FREE_PLAIN_PROBES = 8  # first plain probes, in ever longer intervals, that cost what they may
+PLAIN_EVERY = 96  # steps between two plain probes, at most ...
+MIN_PLAIN_EVERY = 8  # ... and at least: with many rows, they come as often as that hundredth pays for
+FREE_PLAIN_PROBES = 3  # first plain probes, after 2, 4 and 8 steps, that cost what they may
 PROBE_EVERY = 8  # steps between two checks of what could pay ...
 SEVERAL_ROWS = 8  # ... with fewer rows than these; with more, steps tell more and a check takes longer:
 PROBE_EVERY_OF_SEVERAL = 16
+FEW = 0  # load of few rows: there is so much to gain that what plain steps realise decides nothing
 OPTIMISM_SD = 2.0  # standard deviations above the estimate: what could pay
 MIN_ROOM_TOKENS = 4  # drafts that a row must be allowed for a check to say anything
 RETIRE_AFTER_CHECKS = 256  # checks in a row at which a drafter could not have paid
@@ -67,7 +69,7 @@ class Probes:
     plain: ProbeBudget = field(default_factory=lambda: ProbeBudget(SAVED_PLAIN_STEPS))
     row: int = NONE  # row that drafts further in this step as a probe
     last_plain: int = 0  # last step without drafts
-    num_plain: int = 0  # steps without drafts
+    num_plain: dict[int, int] = field(default_factory=dict)  # steps without drafts, by load; a probe counts once
     last_check: int = 0  # last step that checked what could pay
     second_plain: bool = False  # the next step is the second of a plain probe; the first finds caches displaced
 
@@ -87,20 +89,25 @@ class Probes:
             expected_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
             self.upward.seconds -= min(max(outcomes.draft_s - expected_s, 0.0), outcomes.target_s)
 
-    def plain_is_due(self, step: int, drafts: bool, loss_s: float, *, requested: bool) -> bool:
+    def plain_is_due(self, step: int, drafts: bool, gain: float, loss_s: float, load: int) -> bool:
         """Return whether this step should not draft.
 
-        drafts: some are chosen. loss_s: time that a step without them loses. requested: requests name drafters.
+        drafts: some are chosen. gain: share of plain decoding's speed that drafts promise to add. loss_s: time
+        that a step without them loses. load: class of the rows, `FEW` of few.
         """
         second, self.second_plain = self.second_plain, False
-        wait = min(PLAIN_EVERY, 2 << min(self.num_plain, PLAIN_EVERY))
-        due = not requested and (second or step - self.last_plain >= wait)
-        if due and not second and self.num_plain >= FREE_PLAIN_PROBES:
+        known, wait = self.num_plain.get(load, 0), float(PLAIN_EVERY)
+        if known < FREE_PLAIN_PROBES:
+            wait = 2 << known
+        elif load != FEW:
+            wait = min(max(MIN_PLAIN_EVERY, 2 * gain / EXPLORED_SHARE), wait)
+        due = drafts and (second or step - self.last_plain >= wait)
+        if due and not second and known >= FREE_PLAIN_PROBES:
             due = self.plain.afford(2 * loss_s)
         self.second_plain = due and not second
         if due or not drafts:
             self.last_plain = step
-            self.num_plain += 1
+            self.num_plain[load] = known + (not self.second_plain)
         return due
 
     def earn(self, step_s: float) -> None:

@@ -18,16 +18,19 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.control.branching import Branching
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, ExpertCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
 from paceline.control.goodput import Goodput
+from paceline.control.learnt import KeptLearning
 from paceline.control.online_cost import OnlineCost
 from paceline.control.overlap import planned_overlap
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import Decision, Drafted, Outcomes, StepView, Work
 from paceline.control.row_by_row import THROUGHPUT, Objective, alive_once_drafted
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import noun
 from paceline.core.system import file_size
 
 if TYPE_CHECKING:
@@ -82,16 +85,27 @@ def make_loop(
     max_ks: Sequence[int],
     sink: TraceSink | None = None,
     objective: Objective | None = None,
+    branches: Sequence[int] = (),
+    learnt: KeptLearning | None = None,
 ) -> ClosedLoop:
     """Return a loop that begins with the costs and the acceptance of a profile.
 
     names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
+    branches: tokens of branches that each hands out, at most; empty: none does.
+    learnt: by an engine before, which counts for more.
     """
     cost, priors = step_cost(profile), _priors(profile, max_ks)
     if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
         return ClosedLoop(Goodput(cost, num_rows, max_ks, priors, objective), None, names, sink)
     policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops, profile.late)
-    return ClosedLoop(policy, cost, names, sink)
+    branching = None
+    if any(branches):
+        indices = {name: index for index, name in enumerate(names)}
+        branching = Branching(cost, policy.choice.models, branches, indices)
+    loop = ClosedLoop(policy, cost, names, sink, branching=branching)
+    if learnt is not None:
+        learnt.begin(loop)
+    return loop
 
 
 def step_cost(profile: Profile) -> OnlineCost | TableCost:
@@ -243,6 +257,18 @@ def _indices(values: Mapping[str, Any], name: str, num_drafters: int) -> tuple[i
 # Traces ------------------------------------------------------------------------------------------
 
 
+@noun
+class TracedEngine:
+    """Settings of the engine whose choices are traced."""
+
+    objective: str = THROUGHPUT
+    apart: bool = False  # drafters have a device of their own
+    law: str = ""  # by which drafts are kept
+
+
+USUAL_ENGINE = TracedEngine()
+
+
 class Tracer:
     """Writes what a loop sees, chooses and gets; see `TraceSink`."""
 
@@ -253,15 +279,16 @@ class Tracer:
         names: Sequence[str],
         num_rows: int,
         max_ks: Sequence[int],
-        objective: str = THROUGHPUT,
-        apart: bool = False,
+        engine: TracedEngine = USUAL_ENGINE,
+        learnt: KeptLearning | None = None,
     ) -> None:
-        """names, max_ks: by drafter. apart: drafters have a device of their own."""
+        """Begin a file. names, max_ks: by drafter. learnt: as for `make_loop`."""
         self._file = file
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
         known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
-        self._write(**known, objective=objective, apart=apart)
+        before = {} if learnt is None else {"learnt": learnt.to_json()}
+        self._write(**known, objective=engine.objective, apart=engine.apart, law=engine.law, **before)
 
     def begun(self) -> None:
         """Note that a loop begins that has learnt nothing yet."""
@@ -348,8 +375,8 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
             raise ValueError(f"format {header.get('format')!r}, known: {TRACE_FORMAT!r}")
         profile, max_ks = from_json(header["profile"]), [int(k) for k in header["max_ks"]]
         objective = Objective.parse(header.get("objective", THROUGHPUT))
-        num_rows = int(header["num_rows"])
-        new = partial(make_loop, profile, header["names"], num_rows, max_ks, objective=objective)
+        num_rows, learnt = int(header["num_rows"]), KeptLearning.from_json(header.get("learnt"))
+        new = partial(make_loop, profile, header["names"], num_rows, max_ks, objective=objective, learnt=learnt)
         known = (_with_rows(line, num_rows) for line in lines)
         yield from _steps(new, known, on_step, apart=bool(header.get("apart", False)))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, StopIteration) as error:
@@ -359,6 +386,17 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
 def drafter_names(path: Path) -> tuple[str, ...]:
     """Return the names of a trace's drafters by index. Raises `ConfigError`."""
     return tuple(next(_read(path), {}).get("names", ()))
+
+
+def begun_with(path: Path) -> str:
+    """Return what an earlier engine had learnt for a trace's; empty: nothing. Raises `ConfigError`."""
+    learnt = KeptLearning.from_json(next(_read(path), {}).get("learnt"))
+    return "" if learnt is None else learnt.about
+
+
+def law_name(path: Path) -> str:
+    """Return the law of a trace's engine, empty if it is not told. Raises `ConfigError`."""
+    return str(next(_read(path), {}).get("law", ""))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

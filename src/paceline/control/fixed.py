@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FixedK:
-    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
+    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding.
+
+    branches: tokens beside them, as far as the drafter hands out any.
+    """
 
     drafter: str | None = None
     k: int = 0
+    branches: int = 16
 
     @property
     def wants_preview(self) -> bool:
@@ -44,7 +48,8 @@ class FixedK:
         if not self.drafter:
             return Plan()
         ks = np.minimum(view.max_drafts, self.k).tolist()
-        return Plan({row: RowPlan(self.drafter, k) for row, k in zip(view.rows.tolist(), ks, strict=True)})
+        planned = zip(view.rows.tolist(), ks, strict=True)
+        return Plan({row: RowPlan(self.drafter, k, None, self.branches) for row, k in planned})
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Return the whole draft."""

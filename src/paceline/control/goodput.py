@@ -15,8 +15,8 @@ import numpy as np
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
 from paceline.control.budget import with_budget
-from paceline.control.exploration import Exploration, Probes, Retirement
-from paceline.control.plan_reuse import Hysteresis, PlanReuse, StepPromise
+from paceline.control.exploration import FEW, Exploration, Probes, Retirement
+from paceline.control.plan_reuse import MANY_ROWS, Hysteresis, PlanReuse, StepPromise, load_of
 from paceline.control.policy import NONE, Decision, plain
 from paceline.control.protocols import PlanContext
 from paceline.control.row_by_row import LatencyTarget, Objective
@@ -94,6 +94,11 @@ class Goodput:
         self.choice.admit(row)
         self.exploration.retirement.admit()
         self._latency.admit(row)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this group so far."""
+        return self._step
 
     # Before a step -------------------------------------------------------------------------------
 
@@ -188,8 +193,10 @@ class Goodput:
         """Return the drafts with a probe: none at all, or more in one row."""
         probes, allocation = self.exploration.probes, chosen.allocation
         probes.earn(draft.seconds)
-        loss_s = allocation.plain_seconds * (self.hysteresis.speedup - 1.0)
-        if probes.plain_is_due(self._step, any(draft.ks.tolist()), loss_s, requested=bool(view.requested)):
+        gain = self.hysteresis.speedup - 1.0
+        drafts, loss_s = any(draft.ks.tolist()), allocation.plain_seconds * gain
+        load = load_of(view.num_rows) if view.num_rows >= MANY_ROWS else FEW
+        if not view.requested and probes.plain_is_due(self._step, drafts, gain, loss_s, load):
             return _without_drafts(view, chosen)
         rows, seconds = (draft.ks, draft.drafters), draft.seconds + chosen.prefill_s
         (ks, drafters), retired = self.exploration.probe_upward(view, self._step, rows, seconds)

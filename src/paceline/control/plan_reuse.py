@@ -2,7 +2,8 @@
 
 With many rows a step brings hardly more than choosing costs, so a choice holds for several steps. With few rows it
 holds while nothing new would change it. Both kinds of step, with drafts and without, miss their promise by as much
-as there is to gain with many rows, so real steps scale it; see docs/guide/auto.md, "Hysteresis" and "Plan reuse".
+as there is to gain with many rows, so real steps of about as many rows scale it; see docs/guide/auto.md,
+"Hysteresis" and "Plan reuse".
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are 
 MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
 FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
 FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
-PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen
+PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen ...
+PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # ... or fewer of many rows, which tell more
 
 
 # Reuse -------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class StepPromise(NamedTuple):
 
 
 @dataclass(slots=True)
-class _KindMeans:
+class KindMeans:
     """Means over the last steps of a kind, with drafts or without."""
 
     tokens: float = 0.0
@@ -152,19 +154,28 @@ class _KindMeans:
     promised_tokens: float = 0.0
     promised_s: float = 0.0
     seen: int = 0
+    first_ratio: float | None = None  # before a step was seen, as learnt elsewhere
+
+    @property
+    def known(self) -> bool:
+        """True if the ratio is of steps, here or elsewhere."""
+        return bool(self.seen) or self.first_ratio is not None
 
     @property
     def realised_ratio(self) -> float:
         """Tokens per second relative to those promised, over all steps together: one step's tokens vary."""
         promised = self.promised_tokens * self.seconds
-        return self.tokens * self.promised_s / promised if promised else 1.0
+        return self.tokens * self.promised_s / promised if promised else self.first_ratio or 1.0
 
-    def learn(self, tokens: float, seconds: float, promised_tokens: float, promised_s: float, rate: float) -> None:
+    def learn(self, tokens: float, seconds: float, promised: StepPromise) -> None:
         """Learn from a step; it counts for at most twice its promised time."""
+        rows, promised_tokens, promised_s, _ = promised
+        rate = min(STEP_RATE, rows / MEAN_ROWS)
         self.seen += 1
-        rate = max(rate, 1 / (PRIOR_STEPS + self.seen))
+        rate = max(rate, 1 / (min(PRIOR_STEPS, max(PRIOR_ROWS / rows, MIN_PRIOR_STEPS)) + self.seen))
         if self.seen == 1:
-            self.tokens = self.promised_tokens = promised_tokens
+            self.promised_tokens = promised_tokens
+            self.tokens = promised_tokens * (self.first_ratio or 1.0)
             self.seconds = self.promised_s = promised_s
         self.tokens += rate * (tokens - self.tokens)
         self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)
@@ -173,7 +184,39 @@ class _KindMeans:
 
     def fade(self, times: int) -> None:
         """Move the ratio towards 1."""
-        self.tokens += (1 - (1 - FADE) ** times) * (self.tokens / self.realised_ratio - self.tokens)
+        share = 1 - (1 - FADE) ** times
+        self.tokens += share * (self.tokens / self.realised_ratio - self.tokens)
+        if self.first_ratio is not None:
+            self.first_ratio += share * (1.0 - self.first_ratio)
+
+
+def load_of(rows: int) -> int:
+    """Return the class of a number of rows.
+
+    The classes are 1, 2, 3 to 5, 6 to 11, 12 to 23, 24 to 47, 48 to 95 and so on.
+    """
+    return (4 * rows // 3).bit_length()
+
+
+class LoadMeans:
+    """Means of both kinds of step by load."""
+
+    def __init__(self) -> None:
+        self.by_load: dict[int, tuple[KindMeans, KindMeans]] = {}  # without drafts, with drafts
+        self._last: tuple[KindMeans, KindMeans] | None = None
+
+    def of(self, rows: int) -> tuple[KindMeans, KindMeans]:
+        """Return the means of a number of rows.
+
+        A new load begins with what the last one realised.
+        """
+        load = load_of(rows)
+        if load not in self.by_load:
+            known = [kind.realised_ratio if kind.known else None for kind in self._last or ()]
+            plain, drafting = (KindMeans(first_ratio=ratio) for ratio in known or (None, None))
+            self.by_load[load] = plain, drafting
+        self._last = self.by_load[load]
+        return self._last
 
 
 class Hysteresis:
@@ -182,24 +225,24 @@ class Hysteresis:
     def __init__(self) -> None:
         self.speculates = False
         self.speedup = 1.0  # promised by the last choice, corrected by realised ratios
-        self._kinds = _KindMeans(), _KindMeans()  # without drafts, with drafts
+        self.means = LoadMeans()
         self._promised: StepPromise | None = None
         self._chosen_at = 0  # step of the last choice
 
     def for_second_group(self) -> Hysteresis:
         """Return the hysteresis of another group, which shares the means."""
         other = Hysteresis()
-        other._kinds = self._kinds
+        other.means = self.means
         return other
 
     def speculate(self, allocation: Allocation, step: int = 0) -> bool:
         """Return whether to draft as allocated: to begin, it must win by a margin."""
         steps_since, self._chosen_at = step - self._chosen_at, step
-        plain, drafting = self._kinds
-        known = drafting.realised_ratio / plain.realised_ratio if drafting.seen and plain.seen else 1.0
+        plain, drafting = self.means.of(len(allocation.ks))
+        known = drafting.realised_ratio / plain.realised_ratio if drafting.known and plain.known else 1.0
         self.speedup = allocation.speedup * known
         self.speculates = self.speedup > (1.0 if self.speculates else 1.0 + BEGIN_MARGIN)
-        if not self.speculates and drafting.seen:
+        if not self.speculates and drafting.known:
             drafting.fade(max(steps_since // FADE_STEPS, 1))
         return self.speculates
 
@@ -214,5 +257,5 @@ class Hysteresis:
             return
         tokens = promised.rows + sum(outcomes.num_accepted.tolist())
         if 0 < promised.seconds < inf:
-            rate = min(STEP_RATE, promised.rows / MEAN_ROWS)
-            self._kinds[promised.drafts].learn(tokens, outcomes.step_s, promised.tokens, promised.seconds, rate)
+            kind = self.means.of(promised.rows)[promised.drafts]
+            kind.learn(tokens, outcomes.step_s, promised)

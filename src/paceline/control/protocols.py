@@ -79,6 +79,16 @@ class Controller(Protocol):
         proposed, draft: before and after trimming."""
 
 
+class Keeper(Protocol):
+    """Keeps what controllers learn for later engines."""
+
+    def now_and_then(self, controller: Controller) -> None:
+        """Keep it if that was not done for a while; called with each request."""
+
+    def keep(self, controller: Controller) -> None:
+        """Keep it."""
+
+
 class TraceSink(Protocol):
     """Receives everything that a closed loop sees, chooses and gets."""
 

@@ -35,6 +35,8 @@ class Spent(NamedTuple):
     drafted_tokens: int = 0
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    changed_tokens: int = 0
+    changed_nats: float = 0.0
 
     def plainly(self, num_tokens: int) -> Spent:
         """Return the counts after as many decode passes without drafts, a token each."""
@@ -67,6 +69,9 @@ class Figures:
     legs: int = 1  # replicas of a fleet that wrote a part of the answer
     inexact: bool = False  # they had different promise keys
     weights: tuple[tuple[int, str], ...] = ()  # (first answer token, version of the weights that wrote from there)
+    change_budget: float | None = None  # of the law `typical`; None: the law was lossless
+    changed_tokens: int = 0  # that are not the target's own choices
+    changed_nats: float = 0.0  # summed over these: log of the likeliest token's probability by theirs
 
     @property
     def acceptance_length(self) -> float:
@@ -86,4 +91,6 @@ class Figures:
             drafted_tokens=self.drafted_tokens + earlier.drafted_tokens,
             verified_tokens=self.verified_tokens + earlier.verified_tokens,
             accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
+            changed_tokens=self.changed_tokens + earlier.changed_tokens,
+            changed_nats=self.changed_nats + earlier.changed_nats,
         )

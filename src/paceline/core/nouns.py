@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from paceline.core.figures import Figures, Spent  # at run time: messages are decoded by these types
 from paceline.core.pass_notes import PassNote
+from paceline.core.tree import Branches, chain_and_branches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,6 +75,16 @@ class Request:
         """True if its prompt's tokens get log-probabilities, which come with an answer's first tokens."""
         return self.params.prompt_logprobs is not None and not self.told
 
+    @property
+    def keeps_text(self) -> bool:
+        """False if it asks for a law that changes texts."""
+        return self.speculation is None or self.speculation.keeps_text
+
+    @property
+    def change_budget(self) -> float | None:
+        """Largest share of changed tokens; None under a lossless law. Settled by the engine."""
+        return None if self.speculation is None else self.speculation.budget
+
 
 @noun
 class Stop:
@@ -99,8 +110,9 @@ class RowPlan:
     """Bounds of one row's drafting in a step."""
 
     drafter: str | None  # None: no drafts
-    k: int  # upper bound of its drafts
+    k: int  # upper bound of its drafts, those of branches not counted
     stop: Stop | None = None  # for drafters whose `needs` say that they honour it
+    branches: int = 0  # upper bound of its tokens in branches, for drafters whose `needs` say that they make any
 
 
 @noun
@@ -126,6 +138,11 @@ class Plan:
         """Return the rule by which a row's draft ends early, if any."""
         row_plan = self.rows.get(row)
         return None if row_plan is None else row_plan.stop
+
+    def branches(self, row: int) -> int:
+        """Return the upper bound of a row's tokens in branches."""
+        row_plan = self.rows.get(row)
+        return 0 if row_plan is None else row_plan.branches
 
     def only(self, drafter: str) -> Plan:
         """Return the plan of one drafter's rows."""
@@ -192,13 +209,22 @@ class Batch:
 
 @noun
 class RowDraft:
-    """Candidate tokens after one row's newest token: a chain, or a tree with `parents`."""
+    """Candidate tokens after one row's newest token: a chain, and perhaps branches that leave it.
+
+    All fields but the last are the chain's.
+    """
 
     token_ids: Sequence[int] = ()  # [k]
     drafter: str | None = None
-    confidence: Sequence[float] | None = None  # [k] chance that a token is kept if its parent is
+    confidence: Sequence[float] | None = None  # [k] chance that a token is kept if those before it are
     probs: NDArray[floating] | None = None  # [k, vocab] q each token was drawn from; None: q is one-hot
-    parents: Sequence[int] | None = None  # [k] index of the parent draft, -1 the newest token; None: a chain
+    branches: Branches | None = None  # None: there are none
+
+    @classmethod
+    def tree(cls, token_ids: Sequence[int], parents: Sequence[int], drafter: str | None = None) -> RowDraft:
+        """Return a tree. parents: [num_tokens] index of a token's parent, -1 the newest token."""
+        chain, _, branches = chain_and_branches(token_ids, parents)
+        return cls(chain, drafter, branches=branches)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -208,13 +234,19 @@ class RowDraft:
         """True of drafts that only the device knows: the host bounds their number."""
         return len(self.token_ids) > 0 and self.token_ids[0] == UNCHOSEN
 
+    @property
+    def num_branch_tokens(self) -> int:
+        """Tokens beside the chain."""
+        return 0 if self.branches is None else len(self.branches.token_ids)
+
     def first(self, k: int) -> RowDraft:
-        """Return the first k tokens of a chain."""
+        """Return the first k tokens of the chain, and the branches beside them."""
         if k >= len(self):
             return self
         confidence = None if self.confidence is None else self.confidence[:k]
         probs = None if self.probs is None else self.probs[:k]
-        return RowDraft(self.token_ids[:k], self.drafter, confidence, probs) if k else NO_DRAFT
+        branches = None if self.branches is None else self.branches.cut(len(self), k)
+        return RowDraft(self.token_ids[:k], self.drafter, confidence, probs, branches) if k else NO_DRAFT
 
 
 NO_DRAFT = RowDraft()
@@ -226,6 +258,7 @@ class Draft:
 
     rows: tuple[RowDraft, ...]  # [num_rows], as in `Batch.rows`
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
+    branched: bool = False  # True where some row has branches
 
     @property
     def is_empty(self) -> bool:
@@ -244,6 +277,7 @@ class Draft:
             assert len(drafted) <= bound.max_drafts
             assert drafted.probs is None or len(drafted.probs) == len(drafted)
             assert drafted.confidence is None or len(drafted.confidence) == len(drafted)
+            assert drafted.branches is None or (self.branched and drafted.branches.fits(len(drafted)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,6 +360,20 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
+class Mismatches(NamedTuple):
+    """Drafts of a row that are not the target's own choices, under the law `typical`."""
+
+    places: tuple[int, ...]  # among the drafts, ascending
+    gaps: tuple[float, ...]  # nats by which the target's likeliest token is likelier than each
+    num_kept: int  # the first ones: each changes a token of the text. Another ends the draft
+
+    def changed(self, num_tokens: int) -> tuple[int, float]:
+        """Return how many of a row's first tokens are changed, and their gaps' sum."""
+        pairs = zip(self.places[: self.num_kept], self.gaps, strict=False)
+        gaps = [gap for place, gap in pairs if place < num_tokens]
+        return len(gaps), sum(gaps)
+
+
 class RowVerdict(Struct, frozen=True, eq=False, gc=False):
     """Gain of one row: kept drafts, then the target's next token, or a final BROKEN.
 
@@ -335,6 +383,13 @@ class RowVerdict(Struct, frozen=True, eq=False, gc=False):
     token_ids: Sequence[int] = ()  # [num_accepted + 1], empty if the row did not sample
     num_accepted: int = 0
     logprobs: Sequence[TokenLogprobs] | None = None  # of each token but BROKEN, if the request asked
+    mismatches: Mismatches | None = None  # None under a lossless law
+    off_chain: tuple[int, ...] = ()  # the last of the kept drafts, where they are of branches: indices there
+
+    @property
+    def num_on_chain(self) -> int:
+        """Kept drafts of the chain."""
+        return self.num_accepted - len(self.off_chain)
 
 
 @noun
@@ -349,7 +404,8 @@ class Verdict:
             assert len(verdict.token_ids) == (verdict.num_accepted + 1 if bound.samples else 0)
             assert 0 <= verdict.num_accepted <= len(drafted)
             kept = list(verdict.token_ids[: verdict.num_accepted])
-            assert kept == list(drafted.token_ids[: verdict.num_accepted])
+            beside = [drafted.branches.token_ids[i] for i in verdict.off_chain] if drafted.branches else []
+            assert kept == [*drafted.token_ids[: verdict.num_on_chain], *beside]
 
 
 class Outcome(Struct, frozen=True, eq=False, gc=False, array_like=True):

@@ -250,21 +250,31 @@ def check_token_ids(
 
 
 AUTO, OFF = "auto", "off"
+TYPICAL = "typical"  # the law that changes texts
 MAX_NAME_CHARS = 64
 MIN_TPOT_MS, MAX_TPOT_MS = 1e-3, 1e6
+MAX_CHANGE_BUDGET = 0.5  # a text with more changed tokens is hardly the target's
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculation wanted by a request, within the engine's limits. Changes speed, never text."""
+    """Speculation wanted by a request, within the engine's limits.
+
+    Changes speed, never text, but for `law` and `budget`.
+    """
 
     draft: str = AUTO  # the engine's own choice; `off`; or the name of one of its drafters
     k: int | None = None  # upper bound of the drafts in a step
     tpot_ms: float | None = None  # target time per output token, for a controller that knows costs
     details: bool = False  # notes of every pass come with the outcomes
+    law: str | None = None  # by which drafts are kept; None: the engine's
+    budget: float | None = None  # of the law `typical`: largest share of changed tokens; None: the engine's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft", _draft(self.draft))
+        if self.law is not None and (not isinstance(self.law, str) or not 0 < len(self.law) <= MAX_NAME_CHARS):
+            raise RequestError("speculation.law must be the name of a law", "speculation")
+        self._check("budget", self.budget, (int, float), (0.0, MAX_CHANGE_BUDGET))
         self._check("k", self.k, int, (0, MAX_ASKED_K))
         if not isinstance(self.details, bool):
             raise RequestError(
@@ -283,6 +293,11 @@ class Speculation:
     def steers(self) -> bool:
         """True if it asks for more than notes."""
         return self.draft != AUTO or self.k is not None or self.tpot_ms is not None
+
+    @property
+    def keeps_text(self) -> bool:
+        """False if it asks for another text than it would get without drafts."""
+        return self.law != TYPICAL
 
     @property
     def most(self) -> int:

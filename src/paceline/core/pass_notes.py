@@ -23,6 +23,7 @@ class PassNote:
     expected_tokens: float | None = None  # of this row, by a controller that estimates
     expected_s: float | None = None  # predicted time of the step
     plain_s: float | None = None  # estimated time of the same step without drafts
+    changed: tuple[int, ...] = ()  # places among the tokens that the law changed
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,23 @@ def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | Non
     return apply_edits(logits, edits) * logits.dtype.type(1 / max(params.temperature, MIN_TEMPERATURE))
 
 
+def gap(logits: NDArray[floating], choose: SamplingSpec, token_id: int) -> float:
+    """Return by how many nats the likeliest token is likelier than another.
+
+    After all transforms. Infinite for one that cannot be chosen. At temperature 0 probabilities are those of
+    temperature 1, since the others are 0. logits: [vocab] raw.
+    """
+    import numpy as np
+
+    params = choose.params
+    z = apply_edits(logits, choose.edits) if params.greedy else scaled(logits, params, choose.edits)
+    if choose.mask is not None:
+        z = np.where(allowed_by(choose.mask, len(z)), z, z.dtype.type(-np.inf))
+    behind = float(z.max()) - float(z[token_id])
+    kept = not params.filtered or token_id in keep(z, params)
+    return behind if kept and np.isfinite(behind) else float("inf")
+
+
 def keep(z: NDArray[floating], params: SamplingParams) -> NDArray[int64]:
     """Return ascending ids int64 [n], n >= 1, left by top_k, then top_p, then min_p.
 

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import resource
 import signal
 import stat
@@ -17,11 +18,14 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from paceline.core.errors import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -31,6 +35,11 @@ MAX_DOUBLINGS = 16  # the wait is the longest by then; 2 to the power of some th
 STEADY_S = 60.0  # a process that ran this long ended for a new reason
 POLL_S = 0.05  # between two tries to take a lock
 
+MAX_CORE = 1 << 16
+
+_GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_NODES = Path("/sys/devices/system/node")
+_CPUS = Path("/sys/devices/system/cpu")
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
@@ -173,6 +182,66 @@ def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     return found[0]
+
+
+def core_groups(text: str) -> list[frozenset[int]]:
+    """Parse groups of cores, such as 0-3,4-7. Raises `ConfigError`."""
+    groups = []
+    for part in text.split(","):
+        found = _GROUP.fullmatch(part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not first <= last <= MAX_CORE:
+            raise ConfigError(f"--cores is auto, or a group for each replica such as 0-3,4-7, not {text[:64]!r}")
+        groups.append(frozenset(range(first, last + 1)))
+    return groups
+
+
+def deal(count: int, cores: frozenset[int], place: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
+    """Deal cores out to processes, evenly; neighbours stay together, and few processes span nodes.
+
+    place: of each core, its node first. With fewer cores than processes some share one.
+    """
+    ordered = sorted(cores, key=lambda core: (place.get(core, ()), core))
+    if count >= len(ordered):
+        return [frozenset({ordered[index % len(ordered)]}) for index in range(count)]
+    nodes: dict[tuple[int, ...], list[int]] = {}
+    for core in ordered:
+        nodes.setdefault(place.get(core, ())[:1], []).append(core)
+    if count % len(nodes) == 0:  # no process needs to span nodes
+        each = count // len(nodes)
+        if all(len(of_node) >= each for of_node in nodes.values()):
+            return [group for of_node in nodes.values() for group in _cut(of_node, each)]
+    return _cut(ordered, count)
+
+
+def _cut(cores: Sequence[int], count: int) -> list[frozenset[int]]:
+    edges = [len(cores) * index // count for index in range(count + 1)]
+    return [frozenset(cores[a:b]) for a, b in pairwise(edges)]
+
+
+def places(cores: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Return node, socket and physical core of each core, so far as the system tells."""
+    nodes: dict[int, int] = {}
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        text = _read(path)
+        for group in core_groups(text) if text else ():
+            nodes |= dict.fromkeys(group, int(path.parent.name.removeprefix("node")))
+    return {
+        core: (nodes.get(core, 0), *(_number(core, name) for name in ("physical_package_id", "core_id")))
+        for core in cores
+    }
+
+
+def _number(core: int, name: str) -> int:
+    text = _read(_CPUS / f"cpu{core}" / "topology" / name)
+    return int(text) if text.isdigit() else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 # Processes, locks and Ctrl-C ---------------------------------------------------------------------

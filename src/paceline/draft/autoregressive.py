@@ -15,6 +15,7 @@ import numpy as np
 from paceline.backend.sampling import draw, pointed
 from paceline.backend.seam import StepLimit
 from paceline.core.nouns import UNCHOSEN, RowDraft
+from paceline.core.tree import Branches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from paceline.backend.seam import PassResult, RowView, Span
     from paceline.core.nouns import Plan, SamplingSpec, Stop
     from paceline.draft.hints import Hints
+    from paceline.draft.model.text_window import TextWindow
     from paceline.model.config import ModelConfig
 
+    DraftedRows = RowView | TextWindow  # whole texts, or the ends of texts
     # Runs a pass over spans and chooses the token after each of them.
     RunSpans = Callable[[Sequence[Span], Sequence[SamplingSpec]], PassResult]
     # Runs several steps for each span in one call, see `PassRequest.steps`.
     RunSteps = Callable[[Sequence[Span], Sequence[SamplingSpec], Sequence[StepLimit]], PassResult]
+
 
 CATCH_UP_TOKENS = 512  # known tokens read per step for rows that fell behind, by a drafter as large as its target
 
@@ -40,13 +44,22 @@ class Chain:
     """A row's guesses so far."""
 
     def __init__(
-        self, row: int, depth: int, pointer: kernels.TokenHints | None = None, stop: Stop | None = None
+        self,
+        row: int,
+        depth: int,
+        pointer: kernels.TokenHints | None = None,
+        stop: Stop | None = None,
+        branches: int = 0,
     ) -> None:
-        """depth: guesses at most. pointer: gives them hints. stop: ends the chain earlier."""
-        self.row, self.depth, self.pointer, self.stop = row, depth, pointer, stop
+        """depth: guesses at most. pointer: gives them hints. stop: ends the chain earlier.
+
+        branches: second choices to hand out beside the guesses, at most.
+        """
+        self.row, self.depth, self.pointer, self.stop, self.branches = row, depth, pointer, stop, branches
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
         self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
+        self.second_ids: list[int] = []  # that next token, as far as it was asked for and is known
 
     @property
     def broken(self) -> bool:
@@ -62,7 +75,30 @@ class Chain:
     def draft(self, drafter: str) -> RowDraft:
         """Return the guesses as a draft."""
         probs = np.stack(self.probs) if self.probs else None
-        return RowDraft(self.token_ids, drafter, confidence_of(self.margins), probs)
+        confidence = confidence_of(self.margins)
+        return RowDraft(self.token_ids, drafter, confidence, probs, self._second_choices(confidence))
+
+    def _second_choices(self, confidence: Sequence[float] | None) -> Branches | None:
+        """Return second choices as branches of one token, those likeliest to be kept first.
+
+        The second choice at a depth is kept if all guesses before it are, and its rival is not.
+        """
+        if not self.branches or confidence is None or len(self.second_ids) != len(confidence):
+            return None
+        alive, chances = 1.0, list[tuple[float, int]]()
+        for depth, chance in enumerate(confidence):
+            if 0 <= self.second_ids[depth] != self.token_ids[depth]:
+                chances.append((alive * (1 - chance), depth))
+            alive *= chance
+        depths = [depth for _, depth in sorted(chances, key=_likeliest_first)[: self.branches]]
+        if not depths:
+            return None
+        return Branches(tuple(self.second_ids[d] for d in depths), tuple(d - 1 for d in depths))
+
+
+def _likeliest_first(found: tuple[float, int]) -> tuple[float, int]:
+    chance, depth = found
+    return -chance, depth
 
 
 def confidence_of(margins: Sequence[float]) -> list[float] | None:
@@ -114,7 +150,7 @@ def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:
 
 
 def extend(
-    rows: RowView, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
+    rows: DraftedRows, chains: Sequence[Chain], run: Callable[[Sequence[SamplingSpec]], PassResult], *, dense: bool
 ) -> None:
     """Draw one more token per chain. `dense` also keeps the distributions they came from."""
     specs = [pointed(rows.spec_after(c.row, c.token_ids), c.pointer, c.token_ids) for c in chains]
@@ -125,15 +161,22 @@ def extend(
             chain.probs.append(drawn.probs[index])
         if drawn.margins is not None:
             chain.margins.append(drawn.margins[index])
+        if drawn.second_ids is not None:
+            chain.second_ids.append(drawn.second_ids[index])
 
 
-def begin(starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints) -> dict[int, Chain]:
-    """Begin a chain of `depth[row]` guesses for each row, with its stop and hints."""
-    return {row: Chain(row, depth[row], hints.pointer(row), plan.stop(row)) for row in starts}
+def begin(
+    starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints, branches: int = 0
+) -> dict[int, Chain]:
+    """Begin a chain of `depth[row]` guesses for each row, with stop, hints and branches."""
+    return {
+        row: Chain(row, depth[row], hints.pointer(row), plan.stop(row), min(plan.branches(row), branches))
+        for row in starts
+    }
 
 
 def draft_steps(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Mapping[int, Chain],
     starts: Mapping[int, int],
     run: RunSpans,
@@ -159,7 +202,7 @@ def draft_steps(
 
 
 def _draft_all(
-    rows: RowView,
+    rows: DraftedRows,
     chains: Sequence[Chain],
     run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], PassResult],
 ) -> None:
@@ -174,10 +217,12 @@ def _draft_all(
         end = done + chain.depth
         count = token_ids[done:end].index(UNCHOSEN) if UNCHOSEN in token_ids[done:end] else chain.depth
         chain.token_ids, chain.margins = token_ids[done : done + count], margins[done : done + count]
+        if result.second_ids is not None:
+            chain.second_ids = result.second_ids[done : done + count].tolist()
         done = end
 
 
-def _guess(rows: RowView, chain: Chain) -> Span:
+def _guess(rows: DraftedRows, chain: Chain) -> Span:
     """Return the span of a row's newest guess, which comes after the guesses before it."""
     start = rows.known_len(chain.row) + len(chain.token_ids) - 1
     return chain.row, start, 0, chain.token_ids[-1:]

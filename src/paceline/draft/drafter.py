@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     RunCutModel = Callable[[CutModel, str | None], CutModelDecoder]  # likewise
 
 MAX_K = 16  # drafts per row and step
+MAX_BRANCHES = 8  # and tokens of branches beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,24 @@ class Needs:
     stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
     tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made again
     kv_bytes_per_token: int = 0  # of all its stores
+    bytes_per_row: int = 0  # of what it keeps beside stores, however long a text is
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
     max_k: int = MAX_K
+    branches: int = 0  # tokens of branches that it hands out where a plan asks for them, at most
     stops: bool = False  # it ends a row's draft where the plan's `Stop` says
     late: bool = False  # it drafts on the target's device for rows whose newest tokens the host does not know
     instant: bool = False  # its proposals cost next to nothing: it is a `Lookup`
     grammar_only: bool = False  # it drafts for rows with a grammar only
     trained_to: tuple[float, ...] = ()  # [depth] share of drafts kept there in its training; empty: unknown
+
+    @property
+    def has_state(self) -> bool:
+        """True if it keeps keys and values."""
+        return bool(self.kv_bytes_per_token or self.bytes_per_row)
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Return the memory that its state takes for a request of so many tokens."""
+        return self.kv_bytes_per_token * num_tokens + self.bytes_per_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +80,7 @@ class Target:
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
     local: Memory | None  # None to a drafter in another process
+    own_head: Head | None = None  # that its own files hold
     apart: bool = False  # drafters have a device of their own, where the target's rows are not
 
     @property

@@ -78,10 +78,11 @@ class Hints:
         for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
             drafted = self._drafted.pop(r.row, None)
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
-            if drafted and start + v.num_accepted + 1 < end <= start + len(drafted):
+            kept = v.num_on_chain
+            if drafted and start + kept + 1 < end <= start + len(drafted):
                 recycled = self._recycled.setdefault(r.row, kernels.RecycledTokens())
                 place = self._rows.known_len(r.row) - len(v.token_ids)
-                recycled.learn(drafted[: end - start], scores.chosen[start:end], v.num_accepted, place)
+                recycled.learn(drafted[: end - start], scores.chosen[start:end], kept, place)
 
     def release(self, row: int) -> None:
         """Forget a row."""

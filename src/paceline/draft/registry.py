@@ -13,7 +13,7 @@ from paceline.model.files.catalogue import draft_for
 from paceline.model.files.pull import is_pulled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from paceline.draft.drafter import Drafter, DraftWeights, Target
     from paceline.model.weights import LoadedModel
@@ -29,6 +29,7 @@ DRAFTERS = {
     "draft-model": "paceline.draft.model.draft_model:DraftModelConfig",
     "eagle": "paceline.draft.heads.options:EagleConfig",
     "eagle3": "paceline.draft.heads.options:Eagle3Config",
+    "mtp": "paceline.draft.heads.options:MtpConfig",
     "peagle": "paceline.draft.heads.options:PEagleConfig",
     "block": "paceline.draft.heads.options:BlockConfig",
 }
@@ -81,16 +82,16 @@ class Drafters:
     auto: bool  # the controller says how far they draft; otherwise each drafter's own k
 
 
-def parse_drafters(spec: str, fingerprint: str = "") -> Drafters:
+def parse_drafters(spec: str, fingerprint: str = "", within: Sequence[str] = ()) -> Drafters:
     """Return what `off`, a drafter's spec, `auto` or `auto:SPEC+SPEC` asks for. Raises `ConfigError`.
 
-    fingerprint: of the target, for which drafters may ship.
+    fingerprint: of the target, for which drafters may ship. within: drafters that its own files hold.
     """
     name, _, listed = spec.partition(":")
     if name != AUTO:
         config = parse_spec(spec)
         return Drafters((config,) if config else (), auto=False)
-    usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint))]
+    usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint)), *within]
     usual += [IF_PULLED.format(name)] if is_pulled(name := draft_for(fingerprint)) else []
     configs = [parse_spec(one) for one in (BETWEEN_SPECS.split(listed) if listed else usual)]
     names = [config.name for config in configs if config]

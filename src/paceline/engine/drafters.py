@@ -11,6 +11,7 @@ import numpy as np
 
 from paceline.control.policy import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.tree import with_most
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.tree import Branches
     from paceline.draft.drafter import Drafter, Lookup, OnDevice
 
 log = logging.getLogger(__name__)
@@ -70,13 +72,13 @@ class DrafterPool:
         self._marked = {(s, row): n for (s, row), n in self._marked.items() if s not in drafter.needs.stores}
         return drafter
 
-    def rebuild(self, name: str, make: Callable[[], Drafter]) -> None:
+    def replace(self, name: str, new: Drafter) -> None:
         """Replace a drafter by a new one while no row is admitted.
 
         Its place and its index stay.
         """
         self._failed_now.discard(name)
-        old, new = self.drafters[name], make()
+        old = self.drafters[name]
         self.drafters[name] = new
         self._with_stores = [new if kept is old else kept for kept in self._with_stores]
 
@@ -144,9 +146,10 @@ class DrafterPool:
             own = plan.only(name)
             self._failed_now.discard(name)
             draft = self._previewed(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
-            self._guard(drafter, self._merge, drafter, draft, batch, rows)
+            self._guard(drafter, self._merge, drafter, draft, batch, rows, own)
             self._backoff.note(name, failed=name in self._failed_now)
-        return Draft(tuple(rows))
+        asked = any(p.branches for p in plan.rows.values())
+        return Draft(tuple(rows), branched=asked and any(d.branches is not None for d in rows))
 
     def _previewed(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
         """Return the planned part of a drafter's preview of this step, or None."""
@@ -157,13 +160,17 @@ class DrafterPool:
             tuple(drafts.get(r.row, NO_DRAFT).first(min(plan.k(r.row), r.max_drafts)) for r in batch.rows)
         )
 
-    def _merge(self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft]) -> None:
+    def _merge(
+        self, drafter: Drafter, draft: Draft | None, batch: Batch, rows: list[RowDraft], plan: Plan
+    ) -> None:
         """Put a drafter's fitting drafts into `rows`. May raise anything if `draft` is ill-formed."""
         if draft is None:
             return
         for index, (row_draft, bound) in enumerate(zip(draft.rows, batch.rows, strict=True)):
             if len(row_draft) and self._fits(drafter, row_draft, bound.max_drafts):
                 rows[index] = row_draft
+                if row_draft.branches is not None:
+                    rows[index] = with_most(row_draft, plan.branches(bound.row))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Tell every drafter what was kept."""
@@ -213,10 +220,15 @@ class DrafterPool:
             drafter.needs.late or all(0 <= token_id < self._vocab_size for token_id in token_ids)
         )
         fits = fits and all(isfinite(c) for c in draft.confidence or ())
+        fits = fits and (draft.branches is None or self._are_branches(draft.branches, len(draft)))
         fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
         if not fits:
             self._fail(drafter, "it proposed too many tokens, tokens out of range, NaN or ill-shaped chances")
         return fits
+
+    def _are_branches(self, branches: Branches, num_chain: int) -> bool:
+        in_range = all(0 <= integer(token_id) < self._vocab_size for token_id in branches.token_ids)
+        return in_range and branches.fits(num_chain)
 
     def _are_probs(self, probs: NDArray[floating], count: int) -> bool:
         return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())

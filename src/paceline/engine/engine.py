@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
+from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafters import DrafterPool
 from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.backend.target import Backend
-    from paceline.control.protocols import Controller
+    from paceline.control.protocols import Controller, Keeper
     from paceline.core.nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
@@ -57,7 +59,9 @@ class Engine(Verbs):
         drafting = DrafterPool(drafters, target.config.vocab_size, pool.empty_store)
         super().__init__(target, drafting, controller, law, Scheduler(limits, pool, fingerprint), SerialLoop())
         self.tokenizer = tokenizer
+        self.changes = ChangeBudgets(frozenset(tokenizer.eos_ids))
         self._new_controller: Callable[[], Controller] = lambda: controller
+        self._keeper: Keeper | None = None
 
     # Requests ------------------------------------------------------------------------------------
 
@@ -67,7 +71,7 @@ class Engine(Verbs):
         if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size, request.told)
-        request = self._speculated(request)
+        request = self._speculated(self.changes.settled(request, self.law.name))
         if request.scores_prompt and not self.target.scores_prompts:
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
@@ -78,6 +82,8 @@ class Engine(Verbs):
             self._stats.resumed_requests += 1
             self._stats.resumed_tokens += len(request.told)
         self.outputs.open(self.scheduler.add(request), checker)
+        if self._keeper is not None:
+            self._keeper.now_and_then(self.controller)
 
     def _speculated(self, request: Request) -> Request:
         """Return a request whose drafter is loaded. Raises `RequestError`.
@@ -129,7 +135,15 @@ class Engine(Verbs):
 
     def gauges(self) -> Gauges:
         """Return what the engine holds now."""
-        return Gauges.of(self.scheduler, len(self.drafting.drafters), self.kv_bytes_per_token)
+        scheduler, needs = self.scheduler, {name: d.needs for name, d in self.drafting.drafters.items()}
+        held, running = scheduler.pool.num_held * PAGE_TOKENS, len(scheduler.running)
+        by_row = sum(n.bytes_per_row for n in needs.values()) * scheduler.limits.num_rows
+        state = {
+            name: held * n.kv_bytes_per_token + running * n.bytes_per_row
+            for name, n in needs.items()
+            if n.has_state
+        }
+        return Gauges.of(scheduler, len(needs), scheduler.capacity * self.kv_bytes_per_token + by_row, state)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -137,9 +151,12 @@ class Engine(Verbs):
         own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
         return self.target.kv_bytes_per_token + own
 
-    def control_by(self, new_controller: Callable[[], Controller]) -> None:
-        """Take a new controller from a factory, now and again at each `forget`."""
-        self._new_controller = new_controller
+    def control_by(self, new_controller: Callable[[], Controller], keeper: Keeper | None = None) -> None:
+        """Take a new controller from a factory, now and again at each `forget`.
+
+        keeper: of what controllers learn.
+        """
+        self._new_controller, self._keeper = new_controller, keeper
         self.controller = new_controller()
 
     def settle(self) -> None:
@@ -161,10 +178,16 @@ class Engine(Verbs):
         """Start cold: empty the prefix cache, drafters' and controller's memory; unloaded drafters stay so."""
         self.scheduler.pool.forget()
         self.drafting.forget()
+        self.changes.forget()
         self.controller = self._new_controller()
 
     def close(self) -> None:
-        """Finish what threads do beside the engine. Call it last, and once."""
+        """Keep what was learnt, and end threads beside the engine.
+
+        Call it last, and once.
+        """
+        if self._keeper is not None:
+            self._keeper.keep(self.controller)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()
 

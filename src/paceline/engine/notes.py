@@ -124,12 +124,16 @@ def _note(
 ) -> PassNote:
     confidence = None if draft.confidence is None else tuple(map(float, draft.confidence))
     times, expected = step.times, step.expected
+    draft_ids = draft.token_ids
+    if gained.off_chain:  # the path that was kept, then what is left of the chain
+        kept = gained.num_accepted
+        draft_ids = (*gained.token_ids[:kept], *draft.token_ids[kept:])
     return PassNote(
         token_ids=tuple(map(int, gained.token_ids[:count])),
         num_accepted=min(gained.num_accepted, count),
         prefill=not row.decodes,
         drafter=proposed.drafter,
-        draft_ids=tuple(map(int, draft.token_ids)),
+        draft_ids=tuple(map(int, draft_ids)),
         confidence=confidence,
         num_proposed=len(proposed),
         num_rows=step.num_rows,
@@ -139,6 +143,7 @@ def _note(
         expected_tokens=expected.row_tokens.get(row.row) if row.decodes else None,
         expected_s=expected.seconds,
         plain_s=expected.plain_s,
+        changed=() if (m := gained.mismatches) is None else tuple(p for p in m.places[: m.num_kept] if p < count),
     )
 
 

@@ -96,6 +96,8 @@ class Response:
     drafted_tokens: int = 0
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    changed_tokens: int = 0
+    changed_nats: float = 0.0
     kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
     prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
     weights: list[tuple[int, str]] = field(default_factory=list)  # as in `Figures`
@@ -111,12 +113,13 @@ class Response:
             log.exception(FAILED, self.request_id)
             return StopCheck(0, "error")
 
-    def count_pass(self, proposed: RowDraft, num_verified: int, num_accepted: int, num_tokens: int) -> None:
-        """Count one decode pass. num_accepted, num_tokens: without those behind a stop."""
+    def count_pass(self, proposed: RowDraft, draft: RowDraft, num_accepted: int, num_tokens: int) -> None:
+        """Count one decode pass. draft: what was verified. num_accepted, num_tokens: not behind a stop."""
+        beside = draft.num_branch_tokens
         self.decode_passes += 1
         self.decoded_tokens += num_tokens
-        self.drafted_tokens += len(proposed)
-        self.verified_tokens += num_verified
+        self.drafted_tokens += len(proposed) + beside
+        self.verified_tokens += len(draft) + beside
         if num_accepted and proposed.drafter is not None:
             self.accepted_tokens += num_accepted
             self.kept_by[proposed.drafter] = self.kept_by.get(proposed.drafter, 0) + num_accepted
@@ -141,6 +144,8 @@ class Response:
             self.drafted_tokens,
             self.verified_tokens,
             self.accepted_tokens,
+            self.changed_tokens,
+            self.changed_nats,
         )
 
     def figures(self) -> Figures:
@@ -159,6 +164,9 @@ class Response:
             preemptions=state.num_preemptions,
             kept_by=tuple(self.kept_by.items()),
             weights=tuple(self.weights),
+            change_budget=state.request.change_budget,
+            changed_tokens=self.changed_tokens,
+            changed_nats=self.changed_nats,
         )
 
     def written_by(self, version: str) -> None:
@@ -179,6 +187,7 @@ class OutputQueue:
         self.responses: dict[str, Response] = {}  # of open requests, by request id
         self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
         self.outcomes: list[Outcome] = []  # in the order in which clients should see them
+        self.changeable: dict[str, Response] = {}  # of `responses`, those with a change budget
         self.book = NoteBook()
         self.weight_version = FIRST_VERSION
         self._end_request = end_request
@@ -189,6 +198,8 @@ class OutputQueue:
         request_id = state.request.request_id
         self.responses[request_id] = response = Response(request_id, state, checker)
         response.written_by(self.weight_version)
+        if state.request.change_budget:
+            self.changeable[request_id] = response
         if state.scores_prompt:
             response.prompt_logprobs = []
 
@@ -241,6 +252,7 @@ class OutputQueue:
     ) -> None:
         """Close a response and its request, with a last outcome: tokens, why it ended, figures."""
         del self.responses[response.request_id]
+        self.changeable.pop(response.request_id, None)
         self.book.end(response.request_id)
         self._end_request(response.request_id)
         self.outcomes.append(

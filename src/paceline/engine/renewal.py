@@ -16,6 +16,7 @@ from paceline.engine.pages import root_hash
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from paceline.backend.seam import Decoder
     from paceline.draft.drafter import Drafter
     from paceline.engine.engine import Engine
     from paceline.engine.scheduler import Scheduler
@@ -47,11 +48,11 @@ def renew(
     put_in_place: Callable[[], None],
     version: str,
     fingerprint: str,
-    rebuild: Mapping[str, Callable[[], Drafter]],
+    rebuilt: Mapping[str, Drafter | Exception],
 ) -> Renewal:
     """Put newer weights into an engine between two steps.
 
-    fingerprint: that of the newer KV. rebuild: makers of the drafters that share tables with the target.
+    fingerprint: that of the newer KV. rebuilt: drafters over the newer tables, or why there are none.
     """
     engine.settle()
     recompute(engine.scheduler)
@@ -59,15 +60,30 @@ def renew(
     put_in_place()
     rename(engine.scheduler, fingerprint)
     engine.outputs.renew(version)
-    rebuilt, unloaded = [], []
-    drafters = engine.drafting.drafters
-    for name in [name for name, d in drafters.items() if name in rebuild and d.needs.kv_bytes_per_token]:
-        if _rebuild(engine, name, rebuild[name]):
-            rebuilt.append(name)
-        else:
+    replaced, unloaded = [], []
+    for name, made in rebuilt.items():
+        if name not in engine.drafting.drafters:  # it was unloaded meanwhile
+            continue
+        if isinstance(made, Exception):  # the newer weights are in place already
+            log.warning("drafter %s does not fit the newer weights, so it is unloaded: %s", name, made)
+            engine.unload(name)
             unloaded.append(name)
-    kept = tuple(name for name in engine.drafting.drafters if name not in rebuilt)
-    return Renewal(tuple(rebuilt), kept, tuple(unloaded))
+        else:
+            engine.drafting.replace(name, made)
+            replaced.append(name)
+    kept = tuple(name for name in engine.drafting.drafters if name not in replaced)
+    return Renewal(tuple(replaced), kept, tuple(unloaded))
+
+
+def rebuild(
+    drafters: Mapping[str, Drafter], makers: Mapping[str, Callable[[Decoder], Drafter]], newer: Decoder
+) -> dict[str, Drafter | Exception]:
+    """Make the drafters anew that share tables with the target; nothing of the engine changes.
+
+    makers: of such drafters, by name. newer: has the newer tables.
+    """
+    shared = [name for name, drafter in drafters.items() if name in makers and drafter.needs.has_state]
+    return {name: _attempt(makers[name], newer) for name in shared}
 
 
 def recompute(scheduler: Scheduler) -> None:
@@ -89,12 +105,8 @@ def rename(scheduler: Scheduler, fingerprint: str) -> None:
         state.hashes = [root_hash(fingerprint, state.request.salt)]
 
 
-def _rebuild(engine: Engine, name: str, make: Callable[[], Drafter]) -> bool:
-    """Replace a drafter by a new one; unload it and return False if that fails."""
+def _attempt(make: Callable[[Decoder], Drafter], newer: Decoder) -> Drafter | Exception:
     try:
-        engine.drafting.rebuild(name, make)
-    except Exception as error:  # the newer weights are in place already
-        log.warning("drafter %s does not fit the newer weights, so it is unloaded: %s", name, error)
-        engine.unload(name)
-        return False
-    return True
+        return make(newer)
+    except Exception as error:
+        return error

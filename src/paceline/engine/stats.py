@@ -27,11 +27,12 @@ class DraftCounts:
     drafted: int = 0  # tokens proposed
     verified_at: list[int] = field(default_factory=list)  # [position] tokens scored by the target
     accepted_at: list[int] = field(default_factory=list)  # [position] tokens kept
+    beside: int = 0  # tokens of branches scored by the target
 
     @property
     def verified(self) -> int:
         """Tokens scored by the target, after trimming."""
-        return sum(self.verified_at)
+        return sum(self.verified_at) + self.beside
 
     @property
     def trimmed(self) -> int:
@@ -48,9 +49,10 @@ class DraftCounts:
         """Tokens kept."""
         return sum(self.accepted_at)
 
-    def count(self, num_drafted: int, num_verified: int, num_accepted: int) -> None:
-        """Add one row's draft."""
-        self.drafted += num_drafted
+    def count(self, num_drafted: int, num_verified: int, num_accepted: int, beside: int = 0) -> None:
+        """Add one row's draft. beside: tokens of its branches that were verified."""
+        self.drafted += num_drafted + beside
+        self.beside += beside
         _bump(self.verified_at, num_verified)
         _bump(self.accepted_at, num_accepted)
 
@@ -74,6 +76,7 @@ class Stats:
     cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
     prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0
+    changed_tokens: int = 0  # of `output_tokens`: not the target's own choices, by the law `typical`
     preemptions: int = 0
     resumed_requests: int = 0  # whose answers had begun elsewhere
     resumed_tokens: int = 0  # of these answers, told with their requests
@@ -121,16 +124,16 @@ class Stats:
         for index in places:
             r, kept = batch.rows[index], draft.rows[index]
             if r.decodes:
-                self._count_row(proposed.rows[index], len(kept), verdict.rows[index].num_accepted)
+                self._count_row(proposed.rows[index], kept, verdict.rows[index].num_accepted)
             else:
                 self.prefilled_tokens += r.num_known
 
-    def _count_row(self, proposed: RowDraft, num_verified: int, num_accepted: int) -> None:
+    def _count_row(self, proposed: RowDraft, draft: RowDraft, num_accepted: int) -> None:
         self.decode_passes += 1
-        _bump_at(self.k_histogram, num_verified, 1)
+        _bump_at(self.k_histogram, len(draft), 1)
         if proposed.drafter is not None:
             counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
-            counts.count(len(proposed), num_verified, num_accepted)
+            counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ class Gauges:
     kv_bytes: int  # all stores
     num_disk_pages: int = 0  # pages of the prefix cache on disk
     num_disk_bytes: int = 0
+    drafter_bytes: dict[str, int] = field(default_factory=dict)  # of requests' state in each drafter
 
     @classmethod
     def none(cls) -> Gauges:
@@ -153,7 +157,7 @@ class Gauges:
         return cls(0, 0, 0, 0, 0, 0, 0)
 
     @classmethod
-    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes_per_token: int) -> Gauges:
+    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes: int, drafter_bytes: dict[str, int]) -> Gauges:
         """Return the gauges of an engine with this scheduler."""
         files = None if scheduler.pool.disk is None else scheduler.pool.disk.files
         return cls(
@@ -163,9 +167,10 @@ class Gauges:
             num_pages=scheduler.pool.num_pages,
             num_held_pages=scheduler.pool.num_held,
             num_drafters=num_drafters,
-            kv_bytes=scheduler.capacity * kv_bytes_per_token,
+            kv_bytes=kv_bytes,
             num_disk_pages=0 if files is None else len(files),
             num_disk_bytes=0 if files is None else files.num_bytes,
+            drafter_bytes=drafter_bytes,
         )
 
 

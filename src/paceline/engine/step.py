@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 from paceline import kernels
+from paceline.backend.branches import without_branches
 from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, Plan, noun
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.backend.target import Backend, PendingPass, ReadyPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
+    from paceline.engine.changes import ChangeBudgets
     from paceline.engine.drafters import DrafterPool
     from paceline.engine.scheduler import Group, RequestState, Scheduler
     from paceline.verify.law import Law
@@ -123,6 +125,8 @@ class Loop(Protocol):
 class Verbs:
     """The six verbs of a step, on a target, drafters, a controller, law and scheduler."""
 
+    changes: ChangeBudgets  # of rows under the law `typical`
+
     def __init__(
         self,
         target: Backend,
@@ -150,6 +154,11 @@ class Verbs:
         if self._stats.steps > num_steps:
             self._stats.step_s += perf_counter() - start
         return self.outputs.take_outcomes()
+
+    @property
+    def takes_branches(self) -> bool:
+        """True if drafts may have branches: law and target take them."""
+        return self.law.walks_trees and self.target.branches is not None
 
     # The verbs -----------------------------------------------------------------------------------
 
@@ -200,6 +209,8 @@ class Verbs:
         draft = proposed
         if self.law.admits_any_trim:
             draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
+        if proposed.branched:
+            draft = self._fit_branches(batch, draft)
         self._stats.control_s += perf_counter() - end
         return StepInput(group, controller, batch, proposed, draft, self._planned_s, end - start)
 
@@ -211,6 +222,8 @@ class Verbs:
 
     def request(self, drafted: StepInput) -> ReadyPass:
         """Gather the target's pass."""
+        if self.outputs.changeable:
+            self.changes.prepare(self.outputs.changeable, drafted.batch, drafted.draft, self.target.rows.changing)
         ready = self.target.request(drafted.batch, drafted.draft)
         drafted.mask_room = ready.masks
         return ready
@@ -227,6 +240,9 @@ class Verbs:
             drafted.take_made(scores.made, scores.draft)
         if (grammars := self.target.rows.grammars).states:
             scores = grammars.masked(drafted.batch, drafted.draft, scores, drafted.masks)
+        if self.outputs.changeable:
+            tolerances = self.changes.tolerances(self.outputs.changeable, drafted.batch, self.target.rows.changing)
+            return self.changes.judge(tolerances, drafted.draft, scores)
         return self.law.judge(drafted.draft, scores)
 
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
@@ -235,10 +251,12 @@ class Verbs:
         What answers gained waits for `flush`, but for their first tokens and their ends.
         """
         assert not self.outputs.gains, "an end could overtake the tokens before it"
-        batch, proposed, draft = drafted.batch, drafted.proposed, drafted.draft
+        batch, proposed, draft, along_path = drafted.batch, drafted.proposed, drafted.draft, scored.scores
+        if draft.branched and self.target.branches is not None:
+            along_path = self.target.branches.keep(self.target.rows, batch, draft, along_path, verdict)
         self.target.commit(batch, verdict)
         start = perf_counter()
-        self.drafting.commit(batch, scored.scores, verdict)
+        self.drafting.commit(batch, along_path, verdict)
         drafted.draft_s = max(drafted.draft_s, scored.draft_s) + perf_counter() - start
         self._stats.draft_s += drafted.draft_s
         for index, scores in (scored.scores.prompts or {}).items():
@@ -246,7 +264,7 @@ class Verbs:
         left = self._take_in(drafted, verdict)
         self._stats.count_pass(batch, proposed, draft, verdict, left)
         rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
-        kept = [self._commit_row(r, v, p, len(d)) for r, v, p, d in rows]
+        kept = [self._commit_row(r, v, p, d) for r, v, p, d in rows]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.learn(batch.num_known_tokens, scored.target_s)
@@ -261,6 +279,12 @@ class Verbs:
         """Publish full pages and make outcomes. Runs beside a pass, as no plan needs it."""
         self.scheduler.publish()
         self.outputs.flush()
+
+    def _fit_branches(self, batch: Batch, draft: Draft) -> Draft:
+        """Leave branches only where law, target and rows take them."""
+        if not self.takes_branches or self.target.branches is None:
+            return without_branches(draft.rows)
+        return self.target.branches.fit(self.target.rows, batch, draft.rows)
 
     # Parts of plan and commit --------------------------------------------------------------------
 
@@ -299,7 +323,7 @@ class Verbs:
         self._stats.count_plain(num_passes, num_tokens)
         return left
 
-    def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, num_verified: int) -> int | None:
+    def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, draft: RowDraft) -> int | None:
         """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
@@ -310,9 +334,11 @@ class Verbs:
         count, ends = check.num_tokens, check.finish_reason is not None
         token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            response.count_pass(proposed, num_verified, min(verdict.num_accepted, count), count)
+            response.count_pass(proposed, draft, min(verdict.num_accepted, count), count)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
+        if verdict.mismatches is not None:
+            self._stats.changed_tokens += self.changes.count(response, verdict.mismatches, count)
         num_full = state.computed_len // PAGE_TOKENS
         self.scheduler.reveal(r, state, token_ids)
         if ends or state.computed_len // PAGE_TOKENS > num_full:

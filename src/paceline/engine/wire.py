@@ -58,13 +58,15 @@ class Submit(Message, frozen=True):
     k: int | None = None
     tpot_ms: float | None = None
     details: bool = False
+    law: str | None = None
+    budget: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Submit:
         """Return the message that carries a request."""
         r = request
         s = r.speculation
-        speculation = (s.draft, s.k, s.tpot_ms, s.details) if s else ()
+        speculation = (s.draft, s.k, s.tpot_ms, s.details, s.law, s.budget) if s else ()
         return cls(
             r.request_id,
             r.prompt_ids,
@@ -78,6 +80,7 @@ class Submit(Message, frozen=True):
 
     def request(self) -> Request:
         """Return the request. Raises `RequestError` for bad parameters."""
+        asked = self.k, self.tpot_ms, self.details, self.law, self.budget
         return Request(
             self.request_id,
             self.prompt_ids,
@@ -85,7 +88,7 @@ class Submit(Message, frozen=True):
             self.seed,
             self.choice,
             self.salt,
-            None if self.draft is None else Speculation(self.draft, self.k, self.tpot_ms, self.details),
+            None if self.draft is None else Speculation(self.draft, *asked),
             self.told,
         )
 

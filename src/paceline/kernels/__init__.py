@@ -4,6 +4,7 @@ from pathlib import Path
 
 from paceline.kernels import _ext
 from paceline.kernels._ext import (
+    RANK_MEMORY_BYTES,
     Costs,
     Decoder,
     Estimates,
@@ -12,6 +13,7 @@ from paceline.kernels._ext import (
     Matrix,
     PassInputs,
     PendingPass,
+    RankMemory,
     RecycledTokens,
     SamplingSpecs,
     TextIndex,
@@ -64,6 +66,7 @@ EXTENSION = Path(_ext.__file__)  # file of the compiled module
 
 __all__ = [
     "EXTENSION",
+    "RANK_MEMORY_BYTES",
     "Costs",
     "Decoder",
     "Estimates",
@@ -72,6 +75,7 @@ __all__ = [
     "Matrix",
     "PassInputs",
     "PendingPass",
+    "RankMemory",
     "RecycledTokens",
     "SamplingSpecs",
     "TextIndex",

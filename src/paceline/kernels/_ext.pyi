@@ -87,13 +87,14 @@ class KVStore:
     def page_bytes(self) -> int: ...
     def read_page(self, page: int, to: NDArray[uint8]) -> None: ...
     def write_page(self, page: int, data: NDArray[uint8]) -> None: ...
+    def copy_page(self, source: int, target: int) -> None: ...
 
 def checksum(data: NDArray[uint8]) -> int: ...
 
 class PassInputs:
     def __init__(
         self, token_ids: _Ids, positions: _Ids, slots: _Ids, cu_len: _Ids,
-        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids,
+        pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids, copies: _Ids,
     ) -> None: ...
 
 class Masks:  # of the wanted tokens; a pass reads them once they are open
@@ -101,6 +102,13 @@ class Masks:  # of the wanted tokens; a pass reads them once they are open
     def open(self) -> None: ...
 
 class PendingPass: ...  # with everything that the pass reads and writes
+
+RANK_MEMORY_BYTES: int
+
+class RankMemory:  # of processes that share a decoder's layers
+    def __init__(self, file: int, rank: int, size: int) -> None: ...
+    @property
+    def size(self) -> int: ...
 
 class Decoder:
     def __init__(
@@ -114,8 +122,8 @@ class Decoder:
         kv_layers: Sequence[int],
         norm_eps: float,
         pool: ThreadPool,
-        embed: Matrix,
-        head: Matrix,
+        embed: Matrix | None,  # None at ranks other than 0
+        head: Matrix | None,
         final_norm: _F32,
         inverse_frequencies: _F32,
         magnitudes: _F32,
@@ -143,9 +151,12 @@ class Decoder:
         norms_values: bool = False,
         input_matrices: dict[str, Matrix] = ...,
         input_vectors: dict[str, _F32] = ...,
+        routes_by_sigmoid: bool = False,
+        share_scale: float = 1.0,
         reads_rows: bool = False,
         corrector_matrices: dict[str, Matrix] = ...,
         corrector_vectors: dict[str, _F32] = ...,
+        ranks: RankMemory | None = None,
     ) -> None: ...
     @property
     def touched_experts(self) -> list[float]: ...
@@ -171,9 +182,11 @@ class Decoder:
         masks: Masks | None = None,
     ) -> PendingPass: ...
     def finish(self) -> None: ...
+    def follow(self, kv: KVStore, inputs: PassInputs, num_layers: int) -> None: ...
     def forward_steps(
         self, kv: KVStore, inputs: PassInputs, specs: SamplingSpecs, vocab: int, num_layers: int,
         depths: list[int], stops: _F64, hints: list[TokenHints | None], chosen: _Ids, margins: _F32,
+        second_ids: _Ids,
     ) -> None: ...
     def store_context(self, kv: KVStore, inputs: PassInputs) -> None: ...
     def correct(

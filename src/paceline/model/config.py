@@ -160,6 +160,18 @@ class ModelConfig:
         return family(self.family)
 
     @property
+    def dense_size(self) -> int:
+        """Outputs of the gate in layers with one feed-forward network."""
+        return self.intermediate_size if self.experts is None else self.experts.dense_size
+
+    @property
+    def widest_feed(self) -> int:
+        """Outputs of the widest gate that all tokens of a layer share."""
+        e = self.experts
+        widest = self.intermediate_size if e is None else max(e.shared_size, e.dense_size)
+        return (widest or self.intermediate_size) * self.sharing_factor
+
+    @property
     def query_scale(self) -> float:
         """Factor of attention scores."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
@@ -282,9 +294,11 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         if (self.facts.mixture is None) != (self.experts is None):
-            raise BadModelFile(f"a {self.family} model has experts in every layer, or in none: this one differs")
+            raise BadModelFile(f"a {self.family} model has experts, or has none: this one differs")
         if self.experts is not None:
             self.experts.check()
+            if self.experts.num_dense >= max(self.num_layers, 1):
+                raise BadModelFile(f"the model says that none of its {self.num_layers} layers has experts")
 
 
 def plain_layers(facts: Family, num_layers: int, sliding: Sliding | None, period: int) -> frozenset[int]:
@@ -307,8 +321,8 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
         "attn_o": (c.hidden_size, q_size),
         "mlp_norm": (c.hidden_size,),
     }
-    if c.experts is None:
-        dense = feed_forward_shapes(c.hidden_size, c.intermediate_size * (c.sharing_factor if shares else 1))
+    if c.experts is None or index < c.experts.num_dense:
+        dense = feed_forward_shapes(c.hidden_size, c.dense_size * (c.sharing_factor if shares else 1))
         shapes |= {f"mlp_{part}": shape for part, shape in zip(PARTS, dense, strict=True)}
     else:
         shapes |= c.experts.shapes(c.hidden_size, c.intermediate_size)

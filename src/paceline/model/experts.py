@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 MAX_EXPERTS = 512  # of a layer
 MAX_PER_TOKEN = 32
 MAX_SHARED_SIZE = 1 << 19
+MAX_DENSE = 1 << 10
 SWIGLU = (7.0, 1.702)  # limit and factor of the activation `clamped_silu`
+DENSE = "dense_"  # begins the short names of a layer without experts in a model with some
 ROUTER_NAMES = frozenset({"router", "shared_gate"})
 PARTS = ("gate", "up", "down")
 
@@ -23,23 +25,37 @@ class MixtureFacts:
     """Facts of a family with experts, and its names in Hugging Face folders."""
 
     normed: bool  # the weights of a token's experts sum to 1, unless config.json says otherwise
-    shared: bool = False  # one more expert serves every token, behind a gate of its own
+    shared: bool = False  # one more expert serves every token
+    shared_gate: bool = True  # behind a gate of its own
+    shared_block: str = "shared_expert"  # its module in `block`
+    sigmoid: bool = False  # the weights of experts are sigmoids, and a correction helps to choose them
+    correction: str = "gate.e_score_correction_bias"  # its tensor in `block`
     biased: bool = False  # router and experts add biases
     size_key: str = "moe_intermediate_size"
     router: str = "gate"  # the module in `block`
     block: str = "mlp"  # the module that holds router and experts
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order of `PARTS`
 
+    def experts(self, num: int, per_token: int, shared_size: int = 0) -> Experts:
+        """Return experts of such a family."""
+        facts = {"biased": self.biased, "shared_gate": self.shared_gate, "sigmoid": self.sigmoid}
+        return Experts(num, per_token, self.normed, shared_size, **facts)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of every layer: the router sends each token to a few of them."""
+    """Experts of every layer but perhaps the first: a token goes to a few."""
 
     num: int
     per_token: int
     normed: bool = True  # the weights of a token's experts sum to 1; else they are shares among all experts
     shared_size: int = 0  # outputs of the gate of the shared expert; 0: there is none
     biased: bool = False  # router and experts add biases
+    shared_gate: bool = True  # the shared expert, if any, has a gate
+    sigmoid: bool = False  # weights are sigmoids; a correction is added where experts are chosen
+    scale: float = 1.0  # times the weights of a token's experts
+    num_dense: int = 0  # first layers, which have one feed-forward network for all tokens ...
+    dense_size: int = 0  # ... with a gate of so many outputs
 
     def check(self) -> None:
         """Raise `BadModelFile` for numbers that no model has."""
@@ -50,6 +66,12 @@ class Experts:
             )
         if not 0 <= self.shared_size <= MAX_SHARED_SIZE:
             raise BadModelFile(f"the model says that its shared expert has the size {self.shared_size}")
+        sensible = 0 <= self.num_dense <= MAX_DENSE and 0.0 < self.scale < 1e6
+        if not sensible or not bool(self.num_dense) <= self.dense_size <= MAX_SHARED_SIZE:
+            raise BadModelFile(
+                f"the model says that {self.num_dense} layers have no experts but a network of {self.dense_size},"
+                f" and that weights of experts are multiplied by {self.scale}"
+            )
 
     def shapes(self, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
         """Return the tensors of one layer's feed-forward network. size: of each expert.
@@ -63,7 +85,10 @@ class Experts:
         if self.shared_size:
             shared = feed_forward_shapes(hidden, self.shared_size)
             shapes |= {f"mlp_{part}": shape for part, shape in zip(PARTS, shared, strict=True)}
-            shapes["shared_gate"] = (1, hidden)
+            if self.shared_gate:
+                shapes["shared_gate"] = (1, hidden)
+        if self.sigmoid:
+            shapes["router_correction"] = (self.num,)
         if self.biased:
             shapes |= {f"{name}_bias": shape[:1] for name, shape in shapes.items()}
         return shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.core.errors import UnsupportedModel
@@ -66,6 +66,7 @@ class Family:
     norms_values: bool = False  # each head's values are normed, without weights
     layer_scales: bool = False  # each layer has a factor of its output
     truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
+    normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
 
 
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -90,6 +91,15 @@ _GEMMA4_KEYS = {
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}  # of experts
+_SIGMOIDS = MixtureFacts(normed=True, shared=True, shared_gate=False, shared_block="shared_experts", sigmoid=True)
+_GLM_MOE: dict[str, Any] = {
+    "gguf_names": {"mlp_norm": "post_attention_norm.weight"},
+    "bias_switches": {"attention_bias": QKV},
+    "defaults": {"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+    "fixed": _ONE_GROUP,
+    "mixture": _SIGMOIDS,
 }
 _GLM_NAMES = {
     "attn_post_norm": "post_self_attn_layernorm.weight",
@@ -218,6 +228,30 @@ FAMILIES: dict[str, Family] = {
             defaults={"partial_rotary_factor": 0.5},
             names=_GLM_NAMES,
         ),
+        Family("glm4_moe", "glm4moe", **_GLM_MOE, normed_heads="glm4_moe_normed"),
+        Family("glm4_moe_normed", None, **_GLM_MOE, qk_norm="head"),
+        Family("mimo", None, biases=QKV),
+        Family("dots1", "dots1", qk_norm="head", fixed=_ONE_GROUP, mixture=replace(_SIGMOIDS, normed=False)),
+        Family(
+            "minimax_m2",
+            "minimax-m2",
+            qk_norm="whole",
+            mixture=MixtureFacts(
+                normed=True,
+                sigmoid=True,
+                size_key="intermediate_size",
+                block="block_sparse_moe",
+                parts=("w1", "w3", "w2"),
+                correction="e_score_correction_bias",
+            ),
+        ),
+        Family(
+            "olmoe",
+            "olmoe",
+            qk_norm="whole",
+            fixed={"clip_qkv": None},
+            mixture=MixtureFacts(normed=False, size_key="intermediate_size"),
+        ),
         Family(
             "seed_oss",
             "seed_oss",
@@ -237,8 +271,22 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Families whose checkpoints hold MTP layers, and what their models need that no backend has.
+_LINEAR = "layers of linear attention (gated delta net)"
+_LATENT = "attention over latent keys and values (MLA)"
+_NOT_RUN = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _LINEAR),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2", "longcat_flash"), _LATENT),
+    "mimo_v2_flash": "heads whose keys and values differ in size",
+}
+
+
 def family(name: str) -> Family:
     """Return a family by name. Raises `UnsupportedModel`."""
+    if name in _NOT_RUN:
+        raise UnsupportedModel(
+            f"{name} models need {_NOT_RUN[name]}, which no backend has; so their MTP layers do not run either"
+        )
     if name not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))  # a name that looks alike is another family: nothing to suggest
         raise UnsupportedModel(f"Paceline does not know the model family {name[:80]!r}; known: {known}")

@@ -12,6 +12,7 @@ from paceline.model.files import hf
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.files.source_files import SourceFile, file_state
 from paceline.model.files.stored import Held
+from paceline.model.heads.mtp import is_mtp_name, usable_mtp
 from paceline.model.weights import LazyWeights, canonical_names, load_model
 
 if TYPE_CHECKING:
@@ -57,15 +58,16 @@ def with_arrays(model: LoadedModel, arrays: Mapping[str, NDArray[floating]]) -> 
 
     Raises `ModelError`.
     """
-    held = _found(model.config, {name: Held(array) for name, array in arrays.items()})
+    given = {name: Held(array) for name, array in arrays.items()}
+    held = _found(model, given)
     made = _MADE.keys() & set(model.weights)
     if lacking := sorted(set(tensor_shapes(model.config)) - set(held) - made):
         raise BadModelFile(
             f"{len(lacking)} tensors are missing, such as {', '.join(lacking[:MAX_SHOWN])}; give all"
         )
-    return replace(
-        model, weights={**{n: model.weights[n] for n in made}, **{n: t.read() for n, t in held.items()}}
-    )
+    weights = {**{n: model.weights[n] for n in made}, **{n: t.read() for n, t in held.items()}}
+    own = {name: Held(tensor.read().copy()) for name, tensor in _of_mtp(model, given).items()}
+    return replace(model, weights=weights, newer_mtp=own)
 
 
 def with_tensors(
@@ -78,16 +80,24 @@ def with_tensors(
     assert isinstance(model.weights, LazyWeights)
     own = {name: model.weights.stored(name) for name in model.weights}
     sources = (*model.weights.sources, *files)
-    return replace(model, weights=LazyWeights({**own, **_found(model.config, found)}, sources))
+    weights = LazyWeights({**own, **_found(model, found)}, sources)
+    return replace(model, weights=weights, newer_mtp=_of_mtp(model, found))
 
 
-def _found(config: ModelConfig, found: Mapping[str, Stored]) -> dict[str, Stored]:
+def _of_mtp(model: LoadedModel, found: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of MTP layers, which drafters read, if the model has any."""
+    named = {name: tensor for name, tensor in found.items() if is_mtp_name(name, model.config.num_layers)}
+    return named if named and usable_mtp(model) is not None else {}
+
+
+def _found(model: LoadedModel, found: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return tensors by canonical name, as decoders use them. Raises `BadModelFile`."""
+    config, mtp = model.config, _of_mtp(model, found)
     names = canonical_names(config, hf.MODEL_NAMES | _MADE, hf.layer_names(config), hf.LAYER_PREFIX)
     plain = hf.text_tensors(found)
     apart, shapes = hf.parts(config, plain, names), tensor_shapes(config)
     own = {name: apart[theirs] for name, theirs in names.items() if theirs in apart}
-    if unknown := _unknown(config, found, set(names.values())):
+    if unknown := _unknown(config, found.keys() - mtp.keys(), set(names.values())):
         raise BadModelFile(f"this model has no tensor {', '.join(map(repr, unknown[:MAX_SHOWN]))}")
     for name, tensor in own.items():
         if tensor.shape != shapes[name]:

@@ -168,7 +168,7 @@ def _changed(config: ModelConfig, name: str | Path, key: str, value: str) -> Mod
         facts = FAMILIES[value]
         caps = (facts.defaults.get("attn_logit_softcapping"), facts.defaults.get("final_logit_softcapping"))
         rope = replace(config.rope, share=facts.defaults.get("partial_rotary_factor", 1.0))
-        experts = Experts(8, 2, facts.mixture.normed, biased=facts.mixture.biased) if facts.mixture else None
+        experts = facts.mixture.experts(8, 2) if facts.mixture else None
         own = replace(config, family=value, biases=facts.biases, rope=rope, experts=experts)
         return replace(own, score_cap=caps[0], logit_cap=caps[1], query_scalar=facts.query_scalar)
     if key == "family":

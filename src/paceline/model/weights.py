@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
+from paceline.model.experts import DENSE
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.gguf_file import FourBit, GgufTensor
 from paceline.model.files.kept_headers import open_kept
@@ -162,6 +163,7 @@ class LoadedModel:
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
     reads_images: bool = False  # the part of it that does is not loaded
+    newer_mtp: Mapping[str, Stored] = field(default_factory=dict)  # tensors in place of its files', by their names
 
     @property
     def fingerprint(self) -> str:
@@ -238,7 +240,10 @@ def canonical_names(
         else:
             _, number, short = name.split(".", 2)
             of_keys = short == "attn_v" and config.keys_are_values and not windows[int(number)]
-            names[name] = prefix.format(layer=number) + layer["attn_k" if of_keys else short]
+            is_dense = config.experts is not None and int(number) < config.experts.num_dense
+            dense = f"{DENSE}{short}"
+            short = "attn_k" if of_keys else dense if is_dense and dense in layer else short
+            names[name] = prefix.format(layer=number) + layer[short]
     return names
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, suggest
-from paceline.ray.front import FLEET, Door, FrontReplica, keys_of
+from paceline.ray.front import Door, FrontReplica
+from paceline.ray.front_options import NAMES, FrontOptions, of_arguments
 from paceline.ray.replica import MAX_CALLS, EngineReplica
 from paceline.serve.asking import config_of
 from ray import serve
@@ -13,9 +14,10 @@ from ray import serve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from paceline.engine.assembly.config import EngineConfig
+
 # Arguments of `serve run` and of `args` in a Serve YAML, beside the options of `AsyncLLM`.
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
-FRONT = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
 HEALTH_S = 1.0  # between two looks at a replica
 POLICY = "paceline.ray:Headroom"
 
@@ -23,38 +25,45 @@ POLICY = "paceline.ray:Headroom"
 def app(args: Mapping[str, Any]) -> Any:
     """Return the application for `serve run paceline.ray:app` or a Serve YAML. Raises `ConfigError`.
 
-    args: `model`, options of `AsyncLLM`, and those of `PLACEMENT` and `FRONT`; values may be texts.
+    args: `model`, options of `AsyncLLM`, and those of `PLACEMENT` and `NAMES`; values may be texts.
     """
     given = {name: _value(value) for name, value in args.items()}
     placement = {name: given.pop(name) for name in PLACEMENT if name in given}
-    front = {name: given.pop(name) for name in FRONT if name in given}
+    front = {name: given.pop(name) for name in NAMES if name in given}
     model, cpus = str(given.pop("model", "default")), float(placement.get("cpus", 1))
     given.setdefault("threads", max(1, int(cpus)))
     try:
-        config_of(model, given)
+        config = config_of(model, given)
     except ConfigError as error:
-        known = (*PLACEMENT, *FRONT, "model")
+        known = (*PLACEMENT, *NAMES, "model")
         unknown = next((name for name in given if f"unknown option {name!r}" in str(error)), None)
         raise ConfigError(
             f"unknown argument {unknown!r}{suggest(unknown, known)}" if unknown else str(error)
         ) from None
-    keys_of(front)
-    if front.get("rl") and int(placement.get("fronts", 1)) != 1:
+    options, fronts = of_arguments(front), int(placement.get("fronts", 1))
+    if options.operation.rl and fronts != 1:
         raise ConfigError("rl=true goes with fronts=1: the parts of an update must come to one front")
+    return application(config, options, _replicas(placement), cpus, fronts)
+
+
+def application(
+    config: EngineConfig, options: FrontOptions, replicas: Mapping[str, Any], cpus: float, fronts: int = 1
+) -> Any:
+    """Return an application of engines and fronts. replicas: arguments of the engines' deployment."""
     engine = serve.deployment(
         name="Engine",
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=HEALTH_S,
         max_ongoing_requests=MAX_CALLS,
-        **_replicas(placement),
+        **replicas,
     )(EngineReplica)
     served = serve.deployment(
         name="Front",
-        num_replicas=int(placement.get("fronts", 1)),
+        num_replicas=fronts,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_CALLS,
     )(serve.ingress(Door())(FrontReplica))
-    return served.bind(front, engine.bind(model, given, cpus))
+    return served.bind(options, engine.bind(config, cpus))
 
 
 def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.engine.wire import Submit, encode
 from paceline.ray.line import SILENCE_S, Down, FrontLine, read_to_host
-from paceline.serve.asking import config_of
 from paceline.serve.engines import Disconnected
 from paceline.serve.worker.client import EngineClient
 from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import Cancel, Rejected, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
-    from typing import Any
+    from collections.abc import AsyncIterator
 
+    from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.engines import Answers, Event
     from paceline.serve.worker.messages import Snapshot, ToEngine
 
@@ -29,9 +28,9 @@ FAILED_STARTS = 2  # in a row, likewise
 class EngineHost:
     """One engine process for all fronts. Ray calls every method on one event loop."""
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        """Check the options, those of `AsyncLLM`; `start` loads. Raises `ConfigError`."""
-        self._config = config_of(model, options)
+    def __init__(self, config: EngineConfig) -> None:
+        """Keep the config; `start` loads."""
+        self._config = config
         self._client: EngineClient | None = None
         self._lines: dict[str, FrontLine] = {}  # by front
         self._open: dict[tuple[str, str], Answers] = {}  # by front and request id

@@ -5,30 +5,27 @@ from __future__ import annotations
 import asyncio
 import secrets
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.util import list_named_actors
 
 import ray
-from paceline.core.errors import ConfigError
 from paceline.ray.host_engines import HostEngines
 from paceline.ray.line import NAMESPACE
 from paceline.ray.local_ray import stay_on_loopback
-from paceline.serve.api.keys import KeyRing
 from paceline.serve.app import make_app
 from paceline.serve.fleet.engine_fleet import EngineFleet
-from paceline.serve.fleet.fleet_options import ReplicaOptions
-from paceline.serve.operation import OperationOptions
 from paceline.serve.tokenizer_cache import TokenizerCache
 from ray import serve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import MutableMapping
 
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-FLEET = ("route", "resume", "resume_wait_s", "hedge")  # options of `ReplicaOptions` that a front takes
+    from paceline.ray.front_options import FrontOptions
+    from paceline.serve.worker.messages import StartupChoice
+
 LOOK_S = 0.5  # between two looks for replicas that came or went
 
 
@@ -38,19 +35,24 @@ class FrontServer:
     def __init__(self) -> None:
         self.fleet: EngineFleet | None = None
         self._app: ASGIApp | None = None
-        self._tokenizers = TokenizerCache()
+        self._tokenizers: TokenizerCache | None = None
         self._name = secrets.token_hex(8)
         self._looking: asyncio.Task[None] | None = None
 
-    async def open(self, application: str, options: Mapping[str, Any]) -> None:
+    async def open(self, application: str, options: FrontOptions) -> None:
         """Find replicas, and wait for one. application: its name in Ray Serve. Raises `PacelineError`."""
-        own = {name: options[name] for name in FLEET if name in options}
-        self.fleet = fleet = EngineFleet(ReplicaOptions(**own))
-        operation = OperationOptions(rl=bool(options.get("rl", False)))
-        keys = keys_of(options)
-        self._app, state = make_app(fleet, self._tokenizers, keys, page=False, operation=operation)
-        if name := options.get("served_model_name"):
-            state.served_names = (str(name),)
+        self.fleet = fleet = EngineFleet(options.fleet)
+        self._tokenizers = TokenizerCache(options.chat)
+        self._app, state = make_app(
+            fleet,
+            self._tokenizers,
+            options.keys(),
+            options.max_open,
+            options.local,
+            options.page,
+            options.operation,
+        )
+        state.served_names, state.lenient = options.served_names, options.lenient
         self._looking = asyncio.create_task(self._look(application))
         await fleet.first_ready
 
@@ -66,7 +68,8 @@ class FrontServer:
             self._looking.cancel()
         if self.fleet is not None:
             await self.fleet.stop()
-        self._tokenizers.close()
+        if self._tokenizers is not None:
+            self._tokenizers.close()
 
     async def _look(self, application: str) -> None:
         """Take in replicas that have come, and drop those that have gone, for ever."""
@@ -89,11 +92,16 @@ class FrontServer:
 class FrontReplica:
     """Deployment `Front`: the HTTP side. Ray's proxy passes bytes on to it."""
 
-    async def __init__(self, options: Mapping[str, Any], engines: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, options: FrontOptions, engines: Any) -> None:  # type: ignore[misc]
         """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
         stay_on_loopback()
         self._engines = engines
         await _FRONT.open(serve.get_replica_context().app_name, options)
+
+    async def about(self) -> tuple[tuple[StartupChoice, ...], bool]:
+        """Return what an engine chose when it started, and whether the model chats."""
+        ready = None if _FRONT.fleet is None else _FRONT.fleet.ready
+        return ((), False) if ready is None else (ready.choices, ready.template is not None)
 
 
 _FRONT = FrontServer()  # of this process
@@ -112,20 +120,3 @@ def names_of(application: str) -> set[str]:
     actors = list_named_actors(all_namespaces=True)
     prefix = f"{application}:"
     return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)}
-
-
-def keys_of(options: Mapping[str, Any]) -> KeyRing:
-    """Return the keys that a front asks for.
-
-    Raises `ConfigError` if nothing is said of them.
-
-    Ray's proxy listens where it was told to, so that the front cannot know who may connect.
-    """
-    key, file = options.get("api_key"), options.get("api_key_file")
-    if not key and not file and not options.get("insecure"):
-        raise ConfigError(
-            "say api_key=KEY or api_key_file=FILE, or insecure=true if only trusted programs reach Ray's proxy"
-        )
-    if options.get("rl") and not key and not file:
-        raise ConfigError("rl=true lets clients renew the weights: it goes with api_key, not with insecure")
-    return KeyRing(str(key) if key else None, Path(file) if file else None)

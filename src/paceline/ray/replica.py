@@ -11,7 +11,7 @@ from paceline.ray.local_ray import stay_on_loopback
 from ray import serve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from paceline.engine.assembly.config import EngineConfig
 
 MAX_CALLS = 4096  # of fronts that are answered at once
 
@@ -19,7 +19,7 @@ MAX_CALLS = 4096  # of fronts that are answered at once
 class EngineReplica:
     """Deployment `Engine`: owns the actor in which its engine is. Ray restarts and scales it."""
 
-    async def __init__(self, model: str, options: Mapping[str, Any], cpus: float) -> None:  # type: ignore[misc]
+    async def __init__(self, config: EngineConfig, cpus: float) -> None:  # type: ignore[misc]
         """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
         stay_on_loopback()
         context = serve.get_replica_context()
@@ -27,7 +27,7 @@ class EngineReplica:
         actor = ray.remote(EngineHost).options(
             name=self._name, namespace=NAMESPACE, num_cpus=cpus, max_concurrency=MAX_CALLS
         )
-        self._host: Any = actor.remote(model, dict(options))
+        self._host: Any = actor.remote(config)
         await self._host.start.remote()
 
     async def check_health(self) -> None:

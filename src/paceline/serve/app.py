@@ -20,16 +20,16 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.params import TYPICAL
 from paceline.core.promise import fingerprint
 from paceline.model.files.catalogue import published_name
 from paceline.serve.api.auth import SALT, AuthMiddleware
 from paceline.serve.api.continuation import event_ids_of
 from paceline.serve.api.error_forms import error_response, why_not_here
-from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
+from paceline.serve.api.errors import ApiError, api_error_of, internal_error, json_response, shutting_down
 from paceline.serve.api.event_jobs import count_tokens, messages_job, responses_job
 from paceline.serve.api.generate_format import generate_job
 from paceline.serve.api.keys import KeyRing, salted
-from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
@@ -63,7 +63,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Law -> what clients may rely on.
-PROMISES = {"coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache"}
+PROMISES = {
+    "coupled": "the same seed gives the same text, whatever the drafter, the batch and the cache",
+    TYPICAL: "none of texts: up to a share of an answer's tokens is changed, which its usage counts",
+}
 OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
 OPERATION = OperationOptions()
@@ -96,7 +99,7 @@ class AppState:
             raise EngineDied(NOT_READY)
         prompts = await self.tokenizer_cache.of(ready)
         names = self.served_names or (ready.model_name,)
-        return Serving(prompts, names, self.lenient, fingerprint(ready.promise))
+        return Serving(prompts, names, self.lenient, fingerprint(ready.promise), ready.law)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -133,7 +136,7 @@ class BodyRoute:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         data = await read_body(scope, receive)
         serving = await self._state.serving()
-        response = _json(await self._in_thread(len(data), self._read, data, serving))
+        response = json_response(await self._in_thread(len(data), self._read, data, serving))
         await response(scope, receive, send)
 
     async def _in_thread(self, num_bytes: int, read: Callable[..., T], *arguments: Any) -> T:
@@ -187,25 +190,21 @@ def _of_key(job: Job, salt: str | None) -> Job:
     return replace(job, requests=[replace(r, salt=salted(salt, r.salt)) for r in job.requests])
 
 
-def _json(body: object, status: int = 200) -> Response:
-    return Response(to_json(body), status, media_type="application/json")
-
-
 def routes_of(state: AppState) -> list[Route]:
     """Return the routes of every server."""
 
     async def health(_: HttpRequest) -> Response:
         status = "draining" if state.draining else "ok" if state.client.ready else "engine not ready"
-        return _json({"status": status}, 200 if status == "ok" else 503)
+        return json_response({"status": status}, 200 if status == "ok" else 503)
 
     async def live_at_all(_: HttpRequest) -> Response:
-        return _json({"status": "alive"})
+        return json_response({"status": "alive"})
 
     async def version(_: HttpRequest) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def openapi(_: HttpRequest) -> Response:
-        return _json(document())
+        return json_response(document())
 
     async def metrics(_: HttpRequest) -> Response:
         return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -213,16 +212,16 @@ def routes_of(state: AppState) -> list[Route]:
     async def models(_: HttpRequest) -> Response:
         found = [_model(state, name) for name in _names(state)]
         edges = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}  # as Anthropic
-        return _json({"object": "list", "data": found} | edges)
+        return json_response({"object": "list", "data": found} | edges)
 
     async def model(request: HttpRequest) -> Response:
         names, wanted = _names(state), request.path_params["model"]
         if wanted not in (*names, "default"):
             raise ApiError(404, f"no model {wanted[:256]!r} here", param="model", code="model_not_found")
-        return _json(_model(state, wanted if wanted in names else names[0]))
+        return json_response(_model(state, wanted if wanted in names else names[0]))
 
     async def about_tokenizer(_: HttpRequest) -> Response:
-        return _json(tokenizer_info(await state.serving()))
+        return json_response(tokenizer_info(await state.serving()))
 
     replicas = state.client.replicas if isinstance(state.client, EngineFleet) else None
     live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
@@ -265,8 +264,12 @@ def _model(state: AppState, name: str) -> dict[str, Any]:
     ready = state.client.ready
     assert ready is not None
     choices = {choice.what: choice.value for choice in ready.choices}
-    law = choices.get("law", "")
-    promise = {"text": PROMISES.get(law, OTHER_PROMISE), "law": law, "backend": choices.get("backend")}
+    law = ready.law
+    promise = {
+        "text": PROMISES.get(law.partition(" ")[0], OTHER_PROMISE),
+        "law": law,
+        "backend": choices.get("backend"),
+    }
     promise["key"] = ready.promise
     created = datetime.fromtimestamp(state.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {

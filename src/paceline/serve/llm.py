@@ -190,7 +190,7 @@ class LLM(Asking):
     ) -> Generator[Delta, None, None]:
         """Yield what each step adds to the answers; with n, they come interleaved.
 
-        speculation: wanted by this stream, which changes its speed only.
+        speculation: wanted by this stream; only its law may change the text.
 
         Raises `RequestError` at once. A stream that is closed or dropped early cancels what is open.
         """

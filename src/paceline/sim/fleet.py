@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.control.routing import Columns, ReplicaView, RequestView, Router, decoding_s
 from paceline.control.scaling import Scaler
+from paceline.control.tails import to_free
 from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.replicas import Cut, Ends, Leg
 
@@ -327,9 +328,7 @@ class Fleet:
     def _pack(self, now: float) -> None:
         """Free a replica while the others have room for all rows."""
         states = self._states
-        while (others := int(np.count_nonzero(states.alive)) - 1) > 0:
-            if states.open_rows.sum() > self._options.pack_rows * others:
-                return
+        while to_free(states.open_rows[states.alive].tolist(), self._options.pack_rows) is not None:
             self._drain(now)
 
     # Scaling -------------------------------------------------------------------------------------

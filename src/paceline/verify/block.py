@@ -39,6 +39,7 @@ class Block:
 
     name = "block"
     admits_any_trim = False
+    walks_trees = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

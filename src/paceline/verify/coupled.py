@@ -1,7 +1,8 @@
 """Coupled sampling, the default: a draft is kept while it equals the target's own choice.
 
 Every emitted token is the target's choice under noise that depends on the seed and the position only, so it is an
-exact sample of the target whatever was drafted, and the same text with every drafter and with none.
+exact sample of the target whatever was drafted, and the same text with every drafter and with none. Of a tree the
+choices keep the path that they lead along.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.nouns import RowVerdict, Verdict
+from paceline.core.tree import walk
 from paceline.verify.row_scores import RowScores, judge_rows
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores
+    from paceline.core.tree import Branches
 
 NO_GAIN = RowVerdict()
 
@@ -23,14 +26,20 @@ class Coupled:
 
     name = "coupled"
     admits_any_trim = True
+    walks_trees = True
     needs_probs = False
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
         """Keep each row's drafts up to the first that the target would not have chosen."""
-        if scores.logits is not None:
-            return judge_rows(coupled_row, draft, scores)
+        if scores.logits is not None or draft.branched:
+            return judge_rows(coupled_row, draft, scores, walk_row)
         kept = kernels.accept_coupled(draft.rows, list(scores.cu_len), scores.chosen)
         return Verdict(tuple([RowVerdict(ids, len(ids) - 1) if ids else NO_GAIN for ids in kept]))
+
+
+def walk_row(drafted: RowDraft, branches: Branches, row: RowScores) -> tuple[list[int], tuple[int, ...]]:
+    """Return the target's tokens along a tree, and which are of branches."""
+    return walk(drafted.token_ids, branches, row.choice)
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:

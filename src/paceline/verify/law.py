@@ -14,14 +14,19 @@ LAWS: dict[str, str] = {  # name -> module:class
     "coupled": "paceline.verify.coupled:Coupled",
     "rejection": "paceline.verify.rejection:Rejection",
     "block": "paceline.verify.block:Block",
+    "typical": "paceline.verify.typical:Typical",
 }
 
 
 class Law(Protocol):
-    """Decides which drafts are kept, such that what is emitted follows the target's own distribution."""
+    """Decides which drafts are kept.
+
+    But for `typical`, what is emitted follows the target's own distribution.
+    """
 
     name: str
     admits_any_trim: bool  # a trim may look at the step's drafts without biasing the output
+    walks_trees: bool  # drafts may have branches
     needs_probs: bool  # rows with a temperature need logits, and drafts the q that they were drawn from
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

@@ -29,6 +29,7 @@ class Rejection:
 
     name = "rejection"
     admits_any_trim = False
+    walks_trees = False
     needs_probs = True
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:

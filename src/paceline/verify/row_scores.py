@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Draft, RowDraft, SamplingSpec, Scores, TokenLogprobs
+    from paceline.core.tree import Branches
+
+    Rule = Callable[[RowDraft, "RowScores"], Sequence[int]]
+    Walk = Callable[[RowDraft, Branches, "RowScores"], tuple[list[int], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,29 +94,45 @@ def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
     return np.maximum(p - q, 0.0)
 
 
-def judge_rows(rule: Callable[[RowDraft, RowScores], Sequence[int]], draft: Draft, scores: Scores) -> Verdict:
+def judge_rows(rule: Rule, draft: Draft, scores: Scores, walk: Walk | None = None) -> Verdict:
     """Apply a rule to every row that was scored.
 
     The rule returns the kept drafts and one token more, which is BROKEN where the target has no finite number. The
-    drafts before it stay: plain decoding would have written them too.
+    drafts before it stay: plain decoding would have written them too. walk: the rule of rows with branches.
     """
-    bounds = pairwise(int(offset) for offset in scores.cu_len)
-    rows = (RowScores(scores, start, end) for start, end in bounds)
-    return Verdict(tuple(_judge_row(rule, d, r) for d, r in zip(draft.rows, rows, strict=True)))
+    judged = zip(draft.rows, rows_of(scores), strict=True)
+    return Verdict(tuple(judge_row(rule, d, r, walk) for d, r in judged))
 
 
-def _judge_row(
-    rule: Callable[[RowDraft, RowScores], Sequence[int]], drafted: RowDraft, row: RowScores
+def rows_of(scores: Scores) -> list[RowScores]:
+    """Return the scores of each row."""
+    return [RowScores(scores, start, end) for start, end in pairwise(map(int, scores.cu_len))]
+
+
+def judge_row(
+    rule: Callable[[RowDraft, RowScores], Sequence[int]],
+    drafted: RowDraft,
+    row: RowScores,
+    walk: Walk | None = None,
 ) -> RowVerdict:
+    """Apply a rule to one row, see `judge_rows`."""
     if len(row) == 0:
         return RowVerdict()
-    assert len(row) == len(drafted) + 1, "a scored row has a position for each draft and one more"
-    token_ids = rule(drafted, row)
-    return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids))
+    positions = len(drafted) + drafted.num_branch_tokens + 1
+    assert len(row) == positions, "a scored row has a position for each draft and one more"
+    if drafted.branches is None or walk is None:
+        token_ids = rule(drafted, row)
+        return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids, range(len(token_ids))))
+    token_ids, off_chain = walk(drafted, drafted.branches, row)
+    num_on_chain = len(token_ids) - 1 - len(off_chain)
+    places = [*range(num_on_chain + 1), *(len(drafted) + 1 + index for index in off_chain)]
+    return RowVerdict(token_ids, len(token_ids) - 1, _row_logprobs(row, token_ids, places), off_chain=off_chain)
 
 
-def _row_logprobs(row: RowScores, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:
+def _row_logprobs(row: RowScores, token_ids: Sequence[int], places: Sequence[int]) -> list[TokenLogprobs] | None:
+    """Return the log-probabilities of tokens that were chosen at some positions of a row."""
     num_top = row.choose(0).params.logprobs
     if num_top is None:
         return None
-    return [logprobs(row.logits(i), token, num_top) for i, token in enumerate(token_ids) if token != BROKEN]
+    chosen = zip(places, token_ids, strict=True)
+    return [logprobs(row.logits(i), token, num_top) for i, token in chosen if token != BROKEN]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backend.cuda.device_rows import DeviceRows, advance, gather
+from paceline.backend.cuda.device_rows import DeviceRows, advance, cut_to_budget, gather
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
@@ -85,6 +85,22 @@ def test_more_rows_than_a_program_counts_at_once() -> None:
     d, got, want = gathered(530, 20, 5, 1)
     check_gathered(got, want)
     check_advanced(d, got, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(num_rows=st.integers(1, 40), padding=st.integers(0, 3), budget=st.integers(0, 90), seed=st.integers(0, 999))
+def test_budgets_are_dealt_as_by_pytorch(num_rows: int, padding: int, budget: int, seed: int) -> None:
+    """Of few different chances, so that drafts of equal ones are met."""
+    d = random_state(num_rows + 3, seed)
+    step = random_step(d, num_rows, padding, seed)
+    generator = torch.Generator().manual_seed(seed)
+    chances = torch.tensor([0.0, 0.4, 0.8, 1.0], dtype=torch.float64)
+    d.alive.copy_(chances[torch.randint(0, 4, d.alive.shape, generator=generator)].cumprod(1))
+    other = same(d)
+    made = cut_to_budget(d, step, torch.tensor([budget]))
+    with by_torch():
+        assert equal(made, cut_to_budget(other, step, torch.tensor([budget])))
+    assert equal(d.num_drafts, other.num_drafts)
 
 
 def test_a_pass_that_scores_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.backend.cuda import late_counts
 from paceline.backend.cuda.device_rows import allot, cut_to_budget, gather
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape, keep_drafts, orders_of
@@ -106,6 +107,25 @@ def test_a_step_gathers_the_drafts_of_its_budget() -> None:
     assert some.num_drafts.tolist() == [2, 1, 0, 0]
     assert some.tokens.wanted.tolist() == [0, 1, 2, 3, 4, 5]
     assert some.first_place[:3].tolist() == [0, 3, 5]
+
+
+def test_graphs_of_drafting_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes used last stay; one that was dropped is captured again."""
+    captured: list[int] = []
+
+    def capture(function: Any, inputs: Any) -> Any:
+        captured.append(function.args[0].deepest)
+        return Uncaptured(function, inputs)
+
+    monkeypatch.setattr(late_counts, "MAX_GRAPHS", 3)
+    rows, ran = rows_with([[1], [1]]), []
+    rows.capture = capture  # type: ignore[assignment]
+    graphs = late_counts.DraftGraphs(rows, lambda shape, orders: ran.append(shape.deepest))
+    asked = [1, 2, 3, 1, 4, 1, 2, 4]
+    for deepest in asked:
+        graphs.run(DraftShape(1, 1, deepest), [LateDraft(1, deepest, 1, 1, None)], captured=True)
+    assert ran == asked
+    assert captured == [1, 2, 3, 4, 2]
 
 
 def test_a_budget_needs_no_number_from_the_device() -> None:

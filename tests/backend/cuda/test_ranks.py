@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backend import rank_processes
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda import rank_pool, rank_process
 from paceline.backend.cuda.device_pass import upload
@@ -28,15 +29,8 @@ from paceline.backend.cuda.rank_messages import (
     BeginRank,
     DropNumbers,
     JoinGroup,
-    LineEnded,
-    RankLine,
-    RankReady,
-    RankTrouble,
     TensorShape,
     aligned_bytes,
-    decode_from_rank,
-    encode_message,
-    error_in,
     joined,
     split_pieces,
 )
@@ -50,6 +44,15 @@ from paceline.backend.cuda.ranks import (
     integer_product,
     replayed_together,
     summed_product,
+)
+from paceline.backend.rank_processes import (
+    LineEnded,
+    RankLine,
+    RankReady,
+    RankTrouble,
+    decode_from_rank,
+    encode_message,
+    error_in,
 )
 from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ConfigError, EngineDied
@@ -310,10 +313,13 @@ def test_a_head_that_ranks_cannot_share_is_refused() -> None:
     ("options", "said"),
     [
         (
-            {"backend": "native", "tensor_parallel": 2},
-            "--tensor-parallel 2: the native backend runs in one process",
+            {"backend": "reference", "tensor_parallel": 2},
+            "--tensor-parallel 2: targets of the reference backend run in one process",
         ),
-        ({"backend": "reference", "draft_tensor_parallel": 2}, "--draft-tensor-parallel 2: the reference backend"),
+        (
+            {"backend": "reference", "draft_tensor_parallel": 2},
+            "--draft-tensor-parallel 2: drafters of the reference backend run in one process",
+        ),
         ({"backend": "cuda", "tensor_parallel": 9}, "--tensor-parallel must be between 1 and 8, not 9"),
         ({"backend": "cuda", "tensor_parallel": 0}, "--tensor-parallel must be between 1 and 8, not 0"),
         ({"backend": "cuda", "draft_tensor_parallel": "2"}, "--draft-tensor-parallel must be an integer, not str"),
@@ -424,7 +430,7 @@ def test_what_goes_wrong_at_a_rank_is_told(
 
 
 def test_what_ends_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_pool.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineDied, match=r"ended, with status 1|ended before it began, with status 1"):
         RankPool(HOST, 2)
 
@@ -448,16 +454,16 @@ def test_ranks_end_with_rank_0_however_that_ends() -> None:
 def test_on_a_gpu_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can be told there: whoever waits for the device waits for ever."""
     left: list[int] = []
-    monkeypatch.setattr(rank_pool, "ENDED_S", 0.1)
-    monkeypatch.setattr(rank_pool, "WATCH_S", 0.01)
+    monkeypatch.setattr(rank_processes, "ENDED_S", 0.1)
+    monkeypatch.setattr(rank_processes, "WATCH_S", 0.01)
     with fresh_pool(2) as own:
-        watch = threading.Thread(target=rank_pool._watch, args=(lambda: own, left.append))
+        watch = threading.Thread(target=rank_processes.watch, args=(lambda: own, left.append))
         watch.start()
         time.sleep(0.1)
         assert not left
         os.kill(own.pids[0], signal.SIGKILL)
         watch.join(PATIENCE_S)
-    assert left == [rank_pool.EXIT_STATUS]
+    assert left == [rank_processes.EXIT_STATUS]
 
 
 def test_a_line_takes_no_more_than_its_bound() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.backend.cuda.device_rows import DeviceRows
+from paceline.backend.cuda.device_rows import DeviceRows, cut_to_budget
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS
@@ -111,6 +111,16 @@ def test_a_drafting_of_three(num_rows: int, by_kernels: bool, least: int, most: 
     orders = DraftOrders(index, torch.full_like(index, K), torch.zeros(num_rows, 2 * K + 1, dtype=torch.float64))
     with counted(by_kernels=by_kernels) as names:
         program._draft_on_device(DraftShape(num_rows, 60 * num_rows, K, 6), orders)
+    assert least <= len(names) <= most, names
+
+
+@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 2, 2), (False, 12, 40)])
+def test_a_budget(by_kernels: bool, least: int, most: int) -> None:
+    """One kernel that compares drafts, and one copy."""
+    state = random_state(40)
+    step, budget = random_step(state, 40, 3), torch.tensor([50])
+    with counted(by_kernels=by_kernels) as names:
+        cut_to_budget(state, step, budget)
     assert least <= len(names) <= most, names
 
 

@@ -15,6 +15,7 @@ from paceline.core.nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
+from paceline.serve.fleet import tail as tail_module
 from paceline.serve.fleet.engine_fleet import TOGETHER_S, EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
@@ -964,5 +965,81 @@ def test_an_answer_is_aborted_by_its_own_id_on_whatever_leg() -> None:
             bench.fakes[1].commands = OpenIds("r~12", "t")
             assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 2
             assert await bench.fleet.commands.abort(lambda request_id: request_id == "s") == 1
+
+    run(scenario)
+
+
+# Tails of roll-outs ----------------------------------------------------------------------------------
+
+
+async def tailed(bench: Bench, placed: list[int]) -> list[Request]:
+    """Requests of which each replica has some, with a token each."""
+    requests = []
+    for index, count in enumerate(placed):
+        for number in range(count):
+            request = request_of(f"r{index}{number}", seed=10 * index + number, max_tokens=20)
+            for other, fake in enumerate(bench.fakes):
+                bench.fleet.members[str(other)].draining = fake is not bench.fakes[index]
+            await bench.ask(request)
+            bench.writer(request.request_id).say(request.request_id, 1)
+            requests.append(request)
+    for member in bench.fleet.members.values():
+        member.draining = False
+    return requests
+
+
+def rows_of(bench: Bench) -> list[int]:
+    return [fake.num_open for fake in bench.fakes]
+
+
+def test_a_tail_is_packed_and_the_next_requests_spread_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_module, "QUIET_S", 0.05)
+
+    async def scenario() -> None:
+        async with fleet_of(3, tail="pack:3", route="least") as bench:
+            requests = await tailed(bench, [1, 3, 2])
+            await until(lambda: rows_of(bench) == [0, 3, 3])
+            assert [m.figures()["state"] for m in bench.fleet.members.values()] == ["free", "up", "up"]
+            await bench.finish(requests.pop())
+            await bench.finish(requests.pop())
+            await bench.finish(requests.pop())
+            await until(lambda: sorted(rows_of(bench)) == [0, 0, 3])
+            await bench.ask(fresh := request_of("fresh"))
+            assert bench.writer("fresh").num_open == 1, "a freed replica takes it"
+            for request in (*requests, fresh):
+                await bench.finish(request)
+            assert bench.metric("paceline_resumed_total") == bench.metric("paceline_moved_total")
+
+    run(scenario)
+
+
+def test_a_tail_is_evened_out_by_what_steps_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail_module, "QUIET_S", 0.05)
+
+    async def scenario() -> None:
+        async with fleet_of(2, tail="spread") as bench:
+            for member in bench.fleet.members.values():
+                member.measured = Costs(1e-6, (0.01, 0.02, 0.03, 0.04, 0.05))
+            requests = await tailed(bench, [5, 0])
+            await until(lambda: rows_of(bench) == [3, 2])
+            for request in requests:
+                await bench.finish(request)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("quiet_s", [0.05, 60.0])
+def test_nothing_is_moved_while_requests_come_or_without_the_flag(
+    quiet_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail_module, "QUIET_S", quiet_s)
+
+    async def scenario() -> None:
+        async with fleet_of(2, tail="off" if quiet_s < 1 else "pack:8") as bench:
+            requests = await tailed(bench, [2, 1])
+            await asyncio.sleep(4 * TICK_S)
+            assert rows_of(bench) == [2, 1]
+            for request in requests:
+                await bench.finish(request)
 
     run(scenario)

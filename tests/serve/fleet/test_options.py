@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.system import usable_cores
+from paceline.core.system import core_groups, deal, usable_cores
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.fleet.fleet_options import ReplicaOptions, core_groups, deal
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.local import replica_config
 from paceline.serve.fleet.member import ranges
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -232,3 +234,30 @@ def overflowing(page: Any) -> list[str]:
             .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".strip, .scroll, pre"))
             .map((e) => e.className || e.tagName)"""
     )
+
+
+def test_the_fleet_view_equals_the_tables_of_the_fleet(model: Path, open_page: Any):
+    """Two replicas: which are up, what each does; one that is killed is seen to be gone, and back."""
+    with running(model, "--replicas", "2") as server, server.client() as client:
+
+        def tables() -> dict[str, dict[str, Any]]:
+            found = client.get("/v1/fleet").json()["replicas"]
+            return {line["replica"]: line for line in found}
+
+        page = open_page(server.url, viewport={"width": 360, "height": 740})
+        page.evaluate(axe())
+        page.click("#tab-engine")
+        page.wait_for_selector(".fleet small:text-is('2 of 2 up')")
+        for _ in range(3):
+            body = {"prompt": REPEATS, "max_tokens": 24, "temperature": 0}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        page.wait_for_timeout(1500)  # the feed is quiet: one event a second
+        for name, line in tables().items():
+            shown = page.locator(f"[data-replica='{name}'] td").all_text_contents()
+            assert shown[:4] == [name, line["state"], line["cores"], str(line["rows"])]
+            assert shown[7:] == [str(line["pages_held"]), str(line["resumes"])]
+        assert not serious(page)
+        assert overflowing(page) == []
+        os.kill(tables()["1"]["pid"], signal.SIGKILL)
+        page.wait_for_selector("[data-replica='1'] [data-state]:not([data-state='up'])")
+        page.wait_for_selector(".fleet small:text-is('2 of 2 up')")

@@ -22,7 +22,7 @@ from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Graph, Uncaptured
 from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.record import DeviceSpan
-from paceline.backend.cuda.row_launches import advance_by_kernel, gather_by_kernel
+from paceline.backend.cuda.row_launches import advance_by_kernel, allot_by_kernel, gather_by_kernel
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 from paceline.backend.rows import Rows
 from paceline.core.nouns import PAGE_TOKENS, noun
@@ -132,7 +132,7 @@ class DeviceRows(Rows):
         self._behind[row] = 0
         spec = self.spec_after(row, ())
         plain = self._sampling_is_plain(row) and row not in self.grammars.states
-        late = spec.kind in ("argmax", "noisy") and plain
+        late = spec.kind in ("argmax", "noisy") and plain and not admission.request.change_budget
         self.rows_chosen_here -= {row}
         self.rows_chosen_here |= set() if late else {row}
 
@@ -269,8 +269,12 @@ def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.
 
     budget: [1]. Returns how many each row had. [num_rows]
     """
-    num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
-    d.num_drafts.index_copy_(0, step.rows, allot(d.alive[step.rows], num_made, budget))
+    if uses_kernels(step.rows):
+        num_made, kept = allot_by_kernel(d, step, budget)
+    else:
+        num_made = torch.minimum(d.num_drafts[step.rows], step.max_drafts)
+        kept = allot(d.alive[step.rows], num_made, budget)
+    d.num_drafts.index_copy_(0, step.rows, kept)
     return num_made
 
 

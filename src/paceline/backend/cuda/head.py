@@ -76,6 +76,7 @@ class HeadWeights:
     fc_norms: Sequence[torch.Tensor]  # of each tap
     input_norm: torch.Tensor | None  # [tapped_size]
     embed_norm: torch.Tensor | None  # [width]
+    feature_norm: torch.Tensor | None  # [width] MTP: beside it
     hidden_norm: torch.Tensor | None  # [width] of the feature that the first layer reads
     norm: torch.Tensor | None  # [width] before the output matrix
     target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
@@ -86,7 +87,7 @@ class HeadWeights:
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
         """Yield all that is its own."""
         yield from (self.embed if self.owns_embed else None, self.fc, *self.fc_norms, self.input_norm)
-        yield from (self.embed_norm, self.hidden_norm, self.norm, self.mask_taps)
+        yield from (self.embed_norm, self.feature_norm, self.hidden_norm, self.norm, self.mask_taps)
         for layer in self.stack.layers:
             yield from layer.parts()
         if (r := self.relay) is not None:
@@ -226,6 +227,7 @@ class CudaHead:
             hidden = normed if self.config.norm_before_residual else features
             read = torch.cat([_normed(embedded, first_norm, eps), normed], dim=-1)
         else:
+            features = _normed(features, w.feature_norm, eps)
             both = torch.cat([_normed(embedded, w.embed_norm, eps), features], dim=-1)
             hidden = finished(multiply(both, w.fc, fast=fast))
             read = _normed(hidden, first_norm, eps)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     Orders = tuple[NDArray[int64], NDArray[float64]]
 
 
+MAX_GRAPHS = 128  # of a drafter: more than the shapes of a load whose depths are steady
+
+
 class DraftShape(NamedTuple):
     """Sizes of a drafting, padding included."""
 
@@ -46,7 +49,10 @@ class DraftOrders:
 
 
 class DraftGraphs:
-    """Drafting by a function on the device, captured by shape where the device has graphs."""
+    """Drafting by a function on the device, captured by shape where the device has graphs.
+
+    Of a drafter the `MAX_GRAPHS` shapes used last are kept: each holds memory of the device.
+    """
 
     def __init__(self, rows: DeviceRows, draft: Callable[[DraftShape, DraftOrders], None]) -> None:
         self._rows, self._draft = rows, draft
@@ -68,7 +74,11 @@ class DraftGraphs:
         if not (captured and self.pads) or shape in self._refused:
             self._run(shape, *(send(each, self._rows.device) for each in orders))
             return
-        if shape not in self._made:
+        if shape in self._made:
+            self._made[shape] = self._made.pop(shape)  # the one used last
+        else:
+            while len(self._made) >= MAX_GRAPHS:
+                del self._made[next(iter(self._made))]  # the one not used for longest
             assert self._rows.capture is not None
             nothing = orders_of((), shape, self._rows.num_rows)
             sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]

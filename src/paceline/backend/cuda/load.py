@@ -154,6 +154,7 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
         fc_norms=fc_norms,
         input_norm=reader.optional("input_norm"),
         embed_norm=reader.optional("embed_norm"),
+        feature_norm=reader.optional("feature_norm"),
         hidden_norm=reader.optional("layers.0.hidden_norm"),
         norm=reader.optional("norm"),
         target_norm=target_norm if c.algorithm.guesses_features else None,

@@ -1,4 +1,4 @@
-"""Messages between rank 0 and the other ranks, and the line that they take.
+"""Messages from rank 0 to the other ranks of a GPU's executor.
 
 Messages tell what comes and of what shape. Tensors go through the ranks' process group.
 """
@@ -6,7 +6,7 @@ Messages tell what comes and of what shape. Tensors go through the ranks' proces
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import torch
@@ -14,23 +14,12 @@ from msgspec import Meta, Struct
 
 from paceline.backend.cuda.ranks import Operation, as_bytes
 from paceline.backend.cuda.rowwise import Activation
-from paceline.core.errors import ConfigError, EngineDied, PacelineError
+from paceline.backend.rank_processes import Name, Number, RankMessage, Size
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Sequence
 
 PIECE_BYTES = 8  # what tensors among others begin at multiples of
-MAX_MESSAGE_BYTES = 1 << 16  # a stack's windows are the longest
-_HEAD_BYTES = 4  # length of a message, little endian, before it
-
-Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
-Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
-Name = Annotated[str, Meta(max_length=4096)]
-
-
-class RankMessage(Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A message."""
 
 
 class TensorShape(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -178,20 +167,6 @@ class DropNumbers(RankMessage, frozen=True):
     numbers: tuple[Number, ...]
 
 
-# To rank 0 ------------------------------------------------------------------------------------------
-
-
-class RankReady(RankMessage, frozen=True):
-    """The answer, if all is well."""
-
-
-class RankTrouble(RankMessage, frozen=True):
-    """The answer, if not: the process ends."""
-
-    message: str
-    kind: Literal["user", "exchange", "bug"]  # a user can mend it; another rank is to blame; or we
-
-
 ToRank = (
     BeginRank
     | JoinGroup
@@ -204,58 +179,5 @@ ToRank = (
     | ReplayGraph
     | DropNumbers
 )
-FromRank = RankReady | RankTrouble
 
-encode_message = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
-decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
-
-
-def error_in(trouble: RankTrouble) -> PacelineError:
-    """Return the error that a rank tells of."""
-    return ConfigError(trouble.message) if trouble.kind == "user" else EngineDied(trouble.message)
-
-
-class LineEnded(Exception):  # noqa: N818 (a state, no error of the user's)
-    """The other end of a line is gone."""
-
-
-class RankLine:
-    """One end of a line of messages."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    def send(self, message: bytes) -> None:
-        """Send a message. Raises `LineEnded`."""
-        assert len(message) <= MAX_MESSAGE_BYTES
-        try:
-            self._socket.sendall(len(message).to_bytes(_HEAD_BYTES, "little") + message)
-        except OSError as error:
-            raise LineEnded from error
-
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for a message. Raises `TimeoutError`, `LineEnded`."""
-        self._socket.settimeout(timeout_s)
-        length = int.from_bytes(self._read(_HEAD_BYTES), "little")
-        if length > MAX_MESSAGE_BYTES:
-            raise LineEnded
-        return self._read(length)
-
-    def _read(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            try:
-                more = self._socket.recv(count - len(found))
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise LineEnded from error
-            if not more:
-                raise LineEnded
-            found += more
-        return found
-
-    def close(self) -> None:
-        """Close this end."""
-        self._socket.close()

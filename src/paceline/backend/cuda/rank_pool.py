@@ -11,12 +11,9 @@ import logging
 import os
 import select
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
@@ -33,21 +30,16 @@ from paceline.backend.cuda.rank_messages import (
     EndGraph,
     FollowPass,
     JoinGroup,
-    LineEnded,
     NewKV,
     NewStack,
-    RankLine,
-    RankTrouble,
     ReplayGraph,
     TakeTensor,
     TensorShape,
-    decode_from_rank,
-    encode_message,
-    error_in,
     joined,
 )
 from paceline.backend.cuda.rank_process import make_group
 from paceline.backend.cuda.ranks import FOLLOWERS, ONE_RANK, Followed, GroupRanks, check_shares
+from paceline.backend.rank_processes import ENDED_S, LineEnded, RankProcess, encode_message, end_all, watch
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
 from paceline.core.system import usable_cores
 
@@ -64,9 +56,7 @@ FLAG, DRAFT_FLAG = "--tensor-parallel", "--draft-tensor-parallel"
 START_S = 180.0  # for a process to import PyTorch and reach its device
 LOAD_S = 600.0  # for a rank to pack its share, or to make a store
 EXCHANGE_S = 60.0  # for the slowest rank of a pass to come to the same exchange
-ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
-WATCH_S = 0.5
-EXIT_STATUS = 70  # EX_SOFTWARE
+MODULE = "paceline.backend.cuda.rank_process"
 
 log = logging.getLogger(__name__)
 _pools: list[ReferenceType[RankPool]] = []
@@ -170,60 +160,6 @@ class LeadingRanks(GroupRanks):
 # Processes ----------------------------------------------------------------------------------------
 
 
-class RankProcess:
-    """One rank's process. It ends with rank 0's, however that ends."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "paceline.backend.cuda.rank_process", str(theirs.fileno())]
-        try:
-            with theirs:
-                self.process = subprocess.Popen(  # noqa: S603 (our own)
-                    command, stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),)
-                )
-        except BaseException:
-            ours.close()
-            raise
-        self.socket, self.line = ours, RankLine(ours)
-
-    def answer(self, timeout_s: float) -> None:
-        """Wait for an answer. Raises the error that it tells of, and `EngineDied`."""
-        try:
-            answer = decode_from_rank(self.line.receive(timeout_s))
-        except TimeoutError:
-            raise EngineDied(f"rank {self.rank} did not answer within {timeout_s:g} s") from None
-        except LineEnded:
-            raise EngineDied(f"rank {self.rank} has ended{self.how()}") from None
-        if isinstance(answer, RankTrouble):
-            raise error_in(answer)
-
-    def last_words(self) -> tuple[str, PacelineError]:
-        """Return kind and error of a rank's trouble, `end` if it has no words."""
-        try:
-            answer = decode_from_rank(self.line.receive(ENDED_S))
-        except (TimeoutError, LineEnded):
-            return "end", EngineDied(f"rank {self.rank} has ended{self.how()}")
-        kind = answer.kind if isinstance(answer, RankTrouble) else "exchange"
-        return kind, error_in(answer) if isinstance(answer, RankTrouble) else EngineDied("")
-
-    def how(self) -> str:
-        """Say how the process ended; nothing while it runs."""
-        with suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(ENDED_S)
-            return f", killed by signal {-status}" if status < 0 else f", with status {status}"
-        return ""
-
-    def end(self) -> None:
-        """End the process and close everything of it."""
-        self.line.close()
-        self.process.kill()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(ENDED_S)
-
-
 class RankPool:
     """Processes of all ranks but 0, from one device on."""
 
@@ -239,32 +175,32 @@ class RankPool:
         self._num_passes = 0  # that were told
         self._groups: dict[int, Any] = {}
         self._timeout_s = timeout_s
-        self._processes: list[RankProcess] = []
-        self.close = finalize(self, _end_all, self._processes)
+        self.processes: list[RankProcess] = []
+        self.close = finalize(self, end_all, self.processes)
         FOLLOWERS.add(self)
         share = threads or max(1, len(usable_cores()) // size)
         try:
-            self._processes += (RankProcess(rank) for rank in range(1, size))
-            for one in self._processes:
+            self.processes += (RankProcess(rank, MODULE) for rank in range(1, size))
+            for one in self.processes:
                 place = (
                     device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + one.rank)
                 )
                 one.line.send(encode_message(BeginRank(one.rank, str(place), share, timeout_s)))
-            for one in self._processes:
+            for one in self.processes:
                 one.answer(START_S)
         except LineEnded:
             self.close()
-            raise EngineDied(f"a rank ended before it began{self._processes[-1].how()}") from None
+            raise EngineDied(f"a rank ended before it began{self.processes[-1].how()}") from None
         except BaseException:
             self.close()
             raise
         if device.type != "cpu":
-            Thread(target=_watch, args=(ref(self), os._exit), daemon=True, name="ranks-watch").start()
+            Thread(target=watch, args=(ref(self), os._exit), daemon=True, name="ranks-watch").start()
 
     @property
     def pids(self) -> list[int]:
         """Ids of the processes, from rank 1 on."""
-        return [one.process.pid for one in self._processes]
+        return [one.process.pid for one in self.processes]
 
     def new_number(self) -> int:
         """Return a number for a stack, a store or a graph."""
@@ -311,7 +247,7 @@ class RankPool:
                 self.send(size, message)
                 self._num_passes += passes
                 yield
-                for one in self._processes[: size - 1] if answered else ():
+                for one in self.processes[: size - 1] if answered else ():
                     one.answer(LOAD_S)
             except torch.OutOfMemoryError:
                 self._lose("rank 0 has no memory left on its device")
@@ -327,7 +263,7 @@ class RankPool:
     def send(self, size: int, message: ToRank) -> None:
         """Send a message to the first `size` ranks. Raises `LineEnded`."""
         sent = encode_message(message)
-        for one in self._processes[: size - 1]:
+        for one in self.processes[: size - 1]:
             one.line.send(sent)
 
     def _send_dropped(self) -> None:
@@ -349,7 +285,7 @@ class RankPool:
 
     def _why(self, error: Exception) -> PacelineError:
         """Return what ended an exchange: words of a rank, its end, or its silence."""
-        silent = {one.socket: one for one in self._processes}
+        silent = {one.socket: one for one in self.processes}
         found: dict[str, PacelineError] = {}  # by kind, the first of each
         end_s = time.monotonic() + ENDED_S
         while silent and (left_s := end_s - time.monotonic()) > 0:
@@ -406,25 +342,3 @@ def pool_on(device: torch.device, size: int, threads: int | None = None) -> Rank
         fits = [RankPool(device, size, threads)]
         _pools.append(ref(fits[0]))
     return fits[0]
-
-
-def _end_all(processes: Sequence[RankProcess]) -> None:
-    for one in processes:
-        one.end()
-
-
-def _watch(pool_ref: ReferenceType[RankPool], leave: Any) -> None:
-    """End this process soon after a rank has ended.
-
-    A GPU waits for the rank for ever, and so does whoever waits for the GPU.
-    """
-    while (pool := pool_ref()) is not None and pool.close.alive:
-        ended = [one for one in pool._processes if one.process.poll() is not None]
-        if ended and pool.close.alive:
-            time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
-            if pool.close.alive:
-                log.critical("tensor parallel: rank %d has ended%s; so ends this", ended[0].rank, ended[0].how())
-                leave(EXIT_STATUS)
-            return
-        del pool
-        time.sleep(WATCH_S)

@@ -6,15 +6,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import socket
-import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,23 +27,16 @@ from paceline.backend.cuda.rank_messages import (
     EndGraph,
     FollowPass,
     JoinGroup,
-    LineEnded,
     NewKV,
     NewStack,
-    RankLine,
-    RankReady,
-    RankTrouble,
     ReplayGraph,
     TakeTensor,
     aligned_bytes,
     decode_to_rank,
-    encode_message,
     split_pieces,
 )
 from paceline.backend.cuda.ranks import GroupRanks
-from paceline.core import logs
-from paceline.core.errors import PacelineError
-from paceline.core.system import end_with_parent
+from paceline.backend.rank_processes import LineEnded, RankReady, encode_message, serve_rank, trouble_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.kv_store import DeviceKV
     from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.rank_messages import ToRank
+    from paceline.backend.rank_processes import RankLine
 
     Replayed = Callable[[], object]
 
@@ -280,29 +270,8 @@ def run(line: RankLine) -> None:
         raise
     except Exception as error:
         log.debug("rank %d failed", begin.rank, exc_info=True)
-        line.send(encode_message(_trouble(begin.rank, error)))
-
-
-def _trouble(rank: int, error: Exception) -> RankTrouble:
-    said = str(error).splitlines()[0][:1000] if str(error) else ""
-    if isinstance(error, PacelineError):
-        return RankTrouble(f"rank {rank}: {said}", "user")
-    # Groups raise this for other ranks, PyTorch for us.
-    kind: Literal["exchange", "bug"] = "exchange" if isinstance(error, RuntimeError) else "bug"
-    return RankTrouble(f"rank {rank}: {type(error).__name__}: {said}", kind)
-
-
-def main() -> int:
-    """Run the process."""
-    logs.configure("rank")
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    line = RankLine(socket.socket(fileno=int(sys.argv[1])))
-    with suppress(LineEnded):
-        run(line)
-    os._exit(0)  # groups whose other ranks are gone may wait for them in their ends
+        line.send(encode_message(trouble_of(begin.rank, error)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    serve_rank(run)

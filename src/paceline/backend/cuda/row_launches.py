@@ -71,6 +71,19 @@ def advance_by_kernel(d: RowTensors, step: StepRows, token_ids: torch.Tensor, nu
     )
 
 
+def allot_by_kernel(d: RowTensors, step: StepRows, budget: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the counts of rows' drafts, and of those within a budget. [num_rows] each"""
+    made, kept = torch.empty_like(step.rows), torch.empty_like(step.rows)
+    num_rows, depth = len(step.rows), d.alive.shape[1]
+    launch(
+        _allot_variant(depth),
+        (num_rows,),
+        *(step.rows, step.max_drafts, d.num_drafts, budget, made, kept, d.alive),
+        num_rows,
+    )
+    return made, kept
+
+
 # Drafting -----------------------------------------------------------------------------------------
 
 
@@ -218,6 +231,18 @@ def _advance_variant(width: int) -> Variant:
 
 
 @lru_cache
+def _allot_variant(depth: int) -> Variant:
+    of_rows = ("rows", "max_drafts", "num_drafts", "budget", "made", "kept")
+    return Variant(
+        name=f"allot_rows {depth}",
+        kernel="rows_kernels:allot_rows",
+        arguments={**dict.fromkeys(of_rows, "*i64"), "alive": "*fp64", "num_rows": "i32"},
+        constants={"DEPTH": depth, "ROWS": PLACES},
+        unaligned=frozenset({"rows", "max_drafts", "budget"}),
+    )
+
+
+@lru_cache
 def _begin_variant(*, own_store: bool) -> Variant:
     kinds = {"entries": "*i64" if own_store else "none", "computed": "none" if own_store else "*i64"}
     of_rows = ("rows", "entries", "first_key", "computed", "length", "sampling")
@@ -290,4 +315,5 @@ def variants() -> list[Variant]:
     """Return the variants that there are."""
     depth, both = MAX_DRAFTS, (False, True)
     listed = [_gather_variant(depth), _advance_variant(depth + 1), _guesses_variant(), _keep_variant(depth)]
+    listed.append(_allot_variant(depth))
     return listed + [_begin_variant(own_store=x) for x in both] + [_pack_variant(has_depth=x) for x in both]

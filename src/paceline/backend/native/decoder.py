@@ -37,6 +37,7 @@ class NativeDecoder:
     """A Llama-family decoder over packed weights: a token's numbers depend on its own row only."""
 
     name = "native"
+    num_ranks = 1
 
     def __init__(
         self,
@@ -71,7 +72,10 @@ class NativeDecoder:
     def capabilities(self) -> Capabilities:
         """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
         asynchronous = self.team.num_threads > 1
-        return Capabilities(multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True)
+        alone = self.num_ranks == 1  # other ranks are not told of copies
+        return Capabilities(
+            multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True, branches=alone
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -90,6 +94,7 @@ class NativeDecoder:
         with self.alone:
             self.compiled.finish()  # of one begun before; to drop it would wait with Python's lock held
             self._begun = None
+            self._lead(request)
             self._begun = self.compiled.begin(*prepared.arguments)
         return Deferred(partial(self._finish, request, prepared.result))
 
@@ -102,10 +107,14 @@ class NativeDecoder:
     def _run(self, request: PassRequest) -> PassResult:
         run = run_steps if request.steps else run_pass
         with self.alone:
+            self._lead(request)
             result = run(self.compiled, request, self._num_choices(request), self._num_layers(request))
             touched = () if request.steps else self._touched()
         result = replace(result, touched=touched) if touched else result
         return self._padded(request, result)
+
+    def _lead(self, request: PassRequest) -> None:
+        """Tell other ranks, if any, of a pass that now runs."""
 
     def _touched(self) -> tuple[float, ...]:
         """Return the experts that the last pass touched."""
@@ -197,6 +206,7 @@ def run_steps(
     specs, steps = request.specs, request.steps
     assert isinstance(request.kv, kernels.KVStore)
     token_ids, margins = np.empty(len(specs), np.int64), np.empty(len(specs), np.float32)
+    second_ids = np.empty(len(specs) if request.wants_second else 0, np.int64)
     compiled.forward_steps(
         request.kv,
         read_inputs(compiled, request.packed, features),
@@ -208,8 +218,9 @@ def run_steps(
         hints=[limit.pointer for limit in steps],
         chosen=token_ids,
         margins=margins,
+        second_ids=second_ids,
     )
-    return PassResult(token_ids, margins=margins)
+    return PassResult(token_ids, margins=margins, second_ids=second_ids if request.wants_second else None)
 
 
 def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
@@ -226,6 +237,9 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     return np.array(table).reshape(-1, 3)
 
 
+_NO_COPIES = np.empty((0, 2), np.int64)
+
+
 def read_inputs(
     compiled: kernels.Decoder, packed: Packed, features: NDArray[float32] | None
 ) -> kernels.PassInputs:
@@ -239,6 +253,7 @@ def read_inputs(
         np.zeros(len(packed.pages), np.int64) if packed.first_keys is None else packed.first_keys,
         np.empty((0, compiled.hidden), np.float32) if features is None else features,
         packed.wanted,
+        _NO_COPIES if packed.copies is None else packed.copies,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -66,38 +66,71 @@ def pack_decoder(
     team: kernels.ThreadPool,
     weight_type: str = "int8",
     kv_type: str = "i16",
+    packers: kernels.ThreadPool | None = None,
 ) -> NativeDecoder:
     """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
 
+    packers: threads that pack, None for those of the team.
     Raises `ConfigError` for types that the model is too wide for.
     """
-    config.check()
-    check_types(config, weight_type, kv_type)
-    wanted = wanted_matrices(config, weights, weight_type)
-    weights = kept(weights, wanted, team)
-    embed, *untied = (
-        pack(weights, name, wanted[name].dtype, team) for name in ("embed", "head") if name in wanted
-    )
-    head = untied[0] if untied else embed
-    tables = SharedTables(embed, head, as_float32(weights["final_norm"]))
+    parts = pack_parts(config, weights, packers or team, weight_type, kv_type)
+    tables = parts.tables
     compiled = compile_decoder(
         config,
         team,
-        entry=Entry(embed, of_layers=pack_inputs(weights, wanted, team) if config.layer_input_size else None),
-        output=Output(head, tables.final_norm),
-        layers=[
-            pack_layer(i, layer_shapes(config, i), weights, weight_type, team) for i in range(config.num_layers)
-        ],
-        factors=weights["rope_factors"] if config.rope.scaling == "factors" else None,
+        entry=Entry(tables.embed, of_layers=parts.inputs),
+        output=Output(tables.head, tables.final_norm),
+        layers=parts.layers,
+        factors=parts.factors,
     )
     return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
 
 
-def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+class PackedParts(NamedTuple):
+    """A model's packed weights."""
+
+    tables: SharedTables
+    layers: list[PackedLayer]
+    inputs: PackedLayer | None  # what makes each token's own inputs to the layers
+    factors: NDArray[floating] | None  # of the one RoPE that has them as a tensor
+    wanted: dict[str, Wanted]
+
+
+def pack_parts(
+    config: ModelConfig,
+    weights: Mapping[str, NDArray[floating]],
+    packers: kernels.ThreadPool,
+    weight_type: str,
+    kv_type: str,
+) -> PackedParts:
+    """Pack the tensors named by `tensor_shapes(config)`, see `pack_decoder`."""
+    config.check()
+    check_types(config, weight_type, kv_type)
+    wanted = wanted_matrices(config, weights, weight_type)
+    weights = kept(weights, wanted, packers)
+    embed, *untied = (
+        pack(weights, name, wanted[name].dtype, packers) for name in ("embed", "head") if name in wanted
+    )
+    return PackedParts(
+        SharedTables(embed, untied[0] if untied else embed, as_float32(weights["final_norm"])),
+        [pack_layer(i, layer_shapes(config, i), weights, weight_type, packers) for i in range(config.num_layers)],
+        pack_inputs(weights, wanted, packers) if config.layer_input_size else None,
+        weights["rope_factors"] if config.rope.scaling == "factors" else None,
+        wanted,
+    )
+
+
+def repack(
+    decoder: Decoder, weights: Mapping[str, NDArray[floating]], beside: bool
+) -> tuple[Decoder, Callable[[], None]]:
     """Pack other weights of the same shape, see `BackendSpec.repack`."""
     assert isinstance(decoder, NativeDecoder)
-    fresh = pack_decoder(decoder.config, weights, decoder.team, decoder.weight_type, decoder.kv_type)
-    return partial(decoder.adopt, fresh)
+    if decoder.num_ranks > 1:
+        raise ConfigError("ranks keep their first weights: leave out --tensor-parallel")
+    team = decoder.team
+    packers = kernels.ThreadPool(max(1, team.num_threads // 2)) if beside else team
+    fresh = pack_decoder(decoder.config, weights, team, decoder.weight_type, decoder.kv_type, packers)
+    return fresh, partial(decoder.adopt, fresh)
 
 
 def pack_inputs(
@@ -125,11 +158,11 @@ def team_of(device: Device | None, threads: int | None = None) -> kernels.Thread
     if device is not None and device.torch_name is not None:
         raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
     cores = frozenset[int]() if device is None else device.cores
-    return _team(threads or len(cores) or len(usable_cores()), cores)
+    return shared_team(threads or len(cores) or len(usable_cores()), cores)
 
 
 @lru_cache
-def _team(num_threads: int, cores: frozenset[int]) -> kernels.ThreadPool:
+def shared_team(num_threads: int, cores: frozenset[int]) -> kernels.ThreadPool:
     """Return the process's team of `num_threads`, the asking thread included; passes run in turn."""
     return on_cores(cores, partial(kernels.ThreadPool, num_threads))
 
@@ -253,7 +286,7 @@ def _head_matrices(
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
     own = {"fc", *(f"relay.{name}" for name in _RELAY_MATRICES), *(f"corrector.{name}" for name in _MIXES)}
     found = {
-        name: Wanted(weight_type, *shape)
+        name: Wanted(matrix_type(weights, name, weight_type), *shape)
         for name, shape in shapes.items()
         if name in own or name.startswith("layers.")
     }
@@ -313,7 +346,7 @@ def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
     widest = config.hidden_size  # columns of embedding and head, whatever the others' type
     if weight_type in ("int8", "int4_row"):
-        widest = max(widest, config.intermediate_size * config.sharing_factor)
+        widest = max(widest, config.intermediate_size, config.widest_feed)
         widest = max(widest, config.num_heads * max(view.heads.dim for view in config.views))
     if table_type(weight_type) == "int8" and widest > _MAX_INT8_COLUMNS:
         raise ConfigError(
@@ -351,12 +384,12 @@ class Output:
     corrector: PackedLayer | None = None  # of a block head, perhaps empty; None: it is none
 
 
-def _rotations(config: ModelConfig) -> list[tuple[Rope, int]]:
+def rotations_of(config: ModelConfig) -> list[tuple[Rope, int]]:
     """Return the RoPEs of a model's layers with the sizes of their heads."""
     return list(dict.fromkeys((view.rope, view.heads.dim) for view in config.views))
 
 
-def _turns(
+def turns(
     rotations: list[tuple[Rope, int]], factors: NDArray[floating] | None
 ) -> tuple[NDArray[float32], NDArray[float32]]:
     """Return angles and magnitudes, each [num_rotations, pairs of the largest head]."""
@@ -388,23 +421,20 @@ def compile_decoder(
     layers: list[PackedLayer],
     factors: NDArray[floating] | None = None,
     norms_residual: bool = False,
+    ranks: kernels.RankMemory | None = None,
 ) -> kernels.Decoder:
-    """Assemble packed weights. `factors`: the tensor `rope_factors`, for the one RoPE that reads it."""
-    views, rotations = config.views, _rotations(config)
-    angles, sizes = _turns(rotations, factors)
+    """Assemble packed weights.
+
+    factors: the tensor `rope_factors`, for the one RoPE that reads it. ranks: memory of those that share the
+    layers, of which these are rank 0's share.
+    """
+    rotations = rotations_of(config)
+    angles, sizes = turns(rotations, factors)
     fusing_matrices, fusing_vectors = entry.fusing or ({}, {})
     relay_matrices, relay_vectors = output.relay or ({}, {})
     input_matrices, input_vectors = entry.of_layers or ({}, {})
     return kernels.Decoder(
-        vocab=config.vocab_size,
-        hidden=config.hidden_size,
-        intermediate=(config.experts and config.experts.shared_size)
-        or config.intermediate_size * config.sharing_factor,
-        num_heads=config.num_heads,
-        head_dim=2 * angles.shape[1],
-        heads=[view.heads for view in views],
-        kv_layers=list(config.kv_layers),
-        norm_eps=config.norm_eps,
+        **settings_of(config, ranks.size if ranks else 1),
         pool=team,
         embed=entry.embed,
         head=output.head,
@@ -412,18 +442,6 @@ def compile_decoder(
         inverse_frequencies=angles,
         magnitudes=sizes,
         layers=layers,
-        windows=list(config.windows),
-        ropes=[rotations.index((view.rope, view.heads.dim)) for view in views],
-        query_scale=config.query_scale,
-        embed_scale=config.embed_scale,
-        activation=config.facts.activation,
-        residual_scale=config.residual_factor,
-        score_cap=config.score_cap or 0.0,
-        logit_cap=config.logit_cap or 0.0,
-        query_growth=config.rope.query_growth,
-        query_context=float(config.rope.original_context),
-        norms_all=config.facts.qk_norm == "whole",
-        norms_values=config.facts.norms_values,
         norms_residual=norms_residual,
         feeds_normed=output.feeds_normed,
         fusing_matrices=fusing_matrices,
@@ -433,7 +451,37 @@ def compile_decoder(
         relay_matrices=relay_matrices,
         relay_vectors=relay_vectors,
         token_ids=output.token_ids,
-        experts_per_token=config.experts.per_token if config.experts else 0,
-        norms_shares=config.experts is None or config.experts.normed,
+        ranks=ranks,
         **_of_blocks(output.corrector),
     )
+
+
+def settings_of(config: ModelConfig, num_ranks: int = 1) -> dict[str, Any]:
+    """Return the plain numbers of `kernels.Decoder`, for one of so many ranks."""
+    views, rotations = config.views, rotations_of(config)
+    return {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "intermediate": config.widest_feed // num_ranks,
+        "num_heads": config.num_heads // num_ranks,
+        "head_dim": max(dim for _, dim in rotations),
+        "heads": [(view.heads.num_kv // num_ranks, view.heads.dim) for view in views],
+        "kv_layers": list(config.kv_layers),
+        "norm_eps": config.norm_eps,
+        "windows": list(config.windows),
+        "ropes": [rotations.index((view.rope, view.heads.dim)) for view in views],
+        "query_scale": config.query_scale,
+        "embed_scale": config.embed_scale,
+        "activation": config.facts.activation,
+        "residual_scale": config.residual_factor,
+        "score_cap": config.score_cap or 0.0,
+        "logit_cap": config.logit_cap or 0.0,
+        "query_growth": config.rope.query_growth,
+        "query_context": float(config.rope.original_context),
+        "norms_all": config.facts.qk_norm == "whole",
+        "norms_values": config.facts.norms_values,
+        "experts_per_token": config.experts.per_token if config.experts else 0,
+        "norms_shares": config.experts is None or config.experts.normed,
+        "routes_by_sigmoid": config.experts is not None and config.experts.sigmoid,
+        "share_scale": config.experts.scale if config.experts else 1.0,
+    }

@@ -59,6 +59,12 @@ class KVStore:
         for part, taken in self._parts(page, to):
             taken.copy_(part)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """See `CopiesPages`."""
+        for layer in self.data:
+            pages = layer.view(2, -1, PAGE_TOKENS, *layer.shape[2:])
+            pages[:, target] = pages[:, source]
+
     def write_page(self, page: int, data: NDArray[uint8]) -> None:
         """Copy a page's bytes in, [page_bytes]."""
         for part, given in self._parts(page, data):

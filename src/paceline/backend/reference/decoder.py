@@ -39,7 +39,7 @@ from paceline.model.experts import SWIGLU
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
@@ -70,10 +70,13 @@ def load_decoder(
     return ReferenceDecoder(config, weights, TYPES[weight_type], torch_device(device))
 
 
-def repack(decoder: Decoder, weights: Mapping[str, NDArray[floating]]) -> Callable[[], None]:
+def repack(
+    decoder: Decoder, weights: Mapping[str, NDArray[floating]], _: bool
+) -> tuple[Decoder, Callable[[], None]]:
     """Take other weights of the same shape, see `BackendSpec.repack`."""
     assert isinstance(decoder, ReferenceDecoder)
-    return partial(decoder.adopt, ReferenceDecoder(decoder.config, weights, decoder.dtype, decoder.device))
+    fresh = ReferenceDecoder(decoder.config, weights, decoder.dtype, decoder.device)
+    return fresh, partial(decoder.adopt, fresh)
 
 
 def check_draft_type(asked: str | None) -> None:
@@ -100,6 +103,7 @@ class _Places:
     sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     tiles: list[Tiles]
     growth: torch.Tensor | None  # [num_tokens, 1, 1] of queries, if they grow with their position
+    copies: torch.Tensor | None  # `Packed.copies`
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -134,7 +138,7 @@ class ReferenceDecoder:
     """A Llama-family decoder over paged KV. Holds weights only; the `KVStore` holds all state."""
 
     name = "reference"
-    capabilities = Capabilities(moves_pages=True)
+    capabilities = Capabilities(moves_pages=True, branches=True)
 
     def __init__(
         self,
@@ -266,7 +270,9 @@ class ReferenceDecoder:
         group = self.config.num_heads // view.heads.num_kv
         slots = torch.from_numpy(packed.slots).to(self.device)
         growth = query_growth(positions, self.config.rope, self.dtype)
-        return _Places(slots, cos, sin, plan_tiles(packed, group, self.device, view.window), growth)
+        tiles = plan_tiles(packed, group, self.device, view.window)
+        copies = None if packed.copies is None else torch.from_numpy(packed.copies).to(self.device)
+        return _Places(slots, cos, sin, tiles, growth, copies)
 
     def _layer(
         self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, layer_kv: torch.Tensor, places: _Places
@@ -277,7 +283,7 @@ class ReferenceDecoder:
         hidden = hidden + self._norm(layer, "attn_post_norm", added) * self.config.residual_factor
         normed = self._norm(layer, "mlp_norm", hidden)
         experts = self.config.experts
-        if experts is None:
+        if experts is None or "router" not in layer:
             added = self._feed_forward(layer, "mlp_", normed)
         else:
             added = mix(experts, layer, normed, self._feed_forward)
@@ -307,6 +313,9 @@ class ReferenceDecoder:
                 value = rms_norm(value, value.new_ones(dim), c.norm_eps)
             layer_kv[0].index_copy_(0, places.slots, key)
             layer_kv[1].index_copy_(0, places.slots, value)
+            if (copies := places.copies) is not None:
+                layer_kv[0].index_copy_(0, copies[:, 1], key[copies[:, 0]])
+                layer_kv[1].index_copy_(0, copies[:, 1], value[copies[:, 0]])
         sinks = layer.get("attn_sinks")
         mixed = attend(query, layer_kv, places.tiles, c.query_scale, c.score_cap, sinks)
         return linear(layer, "attn_o", mixed)
@@ -319,8 +328,14 @@ class ReferenceDecoder:
         return self._norm(layer, f"{name}_norm", rows.view(heads))
 
 
-def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
-    """Choose a token per row of `logits` [n, vocab] where its kind allows."""
+def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_second: bool = False) -> PassResult:
+    """Choose a token per row of `logits` [n, vocab] where its kind allows.
+
+    wants_second: see `PassRequest`.
+    """
+    if wants_second:
+        result = choose_from(logits, specs)
+        return replace(result, second_ids=_second_ids(logits, specs, result.token_ids))
     kinds = np.array([c.kind for c in specs], dtype="U7")
     chosen = np.full(len(specs), UNCHOSEN, np.int64)
     margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
@@ -342,3 +357,10 @@ def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResu
     if host is None or not left.size:
         return PassResult(chosen, margins=margins)
     return PassResult(chosen, host if left.size == len(specs) else host[left], logit_rows(specs), margins=margins)
+
+
+def _second_ids(logits: torch.Tensor, specs: Sequence[SamplingSpec], chosen: NDArray[int64]) -> NDArray[int64]:
+    """Return what rows would choose without their choices, UNCHOSEN without any."""
+    known = torch.from_numpy(np.maximum(chosen, 0)).to(logits.device)[:, None]
+    second = choose_from(logits.scatter(1, known, -torch.inf), specs).token_ids
+    return np.where((chosen >= 0) & (second >= 0), second, UNCHOSEN)

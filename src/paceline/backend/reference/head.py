@@ -8,7 +8,8 @@ before the last norm, stands for the next feature. P-EAGLE (arXiv 2602.01469) in
 feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
 
 EAGLE-1 (arXiv 2401.15077): the feature is what the target's own head reads, and so is the layer's output. `fc`
-fuses feature and embedding to the input of a layer that norms nothing before its attention.
+fuses feature and embedding to the input of a layer that norms nothing before its attention. An MTP layer (arXiv
+2412.19437) is the same with norms, of feature and embedding, and a layer of the target's own kind.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from paceline.backend.reference.attention import (
     rotation_of,
 )
 from paceline.backend.reference.decoder import (
-    ACTIVATIONS,
     ReferenceDecoder,
     choose_from,
+    gated,
     linear,
     rms_norm,
     to_numpy,
     torch_device,
 )
+from paceline.backend.reference.mixture import mix
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.backend.target import Deferred
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from paceline.backend.device import Device
     from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
     from paceline.core.nouns import SamplingSpec
+    from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
 
@@ -126,7 +129,8 @@ class ReferenceHead:
         hidden = run_layers(self.config, self._weights, embedded, features, positions, paged)
         wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
         logits, fed_back = read_out(self.config, self._weights, wanted)
-        return replace(self._choose(logits, request.specs), hidden=to_numpy(fed_back))
+        result = self._choose(logits, request.specs, wants_second=request.wants_second)
+        return replace(result, hidden=to_numpy(fed_back))
 
     def _features(self, request: PassRequest) -> NDArray[floating]:
         """Return the features beside the tokens of a pass, [num_tokens, width]; of guesses in float32."""
@@ -161,11 +165,13 @@ class ReferenceHead:
         result = self._choose(functional.linear(here, self._weights["head"]), specs)
         return replace(result, hidden=to_numpy(messages))
 
-    def _choose(self, logits: torch.Tensor, specs: Sequence[SamplingSpec]) -> PassResult:
+    def _choose(
+        self, logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_second: bool = False
+    ) -> PassResult:
         """Choose by rows of the draft vocabulary's logits."""
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         spread[:, self._token_ids] = logits
-        return choose_from(spread, specs)
+        return choose_from(spread, specs, wants_second=wants_second)
 
 
 def _fed_back(fed_back: FedBack) -> NDArray[floating]:
@@ -211,6 +217,7 @@ def run_layers(
     hidden = features
     if config.algorithm.guesses_features:
         embedded = _norm(weights, "embed_norm", embedded, eps)
+        features = _norm(weights, "feature_norm", features, eps)
         hidden = linear(weights, "fc", torch.cat([embedded, features], dim=-1))
     for index in range(config.layers.num_layers):
         layer = {n.split(".", 2)[2]: w for n, w in weights.items() if n.startswith(f"layers.{index}.")}
@@ -228,10 +235,20 @@ def run_layers(
             query, key = rms_norm(query, layer["attn_q_norm"], eps), rms_norm(key, layer["attn_k_norm"], eps)
         mixed = attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
         hidden = hidden + linear(layer, "attn_o", mixed)
-        normed = rms_norm(hidden, layer["mlp_norm"], eps)
-        gate = ACTIVATIONS[config.layers.facts.activation](linear(layer, "mlp_gate", normed))
-        hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        hidden = hidden + _feed_forward(config.layers, layer, rms_norm(hidden, layer["mlp_norm"], eps))
     return hidden
+
+
+def _feed_forward(config: ModelConfig, layer: Weights, normed: torch.Tensor) -> torch.Tensor:
+    """Return what a layer's feed-forward network, or its experts, make of normed states [n, width]."""
+
+    def network(own: Weights, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(own, f"{prefix}gate", x), linear(own, f"{prefix}up", x)
+        return linear(own, f"{prefix}down", gated(config.facts.activation, gate, up))
+
+    if config.experts is None:
+        return network(layer, "mlp_", normed)
+    return mix(config.experts, layer, normed, network)
 
 
 def last_norm(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from paceline.bench.report import PLAIN
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
 from paceline.draft.registry import AUTO, parse_drafters
+from paceline.model.heads.mtp import drafters_within
 from paceline.model.template import compiled
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class EnginePool:
         from paceline.engine.assembly.build import assemble
 
         if policy not in self._engines:
-            config = replace(self.config, draft=draft_of(policy))
+            config = replace(self.config, draft=draft_of(policy), keep_learnt=False)  # runs begin cold
             self._engines[policy] = assemble(config, self.loaded).engine
         return self._engines[policy]
 
@@ -69,7 +70,8 @@ class EnginePool:
 
 def drafter_names(requested: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:
     """Return the drafters to compare: those requested, or those that `auto` has for this target."""
-    return tuple(requested or (config.name for config in parse_drafters(AUTO, loaded.fingerprint).configs))
+    usual = parse_drafters(AUTO, loaded.fingerprint, drafters_within(loaded.own_head)).configs
+    return tuple(requested or (config.name for config in usual))
 
 
 def fixed_policies(drafters: Sequence[str], ks: Sequence[int] = KS) -> tuple[str, ...]:

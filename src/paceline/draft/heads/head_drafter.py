@@ -48,6 +48,7 @@ class AskedHead:
     model: str | None  # folder or Hugging Face id; None: the head that ships for the target
     weights: str | None  # type of its matrices; None: the usual one
     trained_to: tuple[float, ...]  # see `Needs`
+    branches: int = 0  # second choices that it hands out, at most
 
 
 def feature_store(name: str) -> str:
@@ -76,6 +77,7 @@ def head_report(asked: AskedHead, config: HeadConfig, runner: HeadRunner) -> dic
     return {
         "drafter": asked.name,
         "k": asked.k,
+        **({"branches": asked.branches} if asked.branches else {}),
         "model": asked.model or "ships for this target",
         "taps after layers": " ".join(map(str, config.taps)),
         "tokens": config.draft_vocab_size,
@@ -131,7 +133,7 @@ class HeadDrafter:
         ready = self._catch_up([row for row, k in depth.items() if k > 0], len(batch.rows))
         starts = {row: self._entries.start(row) for row in ready}
         self._vocabulary.follow(starts)
-        chains = begin(starts, depth, plan, self.hints)
+        chains = begin(starts, depth, plan, self.hints, self.needs.branches)
         if chains:
             self._draft(chains, starts)
         self.hints.note({row: chain.token_ids for row, chain in chains.items()})

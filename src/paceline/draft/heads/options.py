@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.draft.drafter import MAX_K
+from paceline.draft.drafter import MAX_BRANCHES, MAX_K
 from paceline.draft.heads.block_drafter import BlockHeadDrafter
 from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
@@ -18,7 +19,8 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
-from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, PEAGLE, head_shapes
+from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
+from paceline.model.heads.mtp import check_numbers, load_mtp
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
+log = logging.getLogger(__name__)
+
+CHAINS_ONLY = "%s drafts chains: branches go with the law coupled, on the backends native and reference"
 _VOCABULARY = 8192  # tokens written with a target's head by default: all would cost more than the layers
 
 
@@ -100,13 +105,21 @@ class EagleConfig(HeadOptions):
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config(HeadOptions):
-    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step."""
+    """`eagle3` or `eagle3:model=FOLDER`, with `k` drafts per step and some second choices."""
 
     name: ClassVar[str] = EAGLE3.name
+    branches: int = 0  # second choices beside the drafts, at most; under `auto` as many of these as pay
+
+    def __post_init__(self) -> None:
+        HeadOptions.__post_init__(self)  # super() does not see through slots
+        bounded(self, "branches", 0, MAX_BRANCHES)
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        return _drafter(SerialHeadDrafter, self.asked(target), target, self.load(target))
+        asked = replace(self.asked(target), branches=self.branches)
+        if self.branches and (target.law_needs_probs or not target.memory.decoder.capabilities.branches):
+            log.warning(CHAINS_ONLY, self.name)
+        return _drafter(SerialHeadDrafter, asked, target, self.load(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +163,55 @@ def _narrow(options: EagleConfig | BlockConfig, head: Head, target: Target) -> H
         bounded(options, "vocabulary", 1, size)
         return narrowed(head, options.vocabulary)
     return narrowed(head, min(size, _VOCABULARY)) if head.config.draft_vocab_size == size else head
+
+
+@dataclass(frozen=True, slots=True)
+class MtpConfig:
+    """`mtp`: the target's own MTP layer, `k` drafts among the `vocabulary` lowest ids."""
+
+    name: ClassVar[str] = MTP.name
+    k: int = 3
+    weights: str | None = None  # their type in memory, see `weight_type`; None: the backend's usual one
+    vocabulary: int | None = None  # None: a few thousand
+
+    def __post_init__(self) -> None:
+        bounded(self, "k", 1, MAX_K)
+
+    def num_weights(self, target: LoadedModel) -> int:
+        """Return the size of the layer; embedding and output matrix are the target's."""
+        config = _own_head(load_mtp(target)).config
+        return sum(prod(shape) for shape in head_shapes(config).values())
+
+    @property
+    def stands_alone(self) -> bool:
+        """False: it reads the target's taps and embedding."""
+        return False
+
+    @property
+    def reads(self) -> str:
+        """Say what it reads in every pass."""
+        return "the target's hidden states"
+
+    def build(self, target: Target, load: Loader) -> Drafter:
+        """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
+        head, size = _own_head(target.own_head), target.config.vocab_size
+        check_numbers(head)
+        if self.vocabulary is not None:
+            bounded(self, "vocabulary", 1, size)
+        asked = AskedHead(self.name, self.k, "within the target's files", self.weights, ())
+        return _drafter(
+            SerialHeadDrafter, asked, target, narrowed(head, min(size, self.vocabulary or _VOCABULARY))
+        )
+
+
+def _own_head(head: Head | None) -> Head:
+    """Return a target's own head. Raises `ConfigError` if it has none."""
+    if head is None:
+        raise ConfigError(
+            f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, or take the "
+            "checkpoint of the model's authors, as converted ones often lack such layers"
+        )
+    return head
 
 
 def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head) -> Drafter:

@@ -2,7 +2,8 @@
 
 After SuffixDecoding (arXiv 2411.04975). All earlier places whose text ends like the row's are asked, and the path
 that most of them took is proposed as far as enough of them stay on it: the further, the longer the match. Places
-are in the row's own text and, where sharing is on, in past answers of the same salt. The paper keeps suffix trees;
+are in the row's own text and in past answers of the same salt. Without a salt nothing tells users apart, so such
+requests share answers only where the server's owner says so. The paper keeps suffix trees;
 an index of where each pair of tokens stands, as in LZ77 compressors, answers the same question from a ring of
 bounded size that forgets the oldest by itself (compiled: `csrc/host/text_index.cpp`).
 """
@@ -32,16 +33,18 @@ if TYPE_CHECKING:
 
 MAX_MATCH = 64
 MAX_SHARED_TOKENS = 1 << 26
+SALTED_TOKENS = 1 << 14  # of past answers of each salt, unless asked otherwise: 256 KiB
 MAX_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """`suffix:k=8,min=2,max=32,reach=2,share=0.1,shared=0`.
+    """`suffix:k=8,min=2,max=32,reach=2,share=0.1,shared=TOKENS`.
 
     k: most drafts per step. min, max: shortest match that counts, longest told apart. reach: drafts per token of
     the match. share: a path ends when fewer than this share of its places are still on it. shared: tokens of past
-    answers that requests of one salt may draft from, 0 keeps every request to itself.
+    answers that requests of one salt, and those without one, may draft from; 0 keeps every request to itself.
+    None: `SALTED_TOKENS` for requests with a salt.
     """
 
     name: ClassVar[str] = "suffix"
@@ -50,7 +53,7 @@ class SuffixConfig:
     max: int = 32
     reach: float = 2.0
     share: float = 0.1
-    shared: int = 0
+    shared: int | None = None
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
@@ -58,7 +61,16 @@ class SuffixConfig:
         bounded(self, "min", 2, self.max)
         bounded(self, "reach", 0.1, 64.0)
         bounded(self, "share", 0.0, 1.0)
-        bounded(self, "shared", 0, MAX_SHARED_TOKENS)
+        if self.shared is not None:
+            bounded(self, "shared", 0, MAX_SHARED_TOKENS)
+
+    def tokens_of(self, salt: str) -> int:
+        """Return how many tokens of past answers are kept for a salt.
+
+        An empty one stands for all requests without.
+        """
+        usual = SALTED_TOKENS if salt else 0
+        return usual if self.shared is None else self.shared
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return 0: it has no weights."""
@@ -78,7 +90,7 @@ class SuffixConfig:
         """Make the drafter, on the target's device where that drafts.
 
         There a row follows the latest of its own longest matches. Past answers are on the host, and so is what
-        shares them.
+        shares them: that must be asked for.
         """
         if self.shared:
             return SuffixDrafter(self, target.rows)
@@ -88,7 +100,9 @@ class SuffixConfig:
 
     def report(self) -> Mapping[str, Any]:
         """Return facts for the start-up banner."""
-        shared = f"{self.shared} tokens of past answers, by salt" if self.shared else "every request by itself"
+        tokens = f"{self.shared or SALTED_TOKENS} tokens of past answers"
+        shared = f"{tokens}, by salt" if self.shared else f"{tokens} of the same salt; without one by itself"
+        shared = "every request by itself" if self.shared == 0 else shared
         return {"drafter": self.name, "k": self.k, "match": f"{self.min} to {self.max} tokens", "from": shared}
 
 
@@ -144,19 +158,19 @@ class SuffixDrafter:
         return {}
 
     def release(self, row: int) -> None:
-        """Keep the row's answer where sharing is on."""
+        """Keep the row's answer for others of its salt."""
         request = self._requests.pop(row)
         answer = self._tokens.tokens(row)[len(request.prompt_ids) :]
         answer = answer[answer != BROKEN]  # behind an answer that ended with an error
-        if self.config.shared and len(answer):
-            shared = self._past_answers(request.salt)
+        if len(answer) and (tokens := self.config.tokens_of(request.salt)):
+            shared = self._past_answers(request.salt, tokens)
             shared.extend(answer)
             shared.end_text()
 
-    def _past_answers(self, salt: str) -> kernels.TextIndex:
+    def _past_answers(self, salt: str, tokens: int) -> kernels.TextIndex:
         if salt not in self._shared and len(self._shared) == MAX_SALTS:
             del self._shared[next(iter(self._shared))]
-        found = self._shared.pop(salt) if salt in self._shared else kernels.TextIndex(self.config.shared)
+        found = self._shared.pop(salt) if salt in self._shared else kernels.TextIndex(tokens)
         self._shared[salt] = found  # now the last one used
         return found
 

@@ -25,6 +25,7 @@ from paceline.draft.late import LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
+from paceline.draft.model.text_window import MAX_WINDOW, MIN_WINDOW, TextWindow, window_bytes
 from paceline.draft.registry import bounded
 from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import KV, Decoder, LateDecoder, PassResult, Span, StepLimit
+    from paceline.backend.seam import KV, Decoder, LateDecoder, PassResult, RowView, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Drafter, Target
@@ -66,9 +67,12 @@ class DraftModelConfig:
     model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
     vocabulary: str | None = None  # a key of RETOKENIZERS; None: as the two tokenizers suggest
     weights: str | None = None  # their type in memory where tables are the target's, see `weight_type`
+    max_len: int | None = None  # tokens of its context, see `TextWindow`; None: the whole text
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
+        if self.max_len is not None:
+            bounded(self, "max_len", MIN_WINDOW, MAX_WINDOW)
         if self.vocabulary is not None and (self.model is None or self.vocabulary not in RETOKENIZERS):
             raise ConfigError(
                 f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(RETOKENIZERS)}"
@@ -98,6 +102,7 @@ class DraftModelConfig:
         """Make the drafter. Raises `ConfigError`."""
         if self.layers is not None and self.model is None:
             self._refuse_weights("the target's own layers have")
+            self._refuse_window("the target's own layers read the target's KV")
             return self._own_layers(target)
         folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if self.model is None or shares_tables(folder):
@@ -108,6 +113,10 @@ class DraftModelConfig:
     def _refuse_weights(self, what: str) -> None:
         if self.weights is not None:
             raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
+
+    def _refuse_window(self, why: str) -> None:
+        if self.max_len is not None:
+            raise ConfigError(f"leave out {self.name}:max_len={self.max_len}: {why}")
 
     def _check_layers(self, num_layers: int) -> None:
         if self.layers is not None and not 1 <= self.layers <= num_layers:
@@ -152,6 +161,7 @@ class DraftModelConfig:
             way = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
             report["vocabulary"] = f"{way}: the drafter has {tokens.share:.1%} of the target's tokens"
             if way != by_token or not tokens.is_total:
+                self._refuse_window("a drafter with another vocabulary has a text of its own already")
                 pair = VocabularyPair(target.vocabulary, drafter.vocabulary, tokens)
                 new_retokenizer = partial(RETOKENIZERS[way], pair)
                 return ForeignDraftModel(self.name, target, decoder, new_retokenizer, report, self.layers)
@@ -170,6 +180,11 @@ class DraftModelConfig:
         read_as: NDArray[int64] | None = None,
         hint_gain: float = 0.0,
     ) -> Drafter:
+        if self.max_len is not None:
+            report = {**report, "max_len": self.max_len}
+            drafter = self._over_window(target, decoder, report, kept, vocabulary=vocabulary, read_as=read_as)
+            drafter.hints.gain = hint_gain
+            return drafter
         kv = decoder.new_kv(target.num_pages, self.layers)
         needs = Needs(
             pages="shared",
@@ -185,6 +200,31 @@ class DraftModelConfig:
             target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
         )
         drafter.hints.gain = hint_gain
+        return drafter
+
+    def _over_window(
+        self,
+        target: Target,
+        decoder: Decoder,
+        report: Mapping[str, Any],
+        kept: tuple[float, ...],
+        *,
+        vocabulary: RequestVocabulary | None,
+        read_as: NDArray[int64] | None,
+    ) -> DraftModel:
+        """Return a drafter that reads the last `max_len` tokens, with pages for these."""
+        assert self.max_len is not None
+        most = decoder.config.max_context
+        if self.max_len > most:
+            raise ConfigError(f"{self.name}:max_len={self.max_len}: the model was made for {most} tokens")
+        window = TextWindow(target.rows, self.max_len)
+        kv = decoder.new_kv(window.num_pages, self.layers)
+        state, stops = window_bytes(window, kv.bytes_per_token), not target.law_needs_probs
+        needs = Needs(pages="own", bytes_per_row=state, stops=stops, trained_to=kept)
+        drafter = DraftModel(
+            target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
+        )
+        drafter.read_only(window)
         return drafter
 
 
@@ -230,7 +270,8 @@ class DraftModel:
         self._kv = kv
         self._num_layers = num_layers
         self._report = report
-        self._rows = target.rows
+        self._rows: RowView | TextWindow = target.rows
+        self._window: TextWindow | None = None  # None: it reads whole texts
         self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
@@ -238,12 +279,18 @@ class DraftModel:
         self._allowance = catch_up_tokens(decoder.config, layers, target.config)
         self._vocabulary = vocabulary
         self._read_as = read_as
-        self._valid = [0] * self._rows.num_rows  # tokens of each row in the own store
+        self._valid = [0] * target.rows.num_rows  # tokens of each row in the own store
         self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
+
+    def read_only(self, window: TextWindow) -> None:
+        """Read the ends of texts only; its KV is for these."""
+        self._rows = self._window = window
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start with what the store already holds of the row's cached pages."""
         self._valid[row] = valid_lens.get(self.name, 0)
+        if self._window:
+            self._window.admit(row)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up and draft the first token in one pass, then one step per token."""
@@ -290,10 +337,16 @@ class DraftModel:
 
     def _start(self, row: int) -> int:
         """Return the first token of a row without KV."""
-        return self._valid[row] if self.needs.stores else self._rows.computed_len(row)
+        if self.needs.has_state:
+            return self._valid[row]
+        assert not isinstance(self._rows, TextWindow)
+        return self._rows.computed_len(row)
 
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
+        for row in rows if self._window else ():
+            if self._window and self._window.follow(row):
+                self._valid[row] = 0
         behind = {row: self._rows.known_len(row) - self._start(row) for row in rows}
         ready, nearer = share_out(behind, self._allowance)
         if nearer:

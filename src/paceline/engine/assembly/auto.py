@@ -5,34 +5,55 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from paceline import kernels
-from paceline.control.files import ANY_DRAFTER, Profile, Tracer, make_loop, read_profile, write_profile
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import TableCost
+from paceline.control.files import (
+    ANY_DRAFTER,
+    Profile,
+    TracedEngine,
+    Tracer,
+    make_loop,
+    read_profile,
+    to_json,
+    write_profile,
+)
+from paceline.control.learnt import KeptLearning, from_bytes, learnt_by, to_bytes
 from paceline.control.row_by_row import Objective
 from paceline.core.errors import ConfigError
 from paceline.core.system import POLL_S, file_lock, processor, usable_cores
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room
+from paceline.model.files.kept_data import LEARNT
 from paceline.model.files.pull import cache_folder
 
 if TYPE_CHECKING:
-    from paceline.control.controller import ClosedLoop
+    from paceline.control.protocols import Controller
     from paceline.engine.assembly.calibration import Grid, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
 
 MAX_DEPTH = 8  # drafts of a row that the controller considers
 LOCK_WAIT_S = 120.0  # for another engine that measures; a measurement takes some seconds
+MAX_NAME = 64
+KEEP_EVERY_S = 60.0  # between two times that a running engine keeps what was learnt
 WAITING = "another engine is measuring what steps cost; waiting for it at most %g s, for %s"
 
 log = logging.getLogger(__name__)
 
 
-def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progress | None = None) -> str:
-    """Give an engine the controller that learns; return where its costs come from. Raises `ConfigError`."""
+def close_loop(
+    engine: Engine, config: EngineConfig, model: str, progress: Progress | None = None, content: str = ""
+) -> str:
+    """Give an engine the controller that learns; return what it begins with. Raises `ConfigError`.
+
+    model, content: name and fingerprint of the target, and the key of its files.
+    """
     names = tuple(engine.drafting.drafters)
     if config.profile:
         profile = _given(config.profile)
@@ -51,20 +72,74 @@ def close_loop(engine: Engine, config: EngineConfig, model: str, progress: Progr
     profile = replace(profile, trained_acceptance=trained, honours_stops=honours_stops, late=late)
     max_ks = [min(n.max_k, profile.max_k or MAX_DEPTH, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
-    tracer = None
+    keeper, learnt = None, None
+    if config.keep_learnt and not isinstance(profile.cost, TableCost):
+        keeper = LearningKeeper(_learnt_key(engine, config, f"{model} {content}", profile), model)
+        learnt = keeper.before
+    tracer, objective = None, Objective.parse(config.objective)
     if config.trace:
-        tracer = Tracer(
-            _opened(config.trace), profile, names, num_rows, max_ks, config.objective, config.placement.apart
-        )
-    objective = Objective.parse(config.objective)
+        traced = TracedEngine(config.objective, config.placement.apart, config.law)
+        tracer = Tracer(_opened(config.trace), profile, names, num_rows, max_ks, traced, learnt)
+    branches = [n.branches for n in needs] if engine.takes_branches else []
 
     def begin() -> ClosedLoop:
         if tracer:
             tracer.begun()
-        return make_loop(profile, names, num_rows, max_ks, tracer, objective)
+        return make_loop(profile, names, num_rows, max_ks, tracer, objective, branches, learnt)
 
-    engine.control_by(begin)
-    return f"K by the controller, which knows what steps cost: {known}"
+    engine.control_by(begin, keeper)
+    started = f"; started from {learnt.about}" if learnt is not None else ""
+    return f"K by the controller, which knows what steps cost: {known}{started}"
+
+
+class LearningKeeper:
+    """Keeps what a controller learns: now and then, and at its end."""
+
+    def __init__(self, key: str, model: str) -> None:
+        """Read what was kept.
+
+        key: of model, drafters, machine and build. model: name to list it by.
+        """
+        self._key, self._model = key, model.partition(" ")[0][-MAX_NAME:]
+        self._due_s = time.monotonic() + KEEP_EVERY_S
+        self.before = self._read()  # None: nothing
+
+    def _read(self) -> KeptLearning | None:
+        data = LEARNT.read(self._key)
+        try:
+            return None if data is None else KeptLearning.usable(from_bytes(data), self._key, time.time())
+        except ConfigError as error:
+            log.warning("what an engine before has learnt is not used: %s", error)
+            return None
+
+    def now_and_then(self, controller: Controller) -> None:
+        """Keep what was learnt so far, if that was not done for a while."""
+        if time.monotonic() >= self._due_s:
+            self.keep(controller)
+            self._due_s = time.monotonic() + KEEP_EVERY_S
+
+    def keep(self, controller: Controller) -> None:
+        """Keep what was learnt. Only logs where that fails."""
+        if not isinstance(controller, ClosedLoop):
+            return
+        before = None if self.before is None else self.before.learnt
+        learnt = learnt_by(controller, self._key, self._model, time.time(), before)
+        if learnt is None:
+            return
+        data = to_bytes(learnt)
+        try:
+            from_bytes(data)
+        except ConfigError as error:
+            log.warning("what was learnt is not kept: %s", error)
+        else:
+            LEARNT.write(self._key, data)
+
+
+def _learnt_key(engine: Engine, config: EngineConfig, model: str, profile: Profile) -> str:
+    """Return a digest of model, drafters, machine, build and measured costs."""
+    drafters = {name: (d.report(), d.needs.trained_to) for name, d in engine.drafting.drafters.items()}
+    whole = _key(engine, config, model), to_json(profile), drafters
+    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _given(path: str) -> Profile:

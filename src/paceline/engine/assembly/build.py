@@ -39,13 +39,8 @@ from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.files.source_files import SourceFile
 from paceline.model.grammar import Grammars
-from paceline.model.weights import (
-    LazyWeights,
-    forget_files,
-    load_model,
-    load_tokenizer,
-    tokenizer_json,
-)
+from paceline.model.heads.mtp import drafters_within, usable_mtp
+from paceline.model.weights import LazyWeights, forget_files, load_model, load_tokenizer, tokenizer_json
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:
@@ -55,10 +50,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import CutModelDecoder, Decoder, HeadRunner
+    from paceline.backend.seam import KV, CutModelDecoder, Decoder, HeadRunner
     from paceline.core.sampling_defaults import Defaults
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
+    from paceline.engine.assembly.built_again import BuildAgain
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.kv_files import PageFiles
@@ -98,6 +94,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
+    own_head: Head | None = None  # that its own files hold
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
@@ -129,7 +126,7 @@ class Built:
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
-    rebuild: Mapping[str, Callable[[], Drafter]] = field(default_factory=dict)  # see `renew`
+    rebuild: Mapping[str, BuildAgain] = field(default_factory=dict)  # see `rebuilders`
     fingerprint: str = ""  # of the KV of the files' weights
     settled: Settled | None = None
 
@@ -155,7 +152,8 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         )
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
-    for one in parse_drafters(config.draft, model.fingerprint).configs:
+    own_head = usable_mtp(model)
+    for one in parse_drafters(config.draft, model.fingerprint, drafters_within(own_head)).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
@@ -176,6 +174,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         template=template,
         tokenizer_json=json,
         fingerprint=model.fingerprint,
+        own_head=own_head,
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
@@ -195,8 +194,8 @@ def assemble(
     this process.
     """
     config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
-    law, specs = load_law(config.law), parse_drafters(config.draft, loaded.fingerprint)
-    files = open_folder(config, loaded.decoder)
+    specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.own_head))
+    law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
@@ -210,12 +209,8 @@ def assemble(
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
-        local=Memory(
-            loaded.decoder,
-            backend.kv,
-            partial(_run_head, config, loaded.decoder),
-            partial(_run_cut_model, config, loaded.decoder),
-        ),
+        local=(over := partial(_memory, config, backend.kv))(loaded.decoder),
+        own_head=loaded.own_head,
         apart=config.placement.apart,
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
@@ -228,6 +223,7 @@ def assemble(
         fingerprint = identity(loaded.decoder, loaded.content, config.numerics_mode)
     own = versioned(fingerprint, loaded.version)
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, own)
+    engine.changes.usual = config.change_budget
     backend.prepare(progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
@@ -239,7 +235,7 @@ def assemble(
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
-    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config))
+    rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config), over)
     settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
     return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
@@ -261,13 +257,12 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
         fingerprint=model.fingerprint,
         local=None,
     )
-    chosen = parse_drafters(config.draft, model.fingerprint).configs[index]
+    chosen = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model))).configs[index]
     if not chosen.stands_alone and chosen.num_weights(
         model
     ):  # it shares the target's tables: they are loaded again
         decoder = _target_decoder(model, config, PackedCache(config.packed_cache_bytes), None)
-        run_head, run_cut_model = partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder)
-        target = replace(target, local=Memory(decoder, decoder.new_kv(1), run_head, run_cut_model))
+        target = replace(target, local=_memory(config, decoder.new_kv(1), decoder))
     return chosen.build(target, partial(_load_drafter, config)), rows
 
 
@@ -345,7 +340,7 @@ def _rows(config: EngineConfig, limits: Limits, tokenizer: Tokenizer, law: Law) 
 
 
 def _close_loop(engine: Engine, config: EngineConfig, loaded: Loaded, progress: Progress | None) -> str:
-    return close_loop(engine, config, f"{loaded.name} {loaded.fingerprint}", progress)
+    return close_loop(engine, config, f"{loaded.name} {loaded.fingerprint}", progress, loaded.content)
 
 
 def _short_name(model: str) -> str:
@@ -410,6 +405,10 @@ def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
     return DraftWeights(load_decoder(model.config, weights, *types, threads, device), vocabulary)
 
 
+def _memory(config: EngineConfig, kv: KV, decoder: Decoder) -> Memory:
+    return Memory(decoder, kv, partial(_run_head, config, decoder), partial(_run_cut_model, config, decoder))
+
+
 def _run_head(config: EngineConfig, target: Decoder, head: Head, weight_type: str | None) -> HeadRunner:
     load_head = config.backend_spec.load_head(config.draft_tensor_parallel)
     head = replace(head, weights=_kept(head.weights, PackedCache(config.packed_cache_bytes)))
@@ -462,8 +461,7 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     if target is None or target.is_host:
         usual = "all cores but the drafters'" if target is not None and target.cores else "all cores"
         yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
-    why = "same seed, same text, with drafts or without" if config.law == "coupled" else "same distribution only"
-    yield Choice("law", config.law, why)
+    yield Choice("law", config.full_law, config.about_law)
     yield Choice("sampling", told(loaded.sampling), loaded.why_sampling)
 
 

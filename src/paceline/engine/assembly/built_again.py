@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,19 +12,34 @@ from paceline.engine.assembly.placement import place
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.draft.drafter import Drafter, Target
+    from paceline.backend.seam import Decoder
+    from paceline.draft.drafter import Drafter, Memory, Target
     from paceline.draft.registry import DrafterConfig, Loader
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.model.heads.checkpoint import Head
+
+    BuildAgain = Callable[
+        [Decoder, Head | None], Drafter
+    ]  # from newer tables; None: with the first model's own head
 
 
 def rebuilders(
-    config: EngineConfig, target: Target, configs: Sequence[DrafterConfig], load: Loader
-) -> dict[str, Callable[[], Drafter]]:
-    """Return makers of the drafters that read tables of the target, by name."""
+    config: EngineConfig,
+    target: Target,
+    configs: Sequence[DrafterConfig],
+    load: Loader,
+    over: Callable[[Decoder], Memory],
+) -> dict[str, BuildAgain]:
+    """Return makers of the drafters that read tables of the target, by name.
 
-    def build_again(one: DrafterConfig) -> Drafter:
+    They are given a decoder with newer tables, and the newer model's own head. over: returns what drafters may
+    share of a decoder.
+    """
+
+    def build_again(one: DrafterConfig, newer: Decoder, own_head: Head | None) -> Drafter:
         if config.draft_process:
             raise ConfigError("its process has read the target's first tables")
-        return place(one.build(target, load), config.placement)
+        over_newer = replace(target, local=over(newer), own_head=own_head or target.own_head)
+        return place(one.build(over_newer, load), config.placement)
 
     return {one.name: partial(build_again, one) for one in configs if not one.stands_alone}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.backend.registry import AUTO, BACKENDS
 from paceline.core.sampling_defaults import KINDS
-from paceline.engine.assembly.config import DEFAULT_DRAFT, OVERLAPS, EngineConfig
+from paceline.engine.assembly.config import DEFAULT_DRAFT, LAW_BUDGET, OVERLAPS, EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
@@ -57,6 +57,12 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
     )
     parser.add_argument(
+        "--keep-learnt",
+        action=BooleanOptionalAction,
+        default=DEFAULTS.keep_learnt,
+        help="with auto, begin with what it learnt here before, and keep what it learns; texts stay the same",
+    )
+    parser.add_argument(
         "--draft-process", action="store_true", help="a process for every drafter, started anew when it fails"
     )
     add_target_arguments(parser)
@@ -72,7 +78,17 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such "
         "as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
     )
-    group.add_argument("--law", default=DEFAULTS.law, help="coupled (same seed, same text), rejection or block")
+    group.add_argument(
+        "--law",
+        default=DEFAULTS.law,
+        help="coupled (same seed, same text), rejection or block (same distribution), typical (changes texts)",
+    )
+    group.add_argument(
+        "--law-budget",
+        type=float,
+        metavar="SHARE",
+        help=f"largest share of changed tokens of an answer, under --law typical (default {LAW_BUDGET})",
+    )
     group.add_argument(
         "--backend",
         default=DEFAULTS.backend,
@@ -95,11 +111,19 @@ def add_target_arguments(parser: ArgumentParser) -> None:
         help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
         "cpu: all cores, beside a target on a GPU",
     )
-    ranks = ", ".join(f"{name}: up to {s.max_ranks}" for name, s in BACKENDS.items() if s.max_ranks > 1)
-    for flag, what in (
-        ("--tensor-parallel", "the target's layers, on its device and the next ones"),
-        ("--draft-tensor-parallel", "the drafters' layers, likewise"),
+    for flag, what, most in (
+        (
+            "--tensor-parallel",
+            "the target's layers, on its device and the next ones, or on shares of the cores",
+            {name: spec.max_ranks for name, spec in BACKENDS.items()},
+        ),
+        (
+            "--draft-tensor-parallel",
+            "the drafters' layers, likewise",
+            {name: spec.max_draft_ranks for name, spec in BACKENDS.items()},
+        ),
     ):
+        ranks = ", ".join(f"{name}: up to {limit}" for name, limit in most.items() if limit > 1)
         group.add_argument(flag, type=int, metavar="N", default=1, help=f"processes that share {what}; {ranks}")
     group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
     _add_limits(parser.add_argument_group("limits"))
@@ -165,6 +189,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         model=args.model,
         draft=DEFAULT_DRAFT if draft is None else draft,
         law=args.law,
+        law_budget=args.law_budget,
         backend=args.backend,
         device=args.device,
         numerics=args.numerics,
@@ -184,6 +209,7 @@ def engine_config(args: Namespace) -> EngineConfig:
         tensor_parallel=args.tensor_parallel,
         draft_tensor_parallel=args.draft_tensor_parallel,
         objective=getattr(args, "objective", DEFAULTS.objective),
+        keep_learnt=getattr(args, "keep_learnt", DEFAULTS.keep_learnt),
         trace=getattr(args, "trace", None),
         sampling_defaults=getattr(args, "sampling_defaults", DEFAULTS.sampling_defaults),
     )

@@ -12,6 +12,7 @@ from paceline.backend.registry import AUTO as AUTO_BACKEND
 from paceline.backend.registry import BackendSpec, backend_spec, choose_backend
 from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.params import MAX_CHANGE_BUDGET, TYPICAL, shown
 from paceline.core.sampling_defaults import KINDS, MODEL
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.kv_event_options import KvEventsConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_DRAFT = "auto"
 AUTO, ON, OFF = OVERLAPS = ("auto", "on", "off")  # values of --overlap
+LAW_BUDGET = 0.02
 MAX_ROWS = 1024
 PACKED_CACHE_BYTES = 64 << 30
 MAX_THREADS = 1024
@@ -45,6 +47,7 @@ class EngineConfig:
     model: str = "default"  # "default", a folder, a .gguf file, a Hugging Face id or a shape
     draft: str = DEFAULT_DRAFT  # "auto[:SPEC+SPEC]", "off" or NAME[:key=value,...]
     law: str = "coupled"
+    law_budget: float | None = None  # of the law `typical`: largest share of changed tokens; None: LAW_BUDGET
     backend: str = AUTO_BACKEND
     device: str | None = None  # of the target, on backends that have several; None: the backend's default
     numerics: str | None = None  # likewise
@@ -62,9 +65,10 @@ class EngineConfig:
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
     draft_process: bool = False  # every drafter gets a process of its own
-    tensor_parallel: int = 1  # processes that share the target's layers, each on a device of its own
+    tensor_parallel: int = 1  # processes that share the target's layers, each on a device or cores of its own
     draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
     objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
+    keep_learnt: bool = True  # of `--draft auto`: what the controller learns, for the next engine like this one
     trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
     sampling_defaults: str = MODEL  # of requests that say nothing: the model's or usual ones, or neutral
     limits: Limits = field(default_factory=Limits)
@@ -77,8 +81,8 @@ class EngineConfig:
         _ = self.kv_type, self.numerics_mode, Objective.parse(self.objective), self.placement
         _bounded("--tensor-parallel", self.tensor_parallel, 1, MAX_RANKS)
         _bounded("--draft-tensor-parallel", self.draft_tensor_parallel, 1, MAX_RANKS)
-        self.backend_spec.check_ranks("--tensor-parallel", self.tensor_parallel)
-        self.backend_spec.check_ranks("--draft-tensor-parallel", self.draft_tensor_parallel)
+        self.backend_spec.check_ranks(self.tensor_parallel, self.draft_tensor_parallel)
+        self._check_law_budget()
         if self.overlap not in OVERLAPS:
             known = f"{', '.join(OVERLAPS)}{suggest(self.overlap, OVERLAPS)}"
             raise ConfigError(f"--overlap {self.overlap}: it is one of {known}")
@@ -97,6 +101,38 @@ class EngineConfig:
             raise ConfigError("--kv-disk keeps pages of the prefix cache: leave out --no-prefix-cache")
         if self.kv_events is not None and not self.prefix_cache:
             raise ConfigError("--kv-events-config tells of the prefix cache: leave out --no-prefix-cache")
+
+    def _check_law_budget(self) -> None:
+        budget = self.law_budget
+        if budget is None:
+            return
+        if self.law != TYPICAL:
+            raise ConfigError(f"--law-budget goes with --law {TYPICAL}: under {self.law} no token is changed")
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= MAX_CHANGE_BUDGET:
+            raise ConfigError(
+                f"--law-budget is a share of the tokens from 0 to {MAX_CHANGE_BUDGET}, not {shown(budget)}"
+            )
+
+    @property
+    def change_budget(self) -> float | None:
+        """Largest share of changed tokens of requests that state none; None under another law."""
+        if self.law != TYPICAL:
+            return None
+        return LAW_BUDGET if self.law_budget is None else self.law_budget
+
+    @property
+    def full_law(self) -> str:
+        """The law and its budget, as responses tell them."""
+        return self.law if self.change_budget is None else f"{self.law} {self.change_budget:g}"
+
+    @property
+    def about_law(self) -> str:
+        """Meaning of the law for texts."""
+        if self.change_budget is not None:
+            return f"changes up to {self.change_budget:.2%} of an answer's tokens, for speed; --law-budget sets it"
+        return (
+            "same seed, same text, with drafts or without" if self.law == "coupled" else "same distribution only"
+        )
 
     @property
     def for_auto(self) -> str | None:

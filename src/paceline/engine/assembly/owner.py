@@ -15,22 +15,27 @@ from typing import TYPE_CHECKING, cast
 from paceline.core.errors import ConfigError, EngineDied, RequestError
 from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_version
 from paceline.engine.assembly.build import assemble, load
-from paceline.engine.renewal import Renewal, renew, versioned
+from paceline.engine.renewal import Renewal, rebuild, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.files.pull import resolve
+from paceline.model.heads.mtp import usable_mtp
 from paceline.model.renewed import check_same_shape, renewed, with_arrays
 from paceline.model.weights import LazyWeights, forget_files, load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from numpy import floating
     from numpy.typing import NDArray
 
+    from paceline.backend.seam import Decoder
     from paceline.core.weight_source import WeightSource
+    from paceline.draft.drafter import Drafter
     from paceline.engine.assembly.build import Built, Loaded, OnLanguage, Progress
+    from paceline.engine.assembly.built_again import BuildAgain
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -78,10 +83,18 @@ class EngineOwner:
 
     def update(self, source: WeightSource, version: str) -> Renewal:
         """Take the weights of a source. Raises `ModelError`, `ConfigError`; then nothing has changed."""
+        return self.prepare(source, version)()
+
+    def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
+        """Make a source's weights ready; return what puts them in place.
+
+        That is called between two steps. beside: the engine steps meanwhile, in another thread.
+        Raises as `update`.
+        """
         check_version(version)
         newer = renewed(self._first_model, source)
         assert isinstance(newer.weights, LazyWeights)
-        return self._take(newer, version, content_key(newer.weights.sources), source)
+        return self._prepared(newer, version, content_key(newer.weights.sources), source, beside=beside)
 
     def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
         """Take all weights from arrays, by their names in files.
@@ -89,7 +102,8 @@ class EngineOwner:
         Raises as `update`. No array is kept.
         """
         check_version(version)
-        return self._take(with_arrays(self._first_model(), arrays), version, secrets.token_hex(16), None)
+        newer = with_arrays(self._first_model(), arrays)
+        return self._prepared(newer, version, secrets.token_hex(16), None)()
 
     def _first_model(self) -> LoadedModel:
         try:
@@ -97,27 +111,47 @@ class EngineOwner:
         finally:
             forget_files()
 
-    def _take(self, model: LoadedModel, version: str, digest: str, source: WeightSource | None) -> Renewal:
-        """Take a model's numbers. source: None for arrays."""
+    def _prepared(
+        self,
+        model: LoadedModel,
+        version: str,
+        digest: str,
+        source: WeightSource | None,
+        *,
+        beside: bool = False,
+    ) -> Callable[[], Renewal]:
+        """Make a model's numbers ready, see `prepare`. source: None for arrays."""
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
         check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
-        put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights)
-        mark = f"{version}\0{digest}"
+        newer, put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights, beside=beside)
+        mark, built, own_head = f"{version}\0{digest}", self._built, usable_mtp(model)
+        drafters = {} if built is None else self._rebuilt(built, own_head, newer)
 
         def put() -> None:
             put_in_place()
             self.version, self.mark = version, mark
-            self._loaded = replace(loaded, version=mark)
+            self._loaded = replace(loaded, version=mark, own_head=own_head or loaded.own_head)
             self._released.discard(WEIGHTS)
             self._source, self._from_arrays = source, source is None
 
-        if self._built is None:
-            put()
-            return self._woken()
-        built = self._built
-        report = renew(built.engine, put, version, versioned(built.fingerprint, mark), built.rebuild)
-        log.warning("weights are now version %s; drafters: %s", version, describe(report))
-        return report
+        def take() -> Renewal:
+            if built is None:
+                put()
+                return self._woken()
+            report = renew(built.engine, put, version, versioned(built.fingerprint, mark), drafters)
+            log.warning("weights are now version %s; drafters: %s", version, describe(report))
+            return report
+
+        return take
+
+    def _rebuilt(self, built: Built, own_head: Head | None, newer: Decoder) -> dict[str, Drafter | Exception]:
+        """Return the drafters that share tables with the target, made anew over newer ones."""
+
+        def with_head(make: BuildAgain) -> Callable[[Decoder], Drafter]:
+            return lambda decoder: make(decoder, own_head)
+
+        makers = {name: with_head(make) for name, make in built.rebuild.items()}
+        return rebuild(built.engine.drafting.drafters, makers, newer)
 
     def _woken(self) -> Renewal:
         """Make the engine again, if it can be: the weights are taken in any case."""
@@ -154,7 +188,7 @@ class EngineOwner:
             if self._source is not None:
                 model = renewed(self._first_model, self._source)
                 assert isinstance(model.weights, LazyWeights)
-                self.config.backend_spec.repack(loaded.decoder, model.weights)()
+                self.config.backend_spec.repack(loaded.decoder, model.weights)[1]()
                 self._mark_anew(content_key(model.weights.sources))
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags

@@ -47,7 +47,7 @@ def language_digest(text: TextSource, tokenizer: Tokenizer) -> str:
 def promise_of(config: EngineConfig, decoder: Decoder, content: str, language: str) -> Promise:
     """Return what the texts of an engine depend on. content, language: of its model."""
     numbers = f"{decoder.describe()}, KV {config.kv_type}, {config.numerics_mode}"
-    return Promise(VERSION, build_mark(), numbers, content, language, config.law)
+    return Promise(VERSION, build_mark(), numbers, content, language, config.full_law)
 
 
 def self_test(engine: Engine) -> str:

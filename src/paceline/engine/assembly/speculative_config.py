@@ -28,6 +28,7 @@ METHODS = {  # vLLM's method -> drafter
     "eagle3": "eagle3",
     "dflash": "block",
     "dspark": "block",
+    **dict.fromkeys(("mtp", "mimo_mtp", "glm4_moe_mtp"), "mtp"),
 }
 SWITCHES = {  # key -> the drafter that it makes of each method
     "parallel_drafting": {"eagle3": "peagle"},

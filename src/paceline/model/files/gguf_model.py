@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 from paceline.model.config import Heads, ModelConfig, Rope, RopeScaling, Sliding, plain_layers, tensor_shapes
-from paceline.model.experts import PARTS, Experts, expert_names
+from paceline.model.experts import DENSE, PARTS, Experts, expert_names
 from paceline.model.families import FAMILIES, GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers
 from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor, open_gguf
@@ -118,6 +118,10 @@ class _GgufReader:
             raise BadModelFile(f"{self.file.path}: {self.arch}.{key} must have an integer for each layer")
         return value
 
+    def num_layers(self) -> int:
+        """Return the layers of the target; files count those of MTP, behind them, too."""
+        return min(self.integer("block_count"), MAX_LAYERS) - max(self.integer("nextn_predict_layers", 0), 0)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float):
@@ -163,7 +167,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     if head_dim != read.integer("attention.value_length", head_dim):
         raise UnsupportedModel(f"{file.path}: heads whose keys and values differ in size are not supported")
     bos = _ids(file, "tokenizer.ggml.bos_token_id")
-    sliding, num_layers = _sliding(read, facts, head_dim), min(read.integer("block_count"), MAX_LAYERS)
+    facts = _with_normed_heads(file, facts)
+    sliding, num_layers = _sliding(read, facts, head_dim), read.num_layers()
     own, full = _heads(read, sliding, num_layers, Heads(heads, head_dim))
     sizes = _feed_forward(read, facts, num_layers)
     config = ModelConfig(
@@ -171,7 +176,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         vocab_size=embed.shape[0],
         hidden_size=hidden,
         intermediate_size=sizes[0],
-        num_layers=read.integer("block_count"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=own.num_kv,
         head_dim=own.dim,
@@ -210,6 +215,8 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     names |= {"router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias"}
     names["attn_sinks"] = "attn_sinks.weight"
     names |= expert_names(config.experts, "ffn_{part}.{index}.{kind}", {part: part for part in PARTS})
+    names["router_correction"] = "exp_probs_b.bias"
+    names |= {f"{DENSE}{name}": LAYER_NAMES[name] for name in SHARED_EXPERT_NAMES.keys() & LAYER_NAMES}
     return names | SHARED_EXPERT_NAMES
 
 
@@ -264,20 +271,29 @@ def _experts(read: _GgufReader, facts: Family) -> Experts | None:
     mixture = facts.mixture
     if mixture is None:
         return None
-    if read.integer("leading_dense_block_count", 0):
-        raise UnsupportedModel(f"{read.file.path}: experts in some layers only are not supported")
-    return Experts(
-        num=read.integer("expert_count"),
-        per_token=read.integer("expert_used_count"),
+    num_dense = read.integer("leading_dense_block_count", 0)
+    shared_size = _shared_size(read, num_dense) if mixture.shared else 0
+    return replace(
+        mixture.experts(read.integer("expert_count"), read.integer("expert_used_count"), shared_size),
         normed=read.flag("expert_weights_norm", default=mixture.normed),
-        shared_size=_shared_size(read) if mixture.shared else 0,
-        biased=mixture.biased,
+        scale=read.number("expert_weights_scale", 1.0) if mixture.sigmoid else 1.0,
+        num_dense=num_dense,
+        dense_size=read.integer("feed_forward_length") if num_dense else 0,
     )
 
 
-def _shared_size(read: _GgufReader) -> int:
-    """Return the size of the shared expert; older files tell it by its tensor alone."""
-    gate = read.file.tensors.get(LAYER_PREFIX.format(layer=0) + SHARED_EXPERT_NAMES["mlp_gate"])
+def _with_normed_heads(file: GgufFile, facts: Family) -> Family:
+    """Return the family, or the one of its models with normed heads."""
+    has_norms = LAYER_PREFIX.format(layer=0) + LAYER_NAMES["attn_q_norm"] in file.tensors
+    return FAMILIES[facts.normed_heads] if facts.normed_heads and has_norms else facts
+
+
+def _shared_size(read: _GgufReader, first: int) -> int:
+    """Return the size of the shared expert; some files tell it by its tensor alone.
+
+    first: layer that has one.
+    """
+    gate = read.file.tensors.get(LAYER_PREFIX.format(layer=first) + SHARED_EXPERT_NAMES["mlp_gate"])
     return read.integer("expert_shared_feed_forward_length", gate.shape[0] if gate else 0)
 
 
@@ -343,7 +359,7 @@ def _sliding(read: _GgufReader, facts: Family, head_dim: int) -> Sliding | None:
     mixed, window = facts.mixed_layers, read.integer("attention.sliding_window", 0)
     if not window:
         return None
-    num_layers = min(read.integer("block_count"), MAX_LAYERS)
+    num_layers = read.num_layers()
     if mixed is None:
         layers = frozenset(range(num_layers))
         return (
@@ -375,7 +391,7 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
     scale = read.factor("attention.scale")
     if scale:
         return scale**-2
-    return facts.mixed_layers.query_scalars.get(read.integer("block_count")) if facts.mixed_layers else None
+    return facts.mixed_layers.query_scalars.get(read.num_layers()) if facts.mixed_layers else None
 
 
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
-from paceline.model.experts import PARTS, SWIGLU, Experts, expert_names
+from paceline.model.experts import DENSE, PARTS, SWIGLU, Experts, MixtureFacts, expert_names
 from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
@@ -71,6 +71,7 @@ LAYER_NAMES: dict[str, str] = {
     "input_out": "per_layer_projection.weight",
     "input_post_norm": "post_per_layer_input_norm.weight",
 }
+_MLP = ("mlp_gate", "mlp_up", "mlp_down")
 POST_NORM_NAMES: dict[str, str] = {
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
@@ -86,14 +87,7 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER_PREFIX = "model.layers.{layer}."
 
-SHARED_EXPERT_NAMES: dict[str, str] = {
-    "mlp_gate": "mlp.shared_expert.gate_proj.weight",
-    "mlp_up": "mlp.shared_expert.up_proj.weight",
-    "mlp_down": "mlp.shared_expert.down_proj.weight",
-    "shared_gate": "mlp.shared_expert_gate.weight",
-}
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts")  # a file has one of these keys, whatever its family
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a file has one of these keys
 _HEAD_KEYS = ("num_key_value_heads", "head_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KINDS = {_SLIDING, _FULL, "attention"}
@@ -132,6 +126,8 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     """
     values = text_values(values)
     facts = family(str(values.get("model_type")))
+    if facts.normed_heads and values.get("use_qk_norm") is True:
+        facts = family(facts.normed_heads)
     renamed = {key: values.get(there) for key, there in facts.keys.items()}
     read = JsonReader({**facts.defaults, **values, **renamed}, "config.json")
     _refuse_unsupported(values, facts)
@@ -281,13 +277,24 @@ def _experts(read: JsonReader, facts: Family) -> Experts | None:
         raise UnsupportedModel(
             "experts in some layers only (mlp_only_layers, decoder_sparse_step) are not supported"
         )
-    return Experts(
-        num=read.integer(_NUM_EXPERTS[read.values.get(_NUM_EXPERTS[0]) is None]),
-        per_token=read.integer("num_experts_per_tok"),
+    key = next((key for key in _NUM_EXPERTS if read.values.get(key) is not None), _NUM_EXPERTS[0])
+    num_dense = read.integer("first_k_dense_replace", 0)
+    return replace(
+        mixture.experts(read.integer(key), read.integer("num_experts_per_tok"), _shared_size(read, mixture)),
         normed=read.flag("norm_topk_prob", default=mixture.normed),
-        shared_size=read.integer("shared_expert_intermediate_size") if mixture.shared else 0,
-        biased=mixture.biased,
+        scale=read.number("routed_scaling_factor", 1.0) if mixture.sigmoid else 1.0,
+        num_dense=num_dense,
+        dense_size=read.integer("intermediate_size") if num_dense else 0,
     )
+
+
+def _shared_size(read: JsonReader, mixture: MixtureFacts) -> int:
+    """Return the size of the shared expert; some configs count usual experts."""
+    if not mixture.shared:
+        return 0
+    if mixture.shared_gate:
+        return read.integer("shared_expert_intermediate_size")
+    return read.integer("n_shared_experts", 1) * read.integer(mixture.size_key)
 
 
 def _global_heads(read: JsonReader, sliding: Sliding | None) -> Heads | None:
@@ -349,7 +356,13 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
     names |= expert_names(config.experts, pattern, dict(zip(PARTS, mixture.parts, strict=True)))
     names |= {"attn_sinks": "self_attn.sinks", "router": f"{mixture.block}.{mixture.router}.weight"}
     names["router_bias"] = f"{mixture.block}.{mixture.router}.bias"
-    return names | (SHARED_EXPERT_NAMES if mixture.shared else {})
+    names["router_correction"] = f"{mixture.block}.{mixture.correction}"
+    names |= {f"{DENSE}{name}": LAYER_NAMES[name] for name in _MLP}
+    if mixture.shared:
+        shared = f"{mixture.block}.{mixture.shared_block}"
+        names |= {name: LAYER_NAMES[name].replace(mixture.block, shared, 1) for name in _MLP}
+        names["shared_gate"] = f"{shared}_gate.weight"
+    return names
 
 
 def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -360,11 +373,13 @@ def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
     return named if head is None else named | {_HEADS[0]: head}
 
 
-def parts(config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, str]) -> dict[str, Stored]:
+def parts(
+    config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, str], prefix: str = LAYER_PREFIX
+) -> dict[str, Stored]:
     """Return tensors by name, fused ones apart. names: by canonical name."""
     if config.experts is not None:
         return unfused(found)
-    return unfuse(config, found, names, tensor_shapes(config), FUSED, LAYER_PREFIX)
+    return unfuse(config, found, names, tensor_shapes(config), FUSED, prefix)
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:

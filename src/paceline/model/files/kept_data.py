@@ -43,7 +43,8 @@ class KeptData:
             data = path.read_bytes()
         except OSError:
             return None
-        if hashlib.sha256(memoryview(data)[_SUM_BYTES:]).digest() != data[:_SUM_BYTES]:
+        if _content(data) is None:
+            log.warning("%s is broken and not used", path)
             return None
         with suppress(OSError):
             os.utime(path)  # the oldest used go first
@@ -60,9 +61,28 @@ class KeptData:
         except OSError as error:
             log.warning("%s are not kept for the next start: %s", self.kind, error)
 
+    def all(self) -> Iterator[tuple[Path, bytes]]:
+        """Yield the files of all keys, with what is kept in each.
+
+        Empty: it is broken.
+        """
+        with suppress(OSError):  # there is none, or some are removed meanwhile
+            for path in sorted((cache_folder() / self.kind).iterdir()):
+                whole = path.stat().st_size <= MAX_BYTES
+                yield path, (_content(path.read_bytes()) or b"") if whole else b""
+
     def _path(self, key: str) -> Path:
         code = f"{key} {build_mark()} {self.maker}"
         return cache_folder() / self.kind / hashlib.sha256(code.encode()).hexdigest()[:32]
+
+
+LEARNT = KeptData("learnt")  # by controllers
+
+
+def _content(data: bytes) -> bytes | None:
+    """Return what a file's sum is of; None if it is of something else."""
+    content = data[_SUM_BYTES:]
+    return content if hashlib.sha256(content).digest() == data[:_SUM_BYTES] else None
 
 
 def _newest_first(folder: Path) -> Iterator[Path]:

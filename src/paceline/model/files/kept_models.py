@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.files.catalogue import PACKAGED
+from paceline.model.files.kept_data import LEARNT
 from paceline.model.files.packed_cache import PART, SUFFIX, packed_folder
 from paceline.model.files.packed_file import read_table
 from paceline.model.files.pull import cache_folder, kept_file
@@ -60,7 +63,7 @@ def kept_models() -> list[KeptModel]:
     folder = cache_folder() / "models"
     others = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
     found += [KeptModel(p.stem, p, p.stat().st_size, "not known by name") for p in others if p.name not in known]
-    return found + list(_packed()) + list(_of_hub())
+    return found + list(_packed()) + list(_learnt()) + list(_of_hub())
 
 
 def _packed() -> Iterator[KeptModel]:
@@ -74,6 +77,21 @@ def _packed() -> Iterator[KeptModel]:
         name = f"packed:{about.get('model', path.stem)}"
         note = f"{about['types']}, {about['isa']}" if about else "broken or not finished; packed anew when needed"
         yield KeptModel(name, path, path.stat().st_size, f"packed weights, {note}")
+
+
+def _learnt() -> Iterator[KeptModel]:
+    """Yield what controllers have learnt, with the name of the model that they served."""
+    for path, data in LEARNT.all():
+        try:
+            about = json.loads(data)
+            day = datetime.fromtimestamp(about["learnt_at"], UTC)
+            name, note = (
+                f"learnt:{about['model']}",
+                f"by --draft auto, {about['passes']} passes until {day:%Y-%m-%d}",
+            )
+        except (ValueError, LookupError, TypeError, OverflowError):
+            name, note = f"learnt:{path.stem}", "broken; not used"
+        yield KeptModel(name, path, path.stat().st_size, note)
 
 
 def _of_hub() -> Iterator[KeptModel]:

@@ -43,6 +43,8 @@ def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
     scaling, positions = _SCALINGS[kind], read.integer("max_position_embeddings", 2048)
     trained = read.integer("original_max_position_embeddings", positions)
     original = inner.integer("original_max_position_embeddings", trained)
+    head_dim = max(read.integer("head_dim", 1), 1)
+    rotated = read.integer("rotary_dim", head_dim)  # of MiniMax-M2
     ratio = positions / max(original, 1) if scaling in _MAGNITUDES else 1.0
     factor = inner.number("factor", ratio)
     magnitude = inner.factor("attention_factor")
@@ -55,7 +57,7 @@ def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
         low_freq_factor=inner.number("low_freq_factor", 1.0),
         high_freq_factor=inner.number("high_freq_factor", 4.0),
         original_context=original,
-        share=inner.number("partial_rotary_factor", read.number("partial_rotary_factor", 1.0)),
+        share=inner.number("partial_rotary_factor", read.number("partial_rotary_factor", rotated / head_dim)),
         magnitude=magnitude,
         beta_fast=inner.number("beta_fast", 32.0) or 32.0,
         beta_slow=inner.number("beta_slow", 1.0) or 1.0,

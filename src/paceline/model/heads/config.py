@@ -51,6 +51,7 @@ class Algorithm:
 
 
 EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
+MTP = Algorithm("mtp", parallel=False, last_tap=0, guesses_features=True)
 EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
 PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
 BLOCK = Algorithm("block", parallel=False, last_tap=3, blocks=True)
@@ -88,6 +89,7 @@ class HeadConfig:
     relay_size: int = 0  # P-EAGLE: numbers of the message to each guess from those before; 0: no relay
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
+    feature_norm: bool = False  # MTP: a norm of the feature, too
     request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
     own_head: bool = True  # False: it writes with the target's own head
@@ -216,6 +218,8 @@ def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"fc": (width, 2 * width), **_all_layer_shapes(config.layers)}
     if config.fusion_bias:
         shapes["fc_bias"] = (width,)
+    if config.feature_norm:
+        shapes["feature_norm"] = (width,)
     if config.layernorms:
         return shapes | {"embed_norm": (width,), "norm": (width,)}
     del shapes["layers.0.attn_norm"]

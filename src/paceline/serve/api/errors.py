@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 RETRY_S = "1"  # value of Retry-After on responses that may be tried again
 
 
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of JSON."""
+    return Response(to_json(body), status, headers, media_type="application/json")
+
+
 class ApiError(Exception):
     """Error response to a request."""
 
@@ -35,9 +40,7 @@ class ApiError(Exception):
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """Return the response to send."""
         retry = {"retry-after": RETRY_S} if self.status in (429, 503) else {}
-        return Response(
-            to_json(self.body), self.status, retry | dict(headers or {}), media_type="application/json"
-        )
+        return json_response(self.body, self.status, retry | dict(headers or {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,4 +95,5 @@ def _job(
         ignored=ignored,
         events=new_format(meta, new_reader, len(prompt.ids)),
         grammar_field=structured if plain.grammar else "tools" if params.grammar else "",
+        law=serving.law_of(requests[0]),
     )

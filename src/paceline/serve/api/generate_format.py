@@ -14,7 +14,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import MAX_BIASED, Grammar, SamplingParams
 from paceline.engine.wire import Salt, TokenId
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
-from paceline.serve.api.openai_format import ResponseMeta
+from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
 from paceline.serve.api.schema import MAX_ANSWERS, MAX_PROMPTS, SpeculationBody, seed_asked
 from paceline.serve.prompts import requests_of, seed_of
@@ -208,6 +208,7 @@ class GenerateFormat:
             about["weight_version"] = figures.weights[-1][1]
             about["weight_versions"] = [{"start": start, "version": version} for start, version in figures.weights]
             about["spec_accept_length"] = round(figures.acceptance_length, 4)
+            about |= changed_usage([figures])
         if self.scored:
             scores = answer.logprobs or []
             about["output_token_logprobs"] = [self._entry(entry) for entry in scores]
@@ -283,5 +284,6 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         arrival_s=arrival_s,
         ignored=ignored,
         grammar_field="sampling_params" if params[0].grammar else "",
+        law=serving.law_of(requests[0]),
         roll_outs=form,
     )

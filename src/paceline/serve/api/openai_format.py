@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from paceline.core.nouns import TokenLogprobs
+from paceline.core.params import TYPICAL
 from paceline.serve.api.message_parts import MessageParts
 from paceline.serve.api.score_format import MIN_LOGPROB, token_name
 
@@ -299,5 +300,19 @@ def usage(figures: Sequence[Figures], n: int) -> Json:
             "rejected_tokens": verified - accepted,
             "decode_passes": passes,
             "acceptance_length": round(decoded / passes, 4) if passes else 0.0,
+            **changed_usage(figures),
         },
+    }
+
+
+def changed_usage(figures: Sequence[Figures]) -> Json:
+    """Return the law, its budget and its changes; nothing under a lossless law."""
+    budgets = [f.change_budget for f in figures if f.change_budget is not None]
+    if not budgets:
+        return {}
+    return {
+        "law": TYPICAL,
+        "budget": max(budgets),
+        "changed_tokens": sum(f.changed_tokens for f in figures),
+        "changed_nats": round(sum(f.changed_nats for f in figures), 4),
     }

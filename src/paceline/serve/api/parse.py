@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from paceline.core.errors import RequestError
+from paceline.core.params import TYPICAL, Speculation
 from paceline.serve.api.chat_body import conversation_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
@@ -51,6 +52,14 @@ class Serving:
     names: tuple[str, ...]  # of the model; responses carry the first
     lenient: bool = False  # unknown fields are ignored, not refused
     fingerprint: str | None = None  # of the engine's promise key
+    law: str = ""  # the engine's, with its budget
+
+    def law_of(self, request: Request) -> str | None:
+        """Return the law of a request if it changes texts, with its budget; else None."""
+        asked, name = request.speculation or Speculation(), self.law.partition(" ")[0]
+        if (asked.law or name) != TYPICAL or request.params.grammar is not None:
+            return None
+        return self.law if asked.budget is None else f"{TYPICAL} {asked.budget:g}"
 
     def check_model(self, asked: str | None) -> None:
         """Raise `ApiError` 404 for a model that is not served."""
@@ -92,6 +101,7 @@ class Job:
     told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told
     event_ids: bool = False  # events of the stream say how many tokens there are so far
+    law: str | None = None  # as `Serving.law_of`
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -239,6 +249,7 @@ def _job(
         ignored=ignored,
         extras=_extras(body, requests, form),
         grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
+        law=serving.law_of(first),
         told=[told_text(r, prompts.tokenizer, prompts.vocab_size) for r in requests] if begun else (),
     )
 

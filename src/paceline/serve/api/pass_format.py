@@ -42,6 +42,7 @@ def _pass(note: PassNote, tokenizer: Tokenizer) -> Json:
         "expected": note.expected_tokens,
         "expected_ms": _ms(note.expected_s),
         "plain_ms": _ms(note.plain_s),
+        **({"changed": list(note.changed)} if note.changed else {}),
     }
 
 

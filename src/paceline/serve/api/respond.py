@@ -39,6 +39,7 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+LAW_HEADER = "x-paceline-law"  # of an answer that may differ from the one without drafts
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 
@@ -151,6 +152,7 @@ class Responder:
     @property
     def _headers(self) -> dict[str, str]:
         headers = {"x-request-id": self.job.meta.response_id}
+        headers |= {LAW_HEADER: self.job.law} if self.job.law else {}
         return headers | ({IGNORED_HEADER: ignored_names(self.job.ignored)} if self.job.ignored else {})
 
     def _add(self, index: int, outcome: Outcome) -> None:

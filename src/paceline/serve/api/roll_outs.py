@@ -17,10 +17,9 @@ from paceline import __version__
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.weight_source import TAGS
 from paceline.serve.api.auth import ForAdmins
-from paceline.serve.api.errors import ApiError
+from paceline.serve.api.errors import ApiError, json_response
 from paceline.serve.api.fields import Body
 from paceline.serve.api.generate_format import RollOutId, named
-from paceline.serve.api.openai_format import to_json
 from paceline.serve.api.parse import read_body
 from paceline.serve.engines import NOT_READY
 from paceline.serve.weight_updates import WeightUpdates
@@ -174,13 +173,13 @@ class RollOuts:
         return f"update-{self._number}" if given is None else given
 
     async def _version(self, _: HttpRequest) -> Response:
-        return _json({"weight_version": self._client.commands.version})
+        return json_response({"weight_version": self._client.commands.version})
 
     async def _about(self, _: HttpRequest) -> Response:
         ready = self._client.ready
         if ready is None:
             raise EngineDied(NOT_READY)
-        return _json(
+        return json_response(
             {
                 "model_path": self._client.commands.whole_model or ready.model_name,
                 "weight_version": self._client.commands.version,
@@ -233,13 +232,9 @@ async def _tags(request: HttpRequest) -> tuple[str, ...]:
 
 
 def _done(message: str = "", **more: int | Mapping[str, Sequence[str]]) -> Response:
-    return _json({"success": True, "message": message} | more)
+    return json_response({"success": True, "message": message} | more)
 
 
 def _failed(error: PacelineError) -> Response:
     """Return the response to an update that changed nothing."""
-    return _json({"success": False, "message": str(error)}, 400)
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(to_json(body), status, media_type="application/json")
+    return json_response({"success": False, "message": str(error)}, 400)

@@ -128,10 +128,13 @@ class SpeculationBody(Struct, frozen=True, forbid_unknown_fields=True):
     k: int | None = None
     tpot_ms: float | None = None
     details: bool | None = None  # a note of every pass comes with the answer
+    law: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
+    budget: float | None = None
 
     def checked(self) -> Speculation:
         """Return the checked request. Raises `RequestError`."""
-        return Speculation(AUTO if self.draft is None else self.draft, self.k, self.tpot_ms, bool(self.details))
+        draft = AUTO if self.draft is None else self.draft
+        return Speculation(draft, self.k, self.tpot_ms, bool(self.details), self.law, self.budget)
 
 
 class Sampled(Body, StructuredFields, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
+from paceline.serve.fleet.tail import Tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -64,6 +65,7 @@ class EngineFleet:
         self._legs = Legs(self.members, self.spawn)
         self._hedging = Hedging() if options.hedge != "off" else None
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
+        self._tail = Tail(options.tail, self.members, self._legs.journal, self.move)
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
         self.spawn(self._watch_replicas())
@@ -118,6 +120,7 @@ class EngineFleet:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
         if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
+        self._tail.came()
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         promise = self._dispatch.key_for_new(ready)
         begun = [self._legs.journal.begin(request, answers, promise) for request in requests]
@@ -344,7 +347,7 @@ class EngineFleet:
         self._dispatch.ended(answer, member)
         self._legs.end(answer, leg)
         self._legs.forget(answer)
-        if self.options.audit and not answer.inexact:  # no key writes an inexact one again
+        if self.options.audit and not answer.inexact and answer.request.keeps_text:  # it can be written again
             self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
@@ -420,6 +423,7 @@ class EngineFleet:
             self._look_at(member)
         self._retry_waiting()
         await self._hedge()
+        await self._tail.work()
         await self._audits.work(self.members.values())
 
     def _look_at(self, member: Member) -> None:

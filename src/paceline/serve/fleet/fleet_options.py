@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.control.routing import ROUTES, policy_named
+from paceline.control.tails import OFF, parse_tail
 from paceline.core.errors import ConfigError, suggest
-from paceline.core.system import usable_cores
+from paceline.core.system import core_groups, deal, places, usable_cores
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Mapping, Sequence
 
 MAX_REPLICAS = 256
-MAX_CORE = 1 << 16
 RESUMES = ("on", "off", "any")
 HEDGES = ("off", "p95")
+PLACES = ("here", "ray")  # values of --on
 AUTO = "auto"
 EXACT_LAW = "coupled"
-_GROUP = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_NODES = Path("/sys/devices/system/node")
-_CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +31,7 @@ class ReplicaOptions:
     resume: str = "on"  # off: an answer ends with its replica; any: it goes on under any promise key
     resume_wait_s: float = 30.0  # of an answer, for a replica that can go on with it
     hedge: str = "off"
+    tail: str = OFF  # what is done with the last answers of a roll-out, see `control/tails.py`
     audit: float = 0.0  # share of the finished answers that another replica writes again
 
     def __post_init__(self) -> None:
@@ -50,6 +45,7 @@ class ReplicaOptions:
             if value not in known:
                 raise ConfigError(f"{flag} {value}: it is one of {', '.join(known)}{suggest(value, known)}")
         policy_named(self.route)
+        parse_tail(self.tail)
         if self.cores != AUTO and len(core_groups(self.cores)) != self.replicas:
             raise ConfigError(f"--cores {self.cores} must name as many groups as --replicas {self.replicas}")
 
@@ -70,66 +66,6 @@ class ReplicaOptions:
         return groups
 
 
-def core_groups(text: str) -> list[frozenset[int]]:
-    """Parse groups of cores, such as 0-3,4-7. Raises `ConfigError`."""
-    groups = []
-    for part in text.split(","):
-        found = _GROUP.fullmatch(part.strip())
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not first <= last <= MAX_CORE:
-            raise ConfigError(f"--cores is {AUTO}, or a group for each replica such as 0-3,4-7, not {text[:64]!r}")
-        groups.append(frozenset(range(first, last + 1)))
-    return groups
-
-
-def deal(replicas: int, cores: frozenset[int], place: Mapping[int, tuple[int, ...]]) -> list[frozenset[int]]:
-    """Deal cores out, evenly; neighbours share a replica, and few replicas span nodes.
-
-    place: of each core, its node first. With fewer cores than replicas some share one.
-    """
-    ordered = sorted(cores, key=lambda core: (place.get(core, ()), core))
-    if replicas >= len(ordered):
-        return [frozenset({ordered[index % len(ordered)]}) for index in range(replicas)]
-    nodes: dict[tuple[int, ...], list[int]] = {}
-    for core in ordered:
-        nodes.setdefault(place.get(core, ())[:1], []).append(core)
-    if replicas % len(nodes) == 0:  # no replica needs to span nodes
-        each = replicas // len(nodes)
-        if all(len(of_node) >= each for of_node in nodes.values()):
-            return [group for of_node in nodes.values() for group in _cut(of_node, each)]
-    return _cut(ordered, replicas)
-
-
-def _cut(cores: Sequence[int], count: int) -> list[frozenset[int]]:
-    edges = [len(cores) * index // count for index in range(count + 1)]
-    return [frozenset(cores[a:b]) for a, b in pairwise(edges)]
-
-
-def places(cores: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Return node, socket and physical core of each core, so far as the system tells."""
-    nodes: dict[int, int] = {}
-    for path in _NODES.glob("node[0-9]*/cpulist"):
-        text = _read(path)
-        for group in core_groups(text) if text else ():
-            nodes |= dict.fromkeys(group, int(path.parent.name.removeprefix("node")))
-    return {
-        core: (nodes.get(core, 0), *(_number(core, name) for name in ("physical_package_id", "core_id")))
-        for core in cores
-    }
-
-
-def _number(core: int, name: str) -> int:
-    text = _read(_CPUS / f"cpu{core}" / "topology" / name)
-    return int(text) if text.isdigit() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
-
-
 # The command line ------------------------------------------------------------------------------------
 
 _DEFAULTS = ReplicaOptions()
@@ -140,6 +76,12 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("fleet")
     group.add_argument(
         "--replicas", type=int, metavar="N", default=_DEFAULTS.replicas, help="engines that share the requests"
+    )
+    group.add_argument(
+        "--on",
+        choices=PLACES,
+        default=PLACES[0],
+        help="where engines run: as processes here, or as a Ray Serve application",
     )
     group.add_argument(
         "--cores",
@@ -173,6 +115,12 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
         help="let a second replica write an answer whose first token is later than 95 %% of predictions allow",
     )
     group.add_argument(
+        "--tail",
+        metavar="off|spread|pack:ROWS",
+        default=_DEFAULTS.tail,
+        help="when no more requests come: even the last rows out, or pack up to so many on each of few",
+    )
+    group.add_argument(
         "--audit",
         type=float,
         metavar="SHARE",
@@ -190,5 +138,6 @@ def fleet_options(args: Namespace) -> ReplicaOptions:
         resume=args.resume,
         resume_wait_s=args.resume_wait,
         hedge=args.hedge,
+        tail=args.tail,
         audit=args.audit,
     )

@@ -37,7 +37,12 @@ class Hedging:
         now_s = time.monotonic()
         for answer in tuple(answers):
             leg = answer.legs[0] if len(answer.legs) == 1 and not answer.told else None
-            if leg is not None and not leg.spoke and self.due(leg.wait_s, now_s - leg.began_s):
+            if (
+                leg is not None
+                and not leg.spoke
+                and answer.request.keeps_text
+                and self.due(leg.wait_s, now_s - leg.began_s)
+            ):
                 yield answer, leg
 
     def due(self, predicted_s: float, waited_s: float) -> bool:

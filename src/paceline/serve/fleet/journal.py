@@ -177,7 +177,7 @@ class OngoingAnswer:
 
 def _summed(first: Spent, then: Spent) -> Spent:
     """Return the counts of two legs; the first one says what was cached."""
-    return Spent(first.cached_tokens, *(a + b for a, b in zip(first[1:], then[1:], strict=True)))
+    return Spent._make((first.cached_tokens, *(a + b for a, b in zip(first[1:], then[1:], strict=True))))
 
 
 class Journal:

@@ -46,6 +46,7 @@ class Member:
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
     behind: bool = False  # it takes none until it has the weights of the fleet's last update
+    freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
@@ -76,14 +77,15 @@ class Member:
     @property
     def alive(self) -> bool:
         """True if it should be sent requests."""
-        return self.serves and not self.silent
+        return self.serves and not self.silent and not self.freed
 
     @property
     def state(self) -> str:
         """State in a word."""
         if self.engines.ready is None:
             return "down"
-        return "draining" if self.draining else "behind" if self.behind else "silent" if self.silent else "up"
+        said = {"draining": self.draining, "behind": self.behind, "silent": self.silent, "free": self.freed}
+        return next((word for word, holds in said.items() if holds), "up")
 
     @property
     def num_pages(self) -> int:

@@ -37,6 +37,7 @@ _COUNTERS = (
     ("paceline_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache"),
     ("paceline_prefilled_tokens", "prefilled_tokens", "Tokens computed of prompts, again after a preemption"),
     ("paceline_output_tokens", "output_tokens", "Tokens written"),
+    ("paceline_changed_tokens", "changed_tokens", "Tokens that the law typical kept against the target's choice"),
     ("paceline_preemptions", "preemptions", "Requests sent back to the queue for want of pages"),
     ("paceline_resumed_requests", "resumed_requests", "Requests whose answers had begun elsewhere"),
     ("paceline_resumed_tokens", "resumed_tokens", "Answer tokens that came with these requests"),
@@ -103,6 +104,11 @@ def _gauges(gauges: Gauges) -> Iterator[Metric]:
         yield _gauge(name, about, getattr(gauges, field))
     use = gauges.num_held_pages / gauges.num_pages if gauges.num_pages else 0.0
     yield _gauge("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
+    about = "Memory that running requests take in a drafter's state"
+    state = GaugeMetricFamily("paceline_drafter_state_bytes", about, labels=["drafter"])
+    for name, num_bytes in gauges.drafter_bytes.items():
+        state.add_metric([name], num_bytes)
+    yield state
 
 
 def _speculation(stats: Stats) -> Iterator[Metric]:

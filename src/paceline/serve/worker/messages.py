@@ -110,6 +110,11 @@ class Ready(Message, frozen=True):
     prefill_tokens: int = 512  # of prompts in one pass, at most
     num_weights: int = 0  # of the model
 
+    @property
+    def law(self) -> str:
+        """The engine's law, with its budget if it has one."""
+        return next((choice.value for choice in self.choices if choice.what == "law"), "")
+
 
 class Draining(Message, frozen=True):
     """The engine was told by a signal to take no more requests."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import PacelineError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.engine.assembly.owner import EngineOwner
+    from paceline.engine.renewal import Renewal
     from paceline.serve.worker.commands import Command
     from paceline.serve.worker.messages import Load
 
@@ -30,6 +32,36 @@ log = logging.getLogger(__name__)
 
 LOST = "the engine's process was replaced, and its weights of version {} are gone ({}): send weights again"
 Drafters = dict[str, tuple[str, ...]]
+
+
+class Preparation:
+    """Newer weights that a thread makes ready while the engine steps."""
+
+    def __init__(self, owner: EngineOwner, command: UpdateWeights) -> None:
+        self.command = command
+        self._owner = owner
+        self._put: Callable[[], Renewal] | Exception = RuntimeError("the thread did not run")
+        self._thread = Thread(target=self._run, name="newer weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """True once `take` need not wait."""
+        return not self._thread.is_alive()
+
+    def take(self) -> Renewal:
+        """Put the weights in place, between two steps. Raises what making them ready raised."""
+        self._thread.join()
+        if isinstance(self._put, Exception):
+            raise self._put
+        return self._put()
+
+    def _run(self) -> None:
+        source, version = self.command.source, self.command.version
+        try:
+            self._put = self._owner.prepare(source, version, beside=True)
+        except Exception as error:
+            self._put = error
 
 
 class Commands:
@@ -40,6 +72,7 @@ class Commands:
         self.owner = owner
         self.paused = False
         self.lost = ""  # why weights that the engine before this one had are not here; it then takes no requests
+        self.preparing: Preparation | None = None  # of an update, beside the steps
         self._promise = promise
 
     @property
@@ -68,6 +101,10 @@ class Commands:
         """True if the engine may take steps."""
         return not self.paused and not self.owner.asleep
 
+    def end_preparing(self) -> Obeyed | None:
+        """Put weights in place that are being made ready, if any."""
+        return None if self.preparing is None else self.obey(self.preparing.command)
+
     def obey(self, command: Command) -> Obeyed:
         """Carry out a command; an error of it is told, and ends nothing."""
         try:
@@ -92,7 +129,8 @@ class Commands:
             flush(self.owner.built.engine)
 
     def _update(self, command: UpdateWeights) -> Drafters:
-        report = self.owner.update(command.source, command.version)
+        ready, self.preparing = self.preparing, None
+        report = self.owner.update(command.source, command.version) if ready is None else ready.take()
         self.lost = ""
         return {"rebuilt": report.rebuilt, "kept": report.kept, "unloaded": report.unloaded}
 

@@ -30,7 +30,7 @@ from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
-from paceline.serve.worker.commands import COMMANDS, Obeyed
+from paceline.serve.worker.commands import COMMANDS, Obeyed, UpdateWeights
 from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -52,7 +52,7 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_engine,
 )
-from paceline.serve.worker.obey import Commands
+from paceline.serve.worker.obey import Commands, Preparation
 from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_MS = 500  # wait for a message before checking whether to stop
+PREPARING_MS = 2  # ... or whether newer weights are ready
 SNAPSHOT_S = 0.25  # between two snapshots of the counters while there is work
 BEAT_S = 0.5  # between two of them without work; the server takes an engine without any for hung
 PROGRESS_S = 0.1  # between two progress messages
@@ -140,6 +141,7 @@ class EngineWorker:
         """Serve until told to stop, or while draining until nothing is open."""
         while not self.stopped and not (self.draining and not self._has_work):
             self._receive()
+            self._end_update()
             if self.draining and not self._told_draining:
                 self._told_draining = True
                 self.server.send(Draining())
@@ -149,7 +151,7 @@ class EngineWorker:
                 self._send_snapshot()
 
     def _receive(self) -> None:
-        while (message := self.server.receive(0 if self._has_work else IDLE_MS)) is not None:
+        while (message := self.server.receive(self._wait_ms)) is not None:
             handler = self._handlers.get(type(message))
             if handler is None:
                 log.warning("dropped a message out of place: %s", type(message).__name__)
@@ -157,6 +159,12 @@ class EngineWorker:
                 handler(message)
             if self.stopped:
                 return
+
+    @property
+    def _wait_ms(self) -> int:
+        if self._has_work:
+            return 0
+        return IDLE_MS if self.commands.preparing is None else PREPARING_MS
 
     def _step(self) -> None:
         if self.engine.loop.wait():
@@ -186,8 +194,20 @@ class EngineWorker:
             self.server.send(snapshot_of(self.engine, steps))
 
     def _command(self, message: Command) -> None:
-        """Obey, and reply behind the outcomes of all steps before."""
-        reply = self.commands.obey(message)
+        """Obey. An update that comes while there is work is made ready beside it."""
+        self._end_update(wait=True)
+        if isinstance(message, UpdateWeights) and self._has_work:
+            self.commands.preparing = Preparation(self.commands.owner, message)
+        else:
+            self._reply(self.commands.obey(message))
+
+    def _end_update(self, *, wait: bool = False) -> None:
+        preparing = self.commands.preparing
+        if preparing is not None and (wait or preparing.done) and (reply := self.commands.end_preparing()):
+            self._reply(reply)
+
+    def _reply(self, reply: Obeyed) -> None:
+        """Reply behind the outcomes of all steps before."""
         self._send_outcomes()
         self._publish()
         self.server.send(reply)
@@ -354,6 +374,7 @@ def run(address: str) -> int:
         owner.drop_json()
         give_memory_back()
         worker.run()
+        commands.end_preparing()  # its thread must not outlive the engine
         if worker.publisher is not None:
             worker.publisher.close()
         owner.close()

@@ -152,6 +152,41 @@ def advance_rows(
     tl.store(num_drafts + row, tl.zeros([ROWS], tl.int64), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "max_drafts", "budget", "num_rows"])
+def allot_rows(
+    rows, max_drafts, num_drafts, budget, made, kept, alive,
+    num_rows,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Count a row's drafts, and those within a budget, see `allot`.
+
+    A program takes one row. A draft is within the budget if fewer drafts than it has come before: likelier ones,
+    and of equal ones those less deep, then of earlier rows. Each program compares its drafts with those of all
+    rows, ROWS at once.
+    """
+    own = tl.program_id(0)
+    row = tl.load(rows + own)
+    count = tl.minimum(tl.load(num_drafts + row), tl.load(max_drafts + own))
+    depth = tl.arange(0, DEPTH)
+    chance = tl.load(alive + row * DEPTH + depth)[:, None]
+    place = (depth * num_rows + own)[:, None]
+    before = tl.zeros([DEPTH], tl.int32)
+    other_depth = tl.arange(0, ROWS * DEPTH) % DEPTH
+    for first in range(0, num_rows, ROWS):
+        other = first + tl.arange(0, ROWS * DEPTH) // DEPTH
+        inside = other < num_rows
+        its = tl.load(rows + other, mask=inside, other=0)
+        most = tl.load(max_drafts + other, mask=inside, other=0)
+        there = inside & (other_depth < tl.minimum(tl.load(num_drafts + its, mask=inside, other=0), most))
+        likely = tl.load(alive + its * DEPTH + other_depth, mask=there, other=-1.0)[None, :]
+        earlier = (other_depth * num_rows + other)[None, :] < place
+        ahead = there[None, :] & ((likely > chance) | ((likely == chance) & earlier))
+        before += tl.sum(ahead.to(tl.int32), 1)
+    taken = (depth < count) & (before < tl.load(budget))
+    tl.store(made + own, count)
+    tl.store(kept + own, tl.sum(taken.to(tl.int64), 0))
+
+
 # Drafting -----------------------------------------------------------------------------------------
 
 

@@ -179,12 +179,12 @@ function Charts() {
 function Fleet({ replicas }) {
   return html`<figure class="chart fleet">
     <figcaption><h2>Replicas <small>${replicas.filter((one) => one.state === "up").length} of ${replicas.length} up</small></h2></figcaption>
-    <table>
-      <thead><tr>${["replica", "state", "cores", "rows", "TPOT", "K", "hits", "pages", "resumes"].map((name) => html`<th>${name}</th>`)}</tr></thead>
+    <div class="scroll" tabindex="0" role="region" aria-label="Replicas"><table>
+      <thead><tr>${["replica", "state", "cores", "rows", "TPOT", "K", "hits", "pages", "resumes"].map((name) => html`<th scope="col">${name}</th>`)}</tr></thead>
       <tbody>${replicas.map((one) => html`<tr data-replica=${one.replica}><td>${one.replica}</td><td data-state=${one.state}>${one.state}</td><td>${one.cores}</td>
         <td>${one.rows}</td><td>${duration(one.tpot_ms)}</td><td>${fixed(one.k_mean)}</td>
         <td>${one.hit_rate === null ? "–" : `${Math.round(100 * one.hit_rate)} %`}</td><td>${one.pages_held}</td><td>${one.resumes}</td></tr>`)}</tbody>
-    </table>
+    </table></div>
   </figure>`;
 }
 

@@ -1,0 +1,229 @@
+"""Processes of ranks beside rank 0, and the line to each of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+from paceline.core import logs
+from paceline.core.errors import ConfigError, EngineDied, PacelineError
+from paceline.core.system import end_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
+WATCH_S = 0.5
+EXIT_STATUS = 70  # EX_SOFTWARE
+MAX_MESSAGE_BYTES = 1 << 24  # tokens and pages of a pass are the longest
+_HEAD_BYTES = 4  # length of a message, little endian, before it
+
+Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Name = Annotated[str, Meta(max_length=4096)]
+
+log = logging.getLogger(__name__)
+
+
+class RankMessage(Struct, tag=True, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A message."""
+
+
+class RankReady(RankMessage, frozen=True):
+    """The answer, if all is well."""
+
+
+class RankTrouble(RankMessage, frozen=True):
+    """The answer, if not: the process ends."""
+
+    message: str
+    kind: Literal["user", "exchange", "bug"]  # a user can mend it; another rank is to blame; or we
+
+
+FromRank = RankReady | RankTrouble
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def error_in(trouble: RankTrouble) -> PacelineError:
+    """Return the error that a rank tells of."""
+    return ConfigError(trouble.message) if trouble.kind == "user" else EngineDied(trouble.message)
+
+
+class LineEnded(Exception):  # noqa: N818 (a state, no error of the user's)
+    """The other end of a line is gone."""
+
+
+class RankLine:
+    """One end of a line of messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: bytes) -> None:
+        """Send a message. Raises `LineEnded`."""
+        assert len(message) <= MAX_MESSAGE_BYTES
+        try:
+            self._socket.sendall(len(message).to_bytes(_HEAD_BYTES, "little") + message)
+        except OSError as error:
+            raise LineEnded from error
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for a message. Raises `TimeoutError`, `LineEnded`."""
+        self._socket.settimeout(timeout_s)
+        length = int.from_bytes(self._read(_HEAD_BYTES), "little")
+        if length > MAX_MESSAGE_BYTES:
+            raise LineEnded
+        return self._read(length)
+
+    def _read(self, count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            try:
+                more = self._socket.recv(count - len(found))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise LineEnded from error
+            if not more:
+                raise LineEnded
+            found += more
+        return found
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+class Watched(Protocol):
+    """A pool of processes."""
+
+    processes: Sequence[RankProcess]
+    close: Any  # the finalizer that ends them
+
+
+class RankProcess:
+    """One rank's process. It ends with rank 0's, however that ends."""
+
+    def __init__(self, rank: int, module: str, *files: int) -> None:
+        """Start a process.
+
+        `python -m module LINE FILES` gets descriptors: of its end of the line, and of open files.
+        """
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        given = (theirs.fileno(), *files)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(  # noqa: S603 (our own)
+                    [sys.executable, "-m", module, *map(str, given)], stdin=subprocess.PIPE, pass_fds=given
+                )
+        except BaseException:
+            ours.close()
+            raise
+        self.socket, self.line = ours, RankLine(ours)
+
+    def answer(self, timeout_s: float) -> None:
+        """Wait for an answer. Raises the error that it tells of, and `EngineDied`."""
+        try:
+            answer = decode_from_rank(self.line.receive(timeout_s))
+        except TimeoutError:
+            raise EngineDied(f"rank {self.rank} did not answer within {timeout_s:g} s") from None
+        except LineEnded:
+            raise EngineDied(f"rank {self.rank} has ended{self.how()}") from None
+        if isinstance(answer, RankTrouble):
+            raise error_in(answer)
+
+    def last_words(self) -> tuple[str, PacelineError]:
+        """Return kind and error of a rank's trouble, `end` if it has no words."""
+        try:
+            answer = decode_from_rank(self.line.receive(ENDED_S))
+        except (TimeoutError, LineEnded):
+            return "end", EngineDied(f"rank {self.rank} has ended{self.how()}")
+        kind = answer.kind if isinstance(answer, RankTrouble) else "exchange"
+        return kind, error_in(answer) if isinstance(answer, RankTrouble) else EngineDied("")
+
+    def how(self) -> str:
+        """Say how the process ended; nothing while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(ENDED_S)
+            return f", killed by signal {-status}" if status < 0 else f", with status {status}"
+        return ""
+
+    def end(self) -> None:
+        """End the process and close everything of it."""
+        self.line.close()
+        self.process.kill()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDED_S)
+
+
+def end_all(processes: Sequence[RankProcess]) -> None:
+    """End processes."""
+    for one in processes:
+        one.end()
+
+
+def watch(pool_ref: Callable[[], Watched | None], leave: Callable[[int], object]) -> None:
+    """End this process soon after a rank has ended.
+
+    Who waits for the rank may wait for ever.
+    """
+    while (pool := pool_ref()) is not None and pool.close.alive:
+        ended = [one for one in pool.processes if one.process.poll() is not None]
+        if ended and pool.close.alive:
+            time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
+            if pool.close.alive:
+                kind, what = ended[0].last_words()
+                why = "" if kind == "end" else f": {what}"
+                log.critical(
+                    "tensor parallel: rank %d has ended%s; so ends this%s", ended[0].rank, ended[0].how(), why
+                )
+                leave(EXIT_STATUS)
+            return
+        del pool
+        time.sleep(WATCH_S)
+
+
+# In a rank's process ------------------------------------------------------------------------------
+
+
+def trouble_of(rank: int, error: Exception) -> RankTrouble:
+    """Return what a rank says before it ends with an error."""
+    said = str(error).splitlines()[0][:1000] if str(error) else ""
+    if isinstance(error, PacelineError):
+        return RankTrouble(f"rank {rank}: {said}", "user")
+    # Groups raise this for other ranks, PyTorch for us.
+    kind: Literal["exchange", "bug"] = "exchange" if isinstance(error, RuntimeError) else "bug"
+    return RankTrouble(f"rank {rank}: {type(error).__name__}: {said}", kind)
+
+
+def serve_rank(run: Callable[[RankLine], None]) -> NoReturn:
+    """Run a rank's process until rank 0 is gone.
+
+    `sys.argv` has the descriptor of its end of the line.
+    """
+    logs.configure("rank")
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    line = RankLine(socket.socket(fileno=int(sys.argv[1])))
+    with suppress(LineEnded):
+        run(line)
+    os._exit(0)  # groups whose other ranks are gone may wait for them in their ends

@@ -1,0 +1,51 @@
+"""Gaps of drafts that are not the target's choice, and the largest to keep.
+
+The law `typical` keeps such a draft if the target's likeliest token is likelier by at most the reach, a number of
+nats. The budget itself holds whatever the reach. The reach decides what it is spent on: too small, and it is left;
+too large, and the first mismatch takes what a better one could have had. So the reach is the one by which
+mismatches come as often as the budget allows, and more often the more of it a row has left over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MOST_REACH = 3.0  # nats: the likeliest token is at most 20 times as likely
+NUM_BINS = 48
+WIDTH = MOST_REACH / NUM_BINS
+MEMORY_TOKENS = 2000.0  # older tokens fade
+EAGERNESS = 4.0  # times the budget's own rate, for each token left over: answers are short
+PRIOR_TOKENS = 100.0
+PRIOR_RATE = 0.1  # mismatches a token and nat
+
+
+class GapRecord:
+    """Mismatches of the last tokens by their gaps."""
+
+    def __init__(self) -> None:
+        self._counts = [PRIOR_RATE * WIDTH * PRIOR_TOKENS] * NUM_BINS  # [NUM_BINS] within the reach of any budget
+        self._tokens = PRIOR_TOKENS
+
+    def learn(self, num_tokens: int, gaps: Iterable[float]) -> None:
+        """Take in a row's pass: its tokens, and the gaps of its mismatches in nats."""
+        fade = max(0.0, 1.0 - num_tokens / MEMORY_TOKENS)
+        self._counts = [count * fade for count in self._counts]
+        self._tokens = self._tokens * fade + num_tokens
+        for gap in gaps:
+            if gap < MOST_REACH:
+                self._counts[int(gap / WIDTH)] += 1.0
+
+    def reach(self, budget: float, left: float) -> float:
+        """Return the largest gap to keep, in nats.
+
+        budget: changed tokens a token. left: tokens that the row may change, as far as it has come.
+        """
+        wanted = budget * (1.0 + EAGERNESS * max(left, 0.0)) * self._tokens
+        for index, count in enumerate(self._counts):
+            if count >= wanted:
+                return (index + wanted / count) * WIDTH if count else index * WIDTH
+            wanted -= count
+        return MOST_REACH

@@ -1,0 +1,71 @@
+"""Tails of roll-outs: where the last long answers go once no further request comes.
+
+`spread` evens rows out: each replica has fewer of them, so speculation is deeper and the last answer ends sooner.
+`pack` gathers them on few replicas and frees the others, for a trainer that waits for their cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.control.routing import ReplicaView
+
+OFF, SPREAD, PACK = TAILS = ("off", "spread", "pack")
+MOST_ROWS = 4096
+HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
+
+
+@dataclass(frozen=True, slots=True)
+class TailRule:
+    """Choice of what is done with a tail."""
+
+    kind: str = OFF
+    rows: int = 0  # of a replica that others are packed onto, at most
+
+
+def parse_tail(text: str) -> TailRule:
+    """Return the rule that `off`, `spread` or `pack:ROWS` names. Raises `ConfigError`."""
+    kind, _, rows = text.partition(":")
+    if kind == PACK and rows.isdigit() and 1 <= int(rows) <= MOST_ROWS:
+        return TailRule(kind, int(rows))
+    if text in (OFF, SPREAD):
+        return TailRule(text)
+    raise ConfigError(f"--tail is off, spread, or pack:ROWS with 1 to {MOST_ROWS} rows, not {text[:64]!r}")
+
+
+def to_free(rows: Sequence[int], most: int) -> int | None:
+    """Return the replica with the fewest rows if the others have room, else None.
+
+    rows: of each replica. most: rows that one may have.
+    """
+    if len(rows) < 2 or sum(rows) > most * (len(rows) - 1):
+        return None
+    return min(range(len(rows)), key=lambda index: rows[index])
+
+
+def to_even(replicas: Sequence[ReplicaView], tokens: int) -> tuple[int, int] | None:
+    """Return who gives a row and who takes it, None if that gains nothing.
+
+    tokens: that the row's new replica computes anew. The gain is that of the row itself over the horizon.
+    """
+    if len(replicas) < 2:
+        return None
+    fewest = min(range(len(replicas)), key=lambda index: replicas[index].open_rows)
+    most = max(range(len(replicas)), key=lambda index: replicas[index].open_rows)
+    giver, taker = replicas[most], replicas[fewest]
+    if giver.open_rows - taker.open_rows < 2:
+        return None
+    gain_s = _step_s(giver, giver.open_rows) - _step_s(taker, taker.open_rows + 1)
+    return (most, fewest) if gain_s * HORIZON_TOKENS > tokens * taker.prefill_s_per_token else None
+
+
+def _step_s(replica: ReplicaView, rows: int) -> float:
+    """Return seconds per token of each row. What is not known grows with the rows."""
+    table = replica.step_s_by_rows
+    return table[rows - 1] if rows <= len(table) else table[-1] * rows / len(table)

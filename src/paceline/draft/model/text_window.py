@@ -1,0 +1,104 @@
+"""Shorter context of a drafter: the last tokens of each row.
+
+A window begins at position 0 of the drafter. When it is full its older half is dropped, and the rest is read
+again, in one pass. Its keys and values lie in pages of its own, so a row takes the same memory however long its
+text is. What it forgets makes drafts worse, never the text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paceline.backend.rows import SLACK_TOKENS, TokenRows
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.draft.drafter import MAX_K
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.backend.seam import Packed, RowView, Span
+    from paceline.core.nouns import SamplingSpec
+
+MIN_WINDOW, MAX_WINDOW = 4 * MAX_K, 1 << 20
+
+
+class TextWindow:
+    """The last `max_len` tokens of every row, room for drafts included. Positions are the window's."""
+
+    def __init__(self, rows: RowView, max_len: int) -> None:
+        self.max_len = max_len
+        self._text = rows
+        self._rows = TokenRows(rows.num_rows, max_len + SLACK_TOKENS)
+        self.pages_per_row = self._rows.pages.shape[1]
+        for row in range(rows.num_rows):
+            first = row * self.pages_per_row
+            self._rows.put_pages(row, 0, range(first, first + self.pages_per_row))
+        self._first = [0] * rows.num_rows  # token of the text that each window begins with
+        self._end = [0] * rows.num_rows  # token of the text behind each window's last
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all rows."""
+        return self._rows.num_rows * self.pages_per_row
+
+    @property
+    def late_steps(self) -> int:
+        """See `RowView.late_steps`."""
+        return self._text.late_steps
+
+    def admit(self, row: int) -> None:
+        """Begin a new text in a row."""
+        self._first[row] = self._end[row] = 0
+        self._rows.set_len(row, 0)
+
+    def follow(self, row: int) -> bool:
+        """Take in a row's new tokens.
+
+        Returns True if the window has moved, so that nothing of it is stored.
+        """
+        length, moved = self._text.known_len(row), False
+        if length - self._first[row] + MAX_K > self.max_len:
+            self._first[row] = self._end[row] = length - self.max_len // 2
+            moved = True
+        first, end = self._first[row], self._end[row]
+        self._rows.put_tokens(row, end - first, self._text.tokens(row)[end:length].tolist())
+        self._rows.set_len(row, length - first)
+        self._end[row] = length
+        return moved
+
+    def known_len(self, row: int) -> int:
+        """Return the tokens of a row's window, those not followed yet included."""
+        return self._text.known_len(row) - self._first[row]
+
+    def pack(
+        self,
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        ahead: int = 0,
+        *,
+        read_as: NDArray[int64] | None = None,
+    ) -> Packed:
+        """Pack spans of the windows, see `RowView.pack`."""
+        return self._rows.pack(spans, wanted, ahead, read_as=read_as)
+
+    # Choices are those of the text: noise stands at its positions -----------------------------------
+
+    def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
+        """See `RowView.row_specs`."""
+        return self._text.row_specs(row, guesses, margin=margin)
+
+    def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
+        """See `RowView.spec_after`."""
+        return self._text.spec_after(row, guesses)
+
+    def penalised(self, row: int) -> bool:
+        """See `RowView.penalised`."""
+        return self._text.penalised(row)
+
+
+def window_bytes(window: TextWindow, bytes_per_token: int) -> int:
+    """Return the memory of a row's keys and values."""
+    return window.pages_per_row * PAGE_TOKENS * bytes_per_token

@@ -1,0 +1,236 @@
+"""Multi-token prediction (MTP): layers in a checkpoint that guess the token after the next.
+
+Such a layer (DeepSeek-V3, arXiv 2412.19437) reads the target's last hidden state beside the embedding of the next
+token, each normed. It is a layer of the target's own kind; a norm and the target's own head follow. What the norm
+makes stands for the next hidden state, so one layer drafts several tokens deep. Of several, the first is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
+from paceline.model.files import gguf_model, hf
+from paceline.model.files.kept_headers import open_kept
+from paceline.model.files.quantisation_config import read_quantisation
+from paceline.model.files.quantised import joined_tensors
+from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
+from paceline.model.heads.checkpoint import Head
+from paceline.model.heads.config import MTP, HeadConfig, head_shapes
+from paceline.model.weights import LazyWeights, canonical_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy import floating
+    from numpy.typing import NDArray
+
+    from paceline.model.config import ModelConfig
+    from paceline.model.files.stored import Stored
+    from paceline.model.weights import LoadedModel
+
+log = logging.getLogger(__name__)
+
+_RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
+GGUF_NAMES = {
+    "fc": "nextn.eh_proj.weight",
+    "embed_norm": "nextn.enorm.weight",
+    "feature_norm": "nextn.hnorm.weight",
+    "norm": "nextn.shared_head_norm.weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """Names of an MTP layer's tensors in one kind of checkpoint."""
+
+    layer: str  # begins those of the layer itself
+    beside: str  # begins those beside it ...
+    names: Mapping[str, str] = field(hash=False)  # ... by canonical name
+    hidden_first: bool = False  # `fc` reads the hidden state before the embedding
+
+
+def mtp_names(num_layers: int) -> tuple[MtpNames, ...]:
+    """Return the kinds in use: GLM and DeepSeek, MiMo, Qwen3-Next and later.
+
+    num_layers: of the target.
+    """
+    numbered = f"model.layers.{num_layers}."
+    of_glm = {"fc": "eh_proj", "embed_norm": "enorm", "feature_norm": "hnorm", "norm": "shared_head.norm"}
+    of_mimo = {
+        "fc": "input_proj",
+        "embed_norm": "token_layernorm",
+        "feature_norm": "hidden_layernorm",
+        "norm": "final_layernorm",
+    }
+    of_qwen = {
+        "fc": "fc",
+        "embed_norm": "pre_fc_norm_embedding",
+        "feature_norm": "pre_fc_norm_hidden",
+        "norm": "norm",
+    }
+    kinds = (
+        (numbered, numbered, of_glm, False),
+        ("model.mtp_layers.0.", "model.mtp_layers.0.", of_mimo, True),
+        ("mtp.layers.0.", "mtp.", of_qwen, False),
+    )
+    return tuple(
+        MtpNames(layer, beside, {name: f"{there}.weight" for name, there in names.items()}, first)
+        for layer, beside, names, first in kinds
+    )
+
+
+def is_mtp_name(name: str, num_layers: int) -> bool:
+    """Return True for a tensor of any MTP layer, read or not, by its name."""
+    prefix = "model.layers."
+    number = name.removeprefix(prefix).partition(".")[0]
+    behind = name.startswith(prefix) and number.isdecimal() and int(number[:6]) >= num_layers
+    return behind or name.startswith(("model.mtp_layers.", "mtp."))
+
+
+@dataclass(frozen=True, slots=True)
+class HalvesSwapped:
+    """Matrix whose two halves of columns are read in the other order."""
+
+    stored: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape after reading."""
+        return self.stored.shape
+
+    def read(self) -> NDArray[floating]:
+        """Return the matrix."""
+        whole = self.stored.read()
+        half = whole.shape[1] // 2
+        return np.concatenate([whole[:, half:], whole[:, :half]], axis=1)
+
+
+def mtp_config(target: ModelConfig) -> HeadConfig:
+    """Return the shape of a target's MTP layer. Raises `UnsupportedModel` where drafters cannot run one."""
+    lacking = [words for words in target.needs if words not in _RUN]
+    if target.sliding is not None:
+        lacking.append("layers with a window")
+    if target.facts.norms != "before" or target.embed_scale != 1.0 or target.query_scalar is not None:
+        lacking.append("norms behind blocks, or scales of its own")
+    if target.rope.scaling in ("factors", "longrope"):
+        lacking.append(f"RoPE of the kind {target.rope.scaling}")
+    if lacking:
+        raise UnsupportedModel(
+            f"MTP layers of a model with {', '.join(lacking)} are not run; use another drafter, such as "
+            "--draft suffix"
+        )
+    experts = target.experts and replace(target.experts, num_dense=0, dense_size=0)
+    return HeadConfig(
+        algorithm=MTP,
+        layers=replace(target, num_layers=1, experts=experts),
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        taps=MTP.default_taps(target.num_layers),
+        norm_output=True,
+        request_tokens=True,
+        own_head=False,
+        layernorms=True,
+        feature_norm=True,
+        target_norm_eps=target.norm_eps,
+    )
+
+
+def load_mtp(model: LoadedModel) -> Head | None:
+    """Return the MTP layer of a model's own files, if any; reads no weights.
+
+    Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape.
+    """
+    if model.path.is_dir():
+        return _in_folder(model)
+    return _in_gguf(model) if model.path.is_file() else None
+
+
+def usable_mtp(model: LoadedModel) -> Head | None:
+    """Return the MTP layer of a model's own files, if it can be used."""
+    try:
+        return load_mtp(model)
+    except ModelError as error:
+        log.warning("the MTP layer of %s is left out: %s", model.path, error)
+        return None
+
+
+def drafters_within(own_head: Head | None) -> tuple[str, ...]:
+    """Return the names of the drafters that a model's own files hold."""
+    return () if own_head is None else (own_head.config.algorithm.name,)
+
+
+def check_numbers(head: Head) -> None:
+    """Raise `BadModelFile` for NaN or infinity; experts are not read."""
+    for name in head_shapes(head.config):
+        if ".experts." not in name and not np.isfinite(head.weights[name]).all():
+            raise BadModelFile(
+                f"the MTP layer holds NaN or infinity in {name!r}; it is broken: use another drafter"
+            )
+
+
+def _in_folder(model: LoadedModel) -> Head | None:
+    folder, target = model.path, model.config
+    states, stored = folder_states(folder), hf.stored_tensors(folder)
+    if not _named(stored, target):
+        return None
+    found = _named(joined_tensors(read_quantisation(hf.read_json(folder / "config.json")), stored), target)
+    found |= _named(model.newer_mtp, target)
+    kind = next((k for k in mtp_names(target.num_layers) if k.beside + k.names["fc"] in found), None)
+    if kind is None:
+        return None
+    config = mtp_config(target)
+    names = canonical_names(config.layers, hf.MODEL_NAMES, hf.layer_names(config.layers), kind.layer)
+    names |= {name: kind.beside + there for name, there in kind.names.items()}
+    chosen = _chosen(config, names, hf.parts(config.layers, found, names, kind.layer), folder)
+    if kind.hidden_first:
+        chosen["fc"] = HalvesSwapped(chosen["fc"])
+    sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
+    return _head(config, hf.as_used(config.layers, chosen), () if model.newer_mtp else sources)
+
+
+def _in_gguf(model: LoadedModel) -> Head | None:
+    """Find the layer behind the target's, as llama.cpp keeps it."""
+    source = SourceFile(model.path, file_state(model.path))
+    file, prefix = open_kept(source), f"blk.{model.config.num_layers}."
+    if prefix + GGUF_NAMES["fc"] not in file.tensors:
+        return None
+    config = mtp_config(model.config)
+    layer_names = gguf_model.layer_names(config.layers)
+    names = canonical_names(config.layers, gguf_model.MODEL_NAMES, layer_names, prefix)
+    names |= {name: prefix + there for name, there in GGUF_NAMES.items()}
+    found = gguf_model.tensors_for(file, config.layers, names)
+    return _head(config, _chosen(config, names, found, model.path), (source,))
+
+
+def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
+    # A cache tells it from the target by its name.
+    named: tuple[SourceFile | str, ...] = (*sources, MTP.name) if sources else ()
+    weights = LazyWeights(tensors, named)
+    return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
+
+
+def _named(found: Mapping[str, Stored], target: ModelConfig) -> dict[str, Stored]:
+    """Return the tensors of MTP layers as a text model names them; Qwen's lie beside its text model."""
+    tensors = {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
+    return {name: tensor for name, tensor in tensors.items() if is_mtp_name(name, target.num_layers)}
+
+
+def _chosen(
+    config: HeadConfig, names: Mapping[str, str], found: Mapping[str, Stored], where: Path
+) -> dict[str, Stored]:
+    """Return the layer's tensors by canonical name. Raises `BadModelFile`."""
+    chosen: dict[str, Stored] = {}
+    for name, shape in head_shapes(config).items():
+        stored = found.get(names[name])
+        if stored is None:
+            raise BadModelFile(f"{where} has an MTP layer that lacks the tensor {names[name]!r}")
+        if stored.shape != shape:
+            raise BadModelFile(f"{where}: {names[name]!r} has shape {stored.shape}, its model asks for {shape}")
+        chosen[name] = stored
+    return chosen

@@ -1,0 +1,81 @@
+"""Options of a front: those of `paceline serve` that do not name a place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import ConfigError
+from paceline.serve.api.keys import KeyRing
+from paceline.serve.app import MAX_OPEN
+from paceline.serve.chat_options import ChatOptions
+from paceline.serve.fleet.fleet_options import ReplicaOptions
+from paceline.serve.operation import OperationOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from paceline.serve.server import HttpConfig
+
+FLEET = ("route", "resume", "resume_wait_s", "hedge", "tail")  # of `ReplicaOptions`
+NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontOptions:
+    """Options of a front, which Ray sends to its process."""
+
+    api_key: str | None = None
+    local: bool = False  # only this machine may send requests
+    served_names: tuple[str, ...] = ()
+    lenient: bool = False  # unknown fields of bodies are ignored
+    page: bool = False
+    max_open: int = MAX_OPEN
+    fleet: ReplicaOptions = field(default_factory=ReplicaOptions)
+    operation: OperationOptions = field(default_factory=OperationOptions)
+    chat: ChatOptions = field(default_factory=ChatOptions)
+
+    def keys(self) -> KeyRing:
+        """Return the keys that are asked for. Raises `ConfigError` for a bad file."""
+        return KeyRing(self.api_key, self.operation.api_key_file)
+
+
+def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
+    """Return options by the names in `NAMES`.
+
+    Raises `ConfigError` if nothing is said of keys.
+
+    Ray's proxy listens where it was told to, so that the front cannot know who may connect.
+    """
+    key, file = given.get("api_key"), given.get("api_key_file")
+    if not key and not file and not given.get("insecure"):
+        raise ConfigError(
+            "say api_key=KEY or api_key_file=FILE, or insecure=true if only trusted programs reach Ray's proxy"
+        )
+    if given.get("rl") and not key and not file:
+        raise ConfigError("rl=true lets clients renew the weights: it goes with api_key, not with insecure")
+    name = given.get("served_model_name")
+    options = FrontOptions(
+        api_key=str(key) if key else None,
+        served_names=(str(name),) if name else (),
+        fleet=ReplicaOptions(**{name: given[name] for name in FLEET if name in given}),
+        operation=OperationOptions(rl=bool(given.get("rl")), api_key_file=Path(file) if file else None),
+    )
+    options.keys()
+    return options
+
+
+def of_server(http: HttpConfig, chat: ChatOptions) -> FrontOptions:
+    """Return the options of a server with one front."""
+    return FrontOptions(
+        api_key=http.api_key,
+        local=http.local,
+        served_names=http.served_names,
+        lenient=http.unknown_fields == "warn",
+        page=http.page,
+        max_open=http.max_open,
+        fleet=http.fleet,
+        operation=http.operation,
+        chat=chat,
+    )

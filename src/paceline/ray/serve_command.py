@@ -1,0 +1,143 @@
+"""`paceline serve --on ray`: the application of `paceline.ray:app` by the flags of a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from argparse import ArgumentParser
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from paceline.core.errors import ConfigError
+from paceline.core.system import usable_cores
+from paceline.engine.assembly.cli_options import engine_config
+from paceline.ray.front_options import of_server
+from paceline.serve.chat_options import chat_options
+from paceline.serve.operation import configure_logs
+from paceline.serve.server import add_arguments, http_config, listen, url_of
+from paceline.serve.terminal.banner import ServerFacts, show_choices, show_url
+from paceline.serve.worker.messages import StartupChoice
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.chat_options import ChatOptions
+    from paceline.serve.server import HttpConfig
+
+APPLICATION = "paceline"  # its name in Ray Serve
+ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
+# Flags that mean nothing there, and what does the work instead.
+REFUSED = {
+    "cores": "Ray places engines; --threads is the cores of each",
+    "tls_cert": "Ray's proxy speaks plain HTTP: put a TLS proxy in front",
+    "tls_key": "Ray's proxy speaks plain HTTP: put a TLS proxy in front",
+    "max_connections": "Ray's proxy holds the connections",
+    "drain_seconds": "Ray drains a replica that it stops",
+    "watchdog_seconds": "Ray replaces a replica whose engine does not come back",
+    "otlp_endpoint": "Ray has traces of its own",
+    "kv_events_config": "engines may move between machines, and so would their endpoints",
+    "trace": "engines may be on other machines",
+}
+
+
+def run(args: Namespace) -> int:
+    """Deploy, serve until told to stop, and return the exit status. Raises `ConfigError`."""
+    if (begun := getattr(args, "begun", None)) is not None:
+        begun.let_go()  # engines begin in actors
+    check(args)
+    http, engine = http_config(args), engine_config(args)
+    http.fleet.check_law(engine.law)
+    if find_spec("ray") is None:
+        raise ConfigError("--on ray needs Ray: pip install 'paceline[ray]'")
+    configure_logs(args)
+    began_s = getattr(args, "began_s", time.monotonic())
+    started = _join_or_start()
+    import ray
+    from ray import serve
+
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        found = deploy(http, engine, chat_options(args), args.threads, joined=not started)
+        show_choices(found.choices, sys.stdout)
+        ready_s = time.monotonic() - began_s
+        show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
+        stopped.wait()
+    finally:
+        serve.delete(APPLICATION)
+        if started:
+            serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def check(args: Namespace) -> None:
+    """Raise `ConfigError` for a flag that means nothing on Ray."""
+    parser = ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    for name, why in REFUSED.items():
+        if getattr(args, name) != parser.get_default(name):
+            raise ConfigError(f"--{name.replace('_', '-')} does not go with --on ray: {why}")
+
+
+def _join_or_start() -> bool:
+    """Join the cluster that `RAY_ADDRESS` names, or start Ray here.
+
+    Returns True if it was started.
+    """
+    if os.environ.get(ADDRESS):
+        import ray
+
+        ray.init(log_to_driver=False)
+        return False
+    from paceline.ray.local_ray import start_local_ray
+
+    start_local_ray(len(usable_cores()), log_to_driver=False)
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """An application that runs."""
+
+    url: str
+    choices: tuple[StartupChoice, ...]  # what was chosen, and why
+    chats: bool  # the model has a chat template
+
+
+def deploy(
+    http: HttpConfig, engine: EngineConfig, chat: ChatOptions, threads: int | None, *, joined: bool
+) -> Deployed:
+    """Run the application on the Ray of this process. Raises `ConfigError`.
+
+    threads: cores of an engine; None: an equal part. joined: engines may be on several machines.
+    """
+    import ray
+    from paceline.ray.application import application
+    from ray import serve
+
+    with listen(http.host, http.port) as bound:  # says what is wrong with an address, and finds a free port
+        url, port = url_of(bound), bound.getsockname()[1]
+    cores, replicas = int(ray.cluster_resources().get("CPU", 1)), http.fleet.replicas
+    cpus = threads or max(1, cores // replicas)
+    if cpus * replicas > cores:
+        advice = "give fewer, or --threads"
+        raise ConfigError(f"--replicas {replicas} of {cpus} cores do not fit Ray's {cores}: {advice}")
+    serve.start(http_options={"host": http.host, "port": port})
+    engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
+    made = application(engine, of_server(http, chat), {"num_replicas": replicas}, cpus)
+    own, chats = serve.run(made, name=APPLICATION, route_prefix="/").about.remote().result()
+    where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
+    size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
+    choices = (
+        StartupChoice("ray", where, f"{ADDRESS} names a cluster to join, or Ray is started"),
+        StartupChoice("replicas", size, "--threads" if threads else f"{cores} cores among --replicas"),
+        *own,
+    )
+    return Deployed(url, choices, chats)

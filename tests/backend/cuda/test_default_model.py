@@ -1,0 +1,114 @@
+"""The default model through the twins of `cuda` on cores: the same text with every drafter, and what they keep."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from paceline import drafters
+from paceline.bench.prompt_file import BUILTIN, read_prompts
+from paceline.core.nouns import Request
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.model.heads.config import read_config
+from tests.engine.same_text import Answer, assert_same, run
+
+if TYPE_CHECKING:
+    from paceline.core.figures import Figures
+
+pytestmark = [pytest.mark.nightly, pytest.mark.default_model]  # minutes: passes in float32
+
+NUM_PROMPTS, NUM_TOKENS, NUM_ROWS = 20, 16, 4
+PEAGLE = "peagle"
+DRAFTS = ["eagle3:k=4", PEAGLE, "draft-model:k=3", "suffix:k=6", "auto"]
+BACKENDS = {"cuda": "cpu", "reference": None}  # name -> device
+
+
+@pytest.fixture(scope="module")
+def peagle(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A P-EAGLE head of the shipped EAGLE-3 head's weights, so that its first guesses are worth something.
+
+    Its later guesses read mask tokens, which these weights never met.
+    """
+    (shipped,) = Path(drafters.__file__ or next(iter(drafters.__path__))).glob("*/eagle3")
+    folder = tmp_path_factory.mktemp("peagle")
+    values = json.loads((shipped / "config.json").read_text())
+    values |= {"speculators_model_type": PEAGLE, "mask_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(values))
+    tapped_size = read_config(values, loaded("reference").decoder.config).tapped_size
+    tensors = load_file(shipped / "model.safetensors")
+    save_file(tensors | {"mask_hidden": np.zeros((1, 1, tapped_size), np.float16)}, folder / "model.safetensors")
+    return f"peagle:model={folder},k=4"
+
+
+def config(backend: str, draft: str) -> EngineConfig:
+    return EngineConfig(
+        draft=draft,
+        backend=backend,
+        device=BACKENDS[backend],
+        weights="f32",
+        threads=1,
+        kv_tokens=NUM_ROWS * 512,
+        limits=Limits(NUM_ROWS, 512, 64),
+    )
+
+
+@cache
+def loaded(backend: str) -> build.Loaded:
+    return build.load(config(backend, "off"))
+
+
+def requests(temperature: float) -> list[Request]:
+    params = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True)
+    texts = [prompt.text[:120] for prompt in read_prompts(BUILTIN, NUM_PROMPTS)]
+    encode = loaded("cuda").tokenizer.encode
+    return [Request(str(i), tuple(encode(text)), params, seed=i) for i, text in enumerate(texts)]
+
+
+@cache
+def written(backend: str, draft: str, temperature: float) -> tuple[dict[str, Answer], dict[str, Figures], float]:
+    """Return answers, their figures, and the acceptance length."""
+    engine = build.assemble(config(backend, draft), loaded(backend)).engine
+    figures: dict[str, Figures] = {}
+    step = engine.step
+
+    def watched() -> list:  # type: ignore[type-arg]
+        outcomes = step()
+        figures.update({o.request_id: o.figures for o in outcomes if o.figures is not None})
+        return outcomes
+
+    engine.step = watched  # type: ignore[method-assign]
+    answers = run(engine, requests(temperature))
+    assert engine.stats().drafter_failures == 0
+    decoded = sum(f.decoded_tokens for f in figures.values())
+    kept = sum(f.accepted_tokens for f in figures.values())
+    return answers, figures, decoded / (decoded - kept)  # a late loop begins a pass that answers do not need
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_texts_are_those_without_drafts(draft: str, temperature: float, peagle: str) -> None:
+    spec = peagle if draft == PEAGLE else draft
+    assert_same(written("cuda", "off", temperature)[0], written("cuda", spec, temperature)[0])
+
+
+@pytest.mark.parametrize("draft", ["eagle3:k=4", PEAGLE, "draft-model:k=3"])
+def test_drafts_kept_are_those_of_the_reference(draft: str, peagle: str) -> None:
+    """In float32, answer by answer; a text that differs is a near-tie of the target."""
+    spec = peagle if draft == PEAGLE else draft
+    ours, our_figures, length = written("cuda", spec, 0.0)
+    theirs, their_figures, their_length = written("reference", spec, 0.0)
+    same = [name for name in ours if ours[name].token_ids == theirs[name].token_ids]
+    assert len(same) >= NUM_PROMPTS - 1
+    differ = [name for name in same if our_figures[name].accepted_tokens != their_figures[name].accepted_tokens]
+    assert differ == []
+    assert length == pytest.approx(their_length, rel=0.02)
+    assert length > 1.3

@@ -1,0 +1,166 @@
+"""Ranks on cores against one rank: every number of every pass has the same bits, whatever the type of weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from paceline.backend import rank_processes
+from paceline.backend.native.load import repack
+from paceline.backend.native.ranked import RankedDecoder, load_decoder
+from paceline.core.errors import ConfigError, EngineDied
+from paceline.core.nouns import SamplingSpec
+from paceline.core.params import SamplingParams
+from paceline.engine.assembly.config import EngineConfig
+from paceline.model.config import Rope, Sliding
+from tests.model.helpers import pack, run_pass
+from tests.tiny import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from paceline.backend.native.decoder import NativeDecoder
+    from paceline.backend.seam import PassResult
+    from paceline.model.config import ModelConfig
+
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
+CONFIG = tiny_config("qwen2", **SIZES)  # with biases
+LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
+IDS = [(7 * i * i + 3 * i) % CONFIG.vocab_size for i in range(400)]
+NUM_PAGES = 40
+PATIENCE_S = 20.0
+
+
+def decoder_of(
+    num_ranks: int, types: tuple[str, str] = ("int8", "i16"), config: ModelConfig = CONFIG, threads: int = 1
+) -> NativeDecoder:
+    weights = {name: one.numpy() for name, one in tiny_weights(config, dtype=torch.float32).items()}
+    return load_decoder(config, weights, *types, threads, num_ranks=num_ranks)
+
+
+def passes(decoder: NativeDecoder) -> list[PassResult]:
+    """A prompt in two chunks beside another row, then single tokens of two rows, then the first layer alone."""
+    kv = decoder.new_kv(NUM_PAGES)
+    long, short = range(25), range(25, 28)
+    work = [
+        ([(IDS[:90], 0, long), (IDS[200:230], 0, short)], {"taps": (0, 1, 2)}),
+        ([(IDS[90:370], 90, long), (IDS[230:233], 30, short)], {}),
+        ([(IDS[370:371], 370, long), (IDS[233:234], 33, short)], {"taps": (2,)}),
+        ([(IDS[371:373], 371, long)], {"num_layers": 1}),
+    ]
+    return [run_pass(decoder, (p := pack(rows)), kv, [LOGITS] * len(p.wanted), **more) for rows, more in work]
+
+
+def assert_same(got: list[PassResult], expected: list[PassResult]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one.logits), np.asarray(other.logits))
+        for tap, states in other.taps.items():
+            np.testing.assert_array_equal(one.taps[tap], states)
+
+
+@pytest.mark.parametrize(
+    "types", [("int8", "i16"), ("int4", "i8"), ("bf16", "f16"), ("f32", "f32")], ids=lambda types: types[0]
+)
+def test_two_ranks_have_the_bits_of_one(types: tuple[str, str]) -> None:
+    assert_same(passes(decoder_of(2, types)), passes(decoder_of(1, types)))
+
+
+OTHERS = {
+    "norms of heads": (4, 1, tiny_config("qwen3", **SIZES | {"num_kv_heads": 8, "intermediate_size": 384})),
+    "caps, two threads": (2, 2, tiny_config("gemma2", **SIZES)),
+    "windows": (2, 1, tiny_config("gemma3_text", sliding=Sliding(40, frozenset({0}), Rope(theta=900.0)), **SIZES)),
+    "sizes of heads": (2, 1, tiny_config("gemma4_unified_text", num_layers=3, **SIZES)),
+    "untied": (2, 1, tiny_config("granite", tie_embeddings=False, **SIZES)),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_have_other_families(case: str) -> None:
+    ranks, threads, config = OTHERS[case]
+    assert_same(passes(decoder_of(ranks, config=config, threads=threads)), passes(decoder_of(1, config=config)))
+
+
+def test_long_rows_are_exchanged_in_parts() -> None:
+    """A pass of 400 tokens, 8192 inner columns each, is more than the ranks' memory takes at once."""
+    config = tiny_config(num_layers=1, **SIZES | {"intermediate_size": 8192})
+    rows = pack([(IDS, 0, range(25))])
+    one, two = (
+        run_pass(d, rows, d.new_kv(NUM_PAGES), [LOGITS] * len(IDS))
+        for d in (decoder_of(1, config=config), decoder_of(2, config=config))
+    )
+    assert_same([two], [one])
+
+
+def test_it_tells_what_it_is() -> None:
+    one, two = decoder_of(1), decoder_of(2)
+    assert isinstance(two, RankedDecoder)
+    assert two.describe() == f"{one.describe()}, 2 ranks"
+    assert two.weight_bytes == one.weight_bytes
+    assert two.new_kv(3).page_bytes == one.new_kv(3).page_bytes // 2
+    assert not two.capabilities.multi_step
+
+
+def test_stores_are_forgotten_and_ranks_end_with_their_decoder() -> None:
+    decoder = decoder_of(2)
+    assert isinstance(decoder, RankedDecoder)
+    for _ in range(3):
+        assert_same(passes(decoder), passes(decoder_of(1)))
+    assert len(decoder.ranks._dropped) <= 1
+    (pid,) = decoder.ranks.pids
+    del decoder
+    gc.collect()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may wait for it in a pass; the engine is started anew by whoever started it."""
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(rank_processes, "ENDED_S", 0.1)
+    monkeypatch.setattr(rank_processes, "WATCH_S", 0.01)
+    decoder = decoder_of(2)
+    assert isinstance(decoder, RankedDecoder)
+    assert not left
+    os.kill(decoder.ranks.pids[0], signal.SIGKILL)
+    end_s = time.monotonic() + PATIENCE_S
+    while not left and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert left == [rank_processes.EXIT_STATUS]
+
+
+def test_what_ends_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineDied, match="rank 1 has ended, with status 1"):
+        decoder_of(2)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "told"),
+    [
+        (CONFIG, 3, "take 1 or 2"),
+        (tiny_config(), 2, "whole panels of 32 rows; take 1"),
+        (tiny_config("qwen3_moe"), 2, "do not share a mixture of experts"),
+        (tiny_config("olmo2"), 2, "norms over all heads together"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(config: ModelConfig, ranks: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        decoder_of(ranks, config=config)
+
+
+def test_ranks_keep_their_weights() -> None:
+    with pytest.raises(ConfigError, match="leave out --tensor-parallel"):
+        repack(decoder_of(2), {})
+
+
+def test_only_targets_have_ranks() -> None:
+    with pytest.raises(ConfigError, match="drafters of the native backend run in one process"):
+        EngineConfig(backend="native", draft_tensor_parallel=2)
+    assert EngineConfig(backend="native", tensor_parallel=8).draft_tensor_parallel == 1

@@ -1,0 +1,208 @@
+"""Adapters for trainers, over a real server: the verbs of verl and SkyRL, and the loop of a small trainer.
+
+Neither trainer is installed here. verl's and SkyRL's classes are stand-ins with the fields of their releases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.serve.conftest import Server, running, write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = Path(__file__).parents[2] / "examples" / "rollouts"
+KEY = "a-key-of-the-trainer"
+PROMPT = [40, 50, 60, 70, 80, 90] * 4
+SAMPLING = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.1, "logprobs": True}
+
+
+@dataclass
+class TokenOutput:
+    """Fields of verl's class of the same name."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any = None
+    stop_reason: str | None = None
+    num_preempted: int | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("newer"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path) -> Iterator[Server]:
+    with running(model, "--rl", "--api-key", KEY) as found:
+        yield found
+
+
+@pytest.fixture
+def adapters(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of `examples/rollouts`, with verl's class where they look for it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    replica = ModuleType("verl.workers.rollout.replica")
+    replica.TokenOutput = TokenOutput  # type: ignore[attr-defined]
+    for name in ("verl", "verl.workers", "verl.workers.rollout"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.replica", replica)
+    return SimpleNamespace(
+        **{name: importlib.import_module(name) for name in ("roll_out_client", "verl_adapter", "skyrl_adapter")}
+    )
+
+
+def verl_server(adapters: Any, trained: Server) -> Any:
+    """The adapter's server with a process that runs already."""
+    server = adapters.verl_adapter.RollOutServer("default", response_length=60)
+    server._client = adapters.roll_out_client.RollOutClient(trained.url, KEY)
+    return server
+
+
+async def whole_of(server: Any, sampling: dict[str, Any], cut: asyncio.Event | None = None) -> TokenOutput:
+    """Ask as verl's client of partial roll-outs does: again and again, with what there is as a longer prompt."""
+    whole = TokenOutput([], [])
+    assert whole.log_probs is not None
+    limit = sampling["max_tokens"]
+    while True:
+        asked = sampling | {"max_tokens": limit - len(whole.token_ids)}
+        part = await server.generate(PROMPT + whole.token_ids, asked, f"request-{len(whole.token_ids)}")
+        whole.token_ids += part.token_ids
+        whole.log_probs += part.log_probs or []
+        whole.extra_fields.setdefault("parts", []).append((part.stop_reason, part.extra_fields["global_steps"]))
+        if part.stop_reason != "aborted":
+            return whole
+        if cut is not None:
+            cut.set()
+
+
+def test_what_verl_cuts_goes_on_exactly(adapters: Any, trained: Server) -> None:
+    async def work() -> tuple[TokenOutput, TokenOutput]:
+        server = verl_server(adapters, trained)
+        sampling = SAMPLING | {"max_tokens": 3000, "seed": 11, "ignore_eos": True}
+        whole = await whole_of(server, sampling)
+        partial = asyncio.create_task(whole_of(server, sampling))
+        await asyncio.sleep(0.3)
+        await server.abort_all_requests()
+        await server.resume_generation()
+        found = await partial
+        await server.client.close()
+        return whole, found
+
+    whole, partial = asyncio.run(work())
+    assert [reason for reason, _ in partial.extra_fields["parts"]] == ["aborted", "completed"]
+    assert partial.token_ids == whole.token_ids
+    assert partial.log_probs == whole.log_probs
+    assert len(whole.token_ids) == 3000
+
+
+def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any, trained: Server) -> None:
+    async def work() -> None:
+        client = adapters.roll_out_client.RollOutClient(trained.url, KEY)
+        sampling = {"temperature": 0.9, "max_tokens": 6000, "ignore_eos": True}
+        task = asyncio.create_task(client.generate(PROMPT, sampling, "a"))
+        await asyncio.sleep(0.2)
+        await client.pause("abort")
+        await client.go_on()
+        first = await task
+        assert first.finish == "abort"
+        (kept,) = client._cut.values()
+        rest = await client.generate(PROMPT + first.token_ids, sampling | {"max_tokens": 5}, "b")
+        again = await client.generate(
+            PROMPT, sampling | {"seed": kept[1], "max_tokens": len(first.token_ids) + 5}, "c"
+        )
+        assert first.token_ids + rest.token_ids == again.token_ids
+        assert client._cut == {}
+        await client.close()
+
+    asyncio.run(work())
+
+
+def test_a_small_trainer_takes_steps_through_verl(
+    adapters: Any, trained: Server, model: Path, newer: Path
+) -> None:
+    """Roll out, learn (the newer numbers lie ready), send weights while an answer is open, roll out again."""
+
+    async def work() -> None:
+        server = verl_server(adapters, trained)
+        await server.set_global_steps(0)
+        sampling = SAMPLING | {"max_tokens": 40, "seed": 3, "ignore_eos": True}
+        first = await server.generate(PROMPT, sampling, "r0")
+        assert (len(first.token_ids), first.extra_fields["global_steps"]) == (40, 0)
+        assert first.log_probs is not None and all(score <= 0 for score in first.log_probs)
+        crossing = asyncio.create_task(server.generate(PROMPT, sampling | {"max_tokens": 6000}, "crossing"))
+        await asyncio.sleep(0.2)
+        await server.update_weights(load_file(newer / "model.safetensors").items(), 1)
+        second = await server.generate(PROMPT, sampling, "r1")
+        assert second.extra_fields["versions"] == ("step-1",)
+        assert second.token_ids != first.token_ids
+        await server.abort_all_requests(reject_request=True)
+        assert (await crossing).extra_fields["versions"][1] == "step-1"
+        late = await server.generate(PROMPT, sampling, "late")
+        assert (late.stop_reason, late.token_ids) == ("aborted", [])
+        await server.resume_generation()
+        await server.clear_kv_cache()
+        await server.sleep()
+        await server.wake_up()
+        await server.update_weights(load_file(model / "model.safetensors").items(), 2)
+        third = await server.generate(PROMPT, sampling, "r2")
+        assert third.token_ids == first.token_ids, "the first numbers again"
+        default = await server.generate(PROMPT, {"temperature": 0, "ignore_eos": True}, "r3")
+        assert (len(default.token_ids), default.log_probs) == (60, None), "response_length"
+        with pytest.raises(NotImplementedError):
+            await server.generate(PROMPT, {}, "picture", image_data=[object()])
+        with pytest.raises(RuntimeError, match="top_p"):
+            await server.client.post("/generate", {"input_ids": PROMPT, "sampling_params": {"top_p": 7}})
+        await server.client.close()
+
+    asyncio.run(work())
+
+
+def test_skyrl_sends_batches_and_chunks_of_weights(
+    adapters: Any, trained: Server, model: Path, newer: Path
+) -> None:
+    async def work() -> None:
+        engine = adapters.skyrl_adapter.RollOutEngine([trained.url], KEY, "default")
+        sampling = {"temperature": 0.8, "max_tokens": 20, "seed": 4, "logprobs": 0, "ignore_eos": True}
+        batch = {"prompt_token_ids": [PROMPT, PROMPT[:9]], "sampling_params": sampling, "session_ids": ["a", "b"]}
+        first = await engine.generate(batch)
+        assert [len(ids) for ids in first["response_ids"]] == [20, 20]
+        assert [len(scores) for scores in first["response_logprobs"]] == [20, 20]
+        assert first["stop_reasons"] == ["length", "length"]
+        await engine.pause_generation()
+        frozen = asyncio.create_task(engine.generate(batch))
+        sender = adapters.skyrl_adapter.WeightSender(engine)
+        await sender.send_chunks(chunks_of(newer))
+        await engine.resume_generation()
+        second = await frozen
+        assert second["response_ids"] != first["response_ids"]
+        assert engine.weight_version == 1
+        await engine.reset_prefix_cache()
+        await sender.send_chunks(chunks_of(model))
+        assert (await engine.generate(batch))["response_ids"] == first["response_ids"]
+        told = await engine.completion({"json": {"model": "default", "prompt": PROMPT, "max_tokens": 3}})
+        assert told["usage"]["completion_tokens"] <= 3
+        assert await engine.get_world_size() == (1, 1)
+        with pytest.raises(ValueError, match="once for each"):
+            await engine.generate(batch | {"sampling_params": sampling | {"n": 2}})
+        await engine.teardown()
+
+    asyncio.run(work())
+
+
+def chunks_of(model: Path) -> Iterator[Any]:
+    """Chunks as SkyRL's extractors make them: some names and tensors each."""
+    for name, tensor in load_file(model / "model.safetensors").items():
+        yield SimpleNamespace(names=[name], tensors=[tensor])
