@@ -34,11 +34,13 @@ if TYPE_CHECKING:
 
 CORRECTORS = ("rnn", "gated", "vanilla", "none")
 MAX_LAYERS = 5
+LEARNING_RATE = 4e-3  # for Muon; AdamW alone wants a quarter
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the command's options."""
     add_training(parser)
+    parser.set_defaults(lr=LEARNING_RATE)
     parser.add_argument("--k", type=int, default=8, metavar="K", help="drafts of a block")
     parser.add_argument("--layers", type=int, default=3, metavar="N", help=f"of the head, at most {MAX_LAYERS}")
     parser.add_argument(
