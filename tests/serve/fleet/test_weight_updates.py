@@ -42,9 +42,8 @@ def body(*names: str) -> bytes:
 
 
 def staged(updates: WeightUpdates, *names: str) -> None:
-    path = updates.spool.room()
-    write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
-    updates.spool.stage(path)
+    with updates.spool.coming() as path:
+        write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
 
 
 async def until(holds: Callable[[], bool]) -> None:
