@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -69,6 +70,7 @@ PROMISES = {
 }
 OTHER_PROMISE = "answers follow the model's own distribution, whatever the drafter"
 MAX_OPEN = 1024  # answers that may be open at once
+CLIENT_LEFT = 499  # status in the log, as nginx has it
 OPERATION = OperationOptions()
 JOB_THREADS = 4  # of bodies that are read off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
@@ -306,11 +308,21 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
             message += f"; {why}"
         return error_response(path, ApiError(error.status_code, message), error.headers)
 
+    async def gone(_: HttpRequest, __: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # which nobody reads, but the log
+
     async def bug(request: HttpRequest, __: Exception) -> Response:
         metrics.refused(500)
         return error_response(request.url.path, internal_error())
 
-    return {ApiError: refusal, PacelineError: not_ready, HTTPException: http_error, Exception: bug}
+    return {
+        ApiError: refusal,
+        PacelineError: not_ready,
+        HTTPException: http_error,
+        ClientDisconnected: gone,
+        ClientDisconnect: gone,
+        Exception: bug,
+    }
 
 
 def make_app(

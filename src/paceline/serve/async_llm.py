@@ -204,13 +204,8 @@ class AsyncLLM(Asking):
         commands = self._running.commands
         if not isinstance(weights, Mapping):
             return (await self._updates.from_place(commands, os.fspath(weights), version)).drafters
-        path = self._updates.spool.room()
-        try:
+        with self._updates.spool.coming() as path:
             await asyncio.to_thread(write_tensors, weights, path)
-        except BaseException:
-            self._updates.spool.drop([path])
-            raise
-        self._updates.spool.stage(path)
         return (await self._updates.from_staged(commands, version)).drafters
 
     async def abort(self) -> int:

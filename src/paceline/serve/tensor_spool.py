@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from paceline.core.errors import RequestError
 from paceline.model.files.safetensors_file import open_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -40,15 +41,18 @@ class TensorSpool:
             self._folder = tempfile.TemporaryDirectory(prefix="paceline-weights-")
         return Path(self._folder.name)
 
-    def room(self) -> Path:
-        """Return the place of a further file.
-
-        `stage` it once it is whole, or `drop` it.
-        """
+    @contextmanager
+    def coming(self) -> Iterator[Path]:
+        """Take the file that is written in this block into the next update; none if the block fails."""
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
         self._sizes[path] = 0
-        return path
+        try:
+            yield path
+        except BaseException:
+            self.drop([path])
+            raise
+        self._staged.append(path)
 
     def count(self, path: Path, num_bytes: int, most_bytes: int) -> None:
         """Count bytes of a file that comes. Raises `RequestError` if more than `most_bytes` wait."""
@@ -57,10 +61,6 @@ class TensorSpool:
             raise RequestError(
                 f"more than {most_bytes} bytes of tensors wait for their update; send each tensor once"
             )
-
-    def stage(self, path: Path) -> None:
-        """Take a whole file into the next update."""
-        self._staged.append(path)
 
     def take_staged(self) -> Sequence[Path]:
         """Return the files of an update that begins; later ones are the next update's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -23,12 +23,14 @@ from paceline.serve.operation import OperationOptions
 from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.weight_updates import WeightUpdates
-from paceline.serve.worker.commands import FlushCache, UpdateWeights
+from paceline.serve.worker.commands import FlushCache, GoOn, Pause, UpdateWeights
 from tests.serve.fleet.fake_commands import FakeCommands, names_in
 from tests.serve.fleet.fake_engines import FakeEngines
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from starlette.types import ASGIApp
 
 PATH = "/update_weights_from_tensor"
 MORE = {"more": "true"}
@@ -40,9 +42,8 @@ def body(*names: str) -> bytes:
 
 
 def staged(updates: WeightUpdates, *names: str) -> None:
-    path = updates.spool.room()
-    write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
-    updates.spool.stage(path)
+    with updates.spool.coming() as path:
+        write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -218,3 +219,59 @@ def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines = [FakeEngines(), FakeEngines(), FakeEngines()]
+        sent = []
+        for engine in engines:
+            engine.commands = own = FakeCommands()
+            sent.append(own.sent)
+        fleet.add("0", engines[0])
+        update = UpdateWeights(WeightSource(model="newer"), "v7")
+        await fleet.commands.send(Pause())
+        await fleet.commands.send(update)
+        member = fleet.add("1", engines[1])
+        await until(lambda: member.serves)
+        assert sent == [[Pause(), update], [Pause(), update], []]
+        await fleet.commands.send(GoOn())
+        other = fleet.add("2", engines[2])
+        await until(lambda: other.serves)
+        assert sent[2] == [update], "the fleet works again"
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_client_that_leaves_in_its_body_is_no_fault_of_ours() -> None:
+    """Neither on a route that reads JSON nor on one that takes tensors."""
+    lines: list[tuple[str, int]] = []
+
+    async def scenario() -> list[float]:
+        engine = FakeEngines()
+        engine.commands = FakeCommands()
+        app, state = make_app(engine, TokenizerCache(), page=False, operation=OperationOptions(rl=True))
+        state.tellers.append(lambda record: lines.append((record.path, record.status)))
+        for path, kind in (("/pause_generation", b"application/json"), (PATH, BINARY["content-type"].encode())):
+            await leave(app, path, kind)
+        return [state.metrics.registry.get_sample_value("paceline_refused_total", {"status": "500"}) or 0]
+
+    assert asyncio.run(scenario()) == [0]
+    assert lines == [("/pause_generation", 499), (PATH, 499)]
+
+
+async def leave(app: ASGIApp, path: str, kind: bytes) -> None:
+    """Send half a body, then nothing."""
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(_: object) -> None:
+        pass
+
+    headers = [(b"host", b"localhost"), (b"content-type", kind)]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await app(scope | {"client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http"}, receive, send)

@@ -157,16 +157,10 @@ class RollOuts:
         if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
             self._num_weights = ready.num_weights
         spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights
-        path = spool.room()
-        try:
-            with path.open("wb") as file:
-                async for chunk in chunks:
-                    spool.count(path, len(chunk), most_bytes)
-                    await asyncio.to_thread(file.write, chunk)
-        except BaseException:
-            spool.drop([path])
-            raise
-        spool.stage(path)
+        with spool.coming() as path, path.open("wb") as file:
+            async for chunk in chunks:
+                spool.count(path, len(chunk), most_bytes)
+                await asyncio.to_thread(file.write, chunk)
 
     def _version_of(self, given: str | None) -> str:
         self._number += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
-from paceline.serve.worker.commands import UpdateWeights
+from paceline.serve.worker.commands import GoOn, Pause, UpdateWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +29,7 @@ class FleetCommands:
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
         self.last: UpdateWeights | None = None  # the weights that replicas are to have; None: the first ones
+        self._paused: list[Member] | None = None  # the replicas that obeyed a pause; None: the fleet is not paused
         self._num_sending = 0
 
     @property
@@ -72,28 +73,41 @@ class FleetCommands:
         done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
         if done and isinstance(command, UpdateWeights):
             self.last = command
+        if done and isinstance(command, Pause):
+            self._paused = [m for m, r in zip(members, replies, strict=True) if not isinstance(r, BaseException)]
+        if done and isinstance(command, GoOn):
+            self._paused = None
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
         return done[0]
 
     def lag(self, member: Member) -> bool:
-        """Return True if a replica has other weights than the fleet's last."""
-        return not self._num_sending and self._is_behind(member)
+        """Return True if a replica has other weights than the fleet's last, or works while the fleet is paused."""
+        return not self._num_sending and bool(self._missed(member))
 
     async def bring_up(self, member: Member) -> None:
-        """Send a replica the fleet's last update until it has it."""
-        while (last := self.last) is not None and self._is_behind(member):
+        """Send a replica what it has missed until it has obeyed: the fleet's pause, its last update."""
+        while missed := self._missed(member):
             if member.ready is None:
                 await asyncio.sleep(LOADS_S)
                 continue
             try:
-                await member.engines.commands.send(last)
+                await member.engines.commands.send(missed[0])
             except PacelineError as error:
-                log.warning("replica %s cannot take the fleet's weights yet: %s", member.name, error)
+                log.warning("replica %s cannot follow the fleet yet: %s", member.name, error)
                 await asyncio.sleep(AGAIN_S)
+            else:
+                if isinstance(missed[0], Pause) and self._paused is not None:
+                    self._paused.append(member)
         member.behind = False
 
-    def _is_behind(self, member: Member) -> bool:
-        here = self._members.get(member.name) is member
-        return here and self.last is not None and member.engines.commands.version != self.last.version
+    def _missed(self, member: Member) -> list[Command]:
+        found: list[Command] = []
+        if self._members.get(member.name) is not member:
+            return found
+        if self._paused is not None and not any(one is member for one in self._paused):
+            found.append(Pause())
+        if self.last is not None and member.engines.commands.version != self.last.version:
+            found.append(self.last)
+        return found
