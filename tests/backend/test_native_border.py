@@ -68,6 +68,7 @@ BAD = {
     "pages": (np.array([[2]]), "page"),
     "wanted": (np.array([2]), "wanted"),
     "first_keys": (np.array([1]), "first key"),
+    "copies": (np.array([[2, 3]]), "copy"),
 }
 
 
@@ -82,6 +83,7 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         "pages": np.array([[0]]),
         "wanted": np.array([1]),
         "first_keys": np.array([0]),
+        "copies": np.array([[0, 5]]),
     }
     kv = decoder.new_kv(2)
     run_pass(decoder, Packed(**fields), kv, [GREEDY])

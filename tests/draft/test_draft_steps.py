@@ -18,6 +18,7 @@ from paceline.backend.seam import Capabilities, StepLimit
 from paceline.control.acceptance import logit
 from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
 from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_cut_model import write_cut_model
@@ -122,6 +123,28 @@ def test_rows_go_as_deep_as_each_was_asked() -> None:
     assert (deep >= 0).all()
     assert deep[0] == shallow[0]
     np.testing.assert_array_equal(deep[4:], shallow[1:3])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_second_choice_is_the_choice_without_the_first(temperature: float) -> None:
+    """Under the noise of its place, too."""
+    kind = "noisy" if temperature else "argmax"
+    params = SamplingParams(temperature=temperature)
+    specs = [SamplingSpec(kind, params, 3, position=3 + n, margin=True) for n in range(4)]
+    weights = tiny_weights(CONFIG, dtype=torch.float32)
+    decoder = pack_decoder(CONFIG, weights, kernels.ThreadPool(2), "f32", "f32")
+    packed = replace(pack([([5, 6, 7], 0, [1])]), wanted=np.array([2]))
+    found = run_pass(decoder, packed, decoder.new_kv(3), specs, steps=[StepLimit(4)], wants_second=True)
+    assert found.second_ids is not None
+    text = [5, 6, 7, *found.token_ids.tolist()]
+    wants = [SamplingSpec("logits", params)] * len(text)
+    logits = run_pass(decoder, pack([(text, 0, [1])]), decoder.new_kv(3), wants).logits
+    assert logits is not None
+    for step, spec in enumerate(specs):
+        row = logits[2 + step].copy()
+        assert choose_token(row, spec) == text[3 + step]
+        row[text[3 + step]] = -np.inf
+        assert choose_token(row, spec) == found.second_ids[step]
 
 
 def test_a_broken_row_ends_there() -> None:
