@@ -216,7 +216,7 @@ def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[Sour
 
 
 def _named(found: Mapping[str, Stored], target: ModelConfig) -> dict[str, Stored]:
-    """Return the tensors of MTP layers as a text model names them; Qwen's lie beside its text model."""
+    """Return the tensors of MTP layers, named as in a model of text."""
     tensors = {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
     return {name: tensor for name, tensor in tensors.items() if is_mtp_name(name, target.num_layers)}
 
