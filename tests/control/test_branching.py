@@ -13,7 +13,8 @@ from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import StepView, Work
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
-from paceline.core.tree import Branches, with_most
+from paceline.core.tree import Branches
+from paceline.core.tree_drafts import with_most
 
 NAME, DEPTH = "head", 4
 INDICES = {NAME: 0}

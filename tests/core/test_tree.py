@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.nouns import RowDraft
-from paceline.core.tree import ROOT, walk, with_most
+from paceline.core.tree import ROOT, walk
+from paceline.core.tree_drafts import with_most
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

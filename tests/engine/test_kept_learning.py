@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.control.controller import ClosedLoop
-from paceline.control.files import begun_with, replay
 from paceline.control.goodput import Goodput
+from paceline.control.trace_files import begun_with, replay
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly import auto

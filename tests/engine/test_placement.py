@@ -11,7 +11,7 @@ import pytest
 from paceline import cli
 from paceline.backend.device import Device
 from paceline.backend.pass_thread import PassThread
-from paceline.control.files import replay
+from paceline.control.trace_files import replay
 from paceline.core.errors import ConfigError
 from paceline.core.system import on_cores, usable_cores
 from paceline.engine.assembly.config import EngineConfig

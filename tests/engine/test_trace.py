@@ -13,10 +13,11 @@ from paceline import cli
 from paceline.bench.explain import bucket_line
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import MeasuredCost
-from paceline.control.files import Tracer, make_loop, read_profile, replay
+from paceline.control.files import make_loop, read_profile
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Outcomes, StepView, Work
+from paceline.control.trace_files import Tracer, replay
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation

@@ -18,7 +18,8 @@ import numpy as np
 
 from paceline.backend.seam import KV
 from paceline.core.nouns import PAGE_TOKENS, Draft, Scores, noun
-from paceline.core.tree import ROOT, with_most
+from paceline.core.tree import ROOT
+from paceline.core.tree_drafts import with_most
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,9 +140,10 @@ class BranchPages:
     # After it ------------------------------------------------------------------------------------
 
     def keep(self, rows: Rows, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
-        """Give rows the keys and values of kept branches, before they advance; give all pages back.
+        """Give rows the keys and values of kept branches, before they advance.
 
-        Returns scores for drafters: the choices along chains, and the taps along kept paths.
+        All pages of branches are given back. Returns scores for drafters: the choices along chains, and the taps
+        along kept paths.
         """
         positions: list[int] = []
         cu_len = [0]

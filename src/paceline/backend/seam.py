@@ -135,7 +135,7 @@ class PassResult:
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
     margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
-    second_ids: NDArray[int64] | None = None  # [len(specs)] what margins are over, UNCHOSEN where not known
+    second_ids: NDArray[int64] | None = None  # [len(specs)] what margins are over, or UNCHOSEN
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
     # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.

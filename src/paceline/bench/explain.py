@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.control.controller import ClosedLoop
     from paceline.control.cost import Curve
-    from paceline.control.files import Step
+    from paceline.control.trace_files import Step
 
 MAX_ROWS_SHOWN = 20
 
@@ -41,14 +41,14 @@ def run(args: Namespace) -> int:
 
 def _say_start(path: str) -> None:
     """Say what the controller knew when it began."""
-    from paceline.control.files import begun_with
+    from paceline.control.trace_files import begun_with
     from paceline.serve.terminal.display import say
 
     say(f"started from {begun_with(Path(path)) or 'nothing learnt before'}")
 
 
 def _summary(path: str) -> None:
-    from paceline.control.files import law_name, replay
+    from paceline.control.trace_files import law_name, replay
     from paceline.serve.terminal.display import progress, say, table
 
     steps: list[Step] = []
@@ -137,7 +137,7 @@ def _same(step: Step) -> bool:
 
 
 def _say_retired(path: str, steps: Sequence[Step]) -> None:
-    from paceline.control.files import drafter_names
+    from paceline.control.trace_files import drafter_names
     from paceline.serve.terminal.display import say
 
     for number, step in enumerate(steps, start=1):
@@ -151,7 +151,7 @@ def _seconds(step: Step) -> float:
 
 
 def _one_step(path: str, number: int) -> None:
-    from paceline.control.files import replay
+    from paceline.control.trace_files import replay
     from paceline.serve.terminal.display import say, table
 
     known: dict[int, list[list[str]]] = {}  # by group: the other group may plan between a plan and its outcome

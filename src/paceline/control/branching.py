@@ -15,7 +15,8 @@ import numpy as np
 
 from paceline.control.policy import Work, drafted_of
 from paceline.core.nouns import Draft, RowVerdict, Verdict
-from paceline.core.tree import ROOT, with_only
+from paceline.core.tree import ROOT
+from paceline.core.tree_drafts import with_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

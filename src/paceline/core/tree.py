@@ -7,14 +7,11 @@ its children. The chain is a longest path, so that every token of a branch stand
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from paceline.core.nouns import RowDraft
 
 ROOT = -1  # in place of a parent: the row's newest token
 
@@ -96,18 +93,6 @@ def chain_and_branches(
     beside = [old for old in range(len(parents)) if old not in of_chain]
     branches = Branches(tuple(token_ids[old] for old in beside), tuple(place[parents[old]] for old in beside))
     return [token_ids[old] for old in chain], tuple(chain), branches if beside else None
-
-
-def with_only(draft: RowDraft, wanted: Callable[[int], bool]) -> RowDraft:
-    """Return a chain with the wanted branches. wanted: takes the index among their tokens."""
-    if draft.branches is None:
-        return draft
-    return replace(draft, branches=draft.branches.only(len(draft), len(draft), wanted))
-
-
-def with_most(draft: RowDraft, num_branch_tokens: int) -> RowDraft:
-    """Return a chain with the first tokens of its branches."""
-    return draft if draft.branches is None else with_only(draft, num_branch_tokens.__gt__)
 
 
 def walk(

@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.control.policy import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
-from paceline.core.tree import with_most
+from paceline.core.tree_drafts import with_most
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
 
 if TYPE_CHECKING:

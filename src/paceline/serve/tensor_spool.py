@@ -43,7 +43,10 @@ class TensorSpool:
 
     @contextmanager
     def coming(self) -> Iterator[Path]:
-        """Take the file that is written in this block into the next update; none if the block fails."""
+        """Take the file written in this block into the next update.
+
+        If the block fails, the file is dropped.
+        """
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
         self._sizes[path] = 0

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.control.files import drafter_names, read_profile
+from paceline.control.files import read_profile
+from paceline.control.trace_files import drafter_names
 from paceline.core.errors import BadModelFile, ConfigError, ModelError, ModelNotFound, RequestError
 from paceline.model.files import hf
 from paceline.model.tokenizer import Tokenizer

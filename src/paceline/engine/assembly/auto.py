@@ -14,18 +14,10 @@ from typing import IO, TYPE_CHECKING
 from paceline import kernels
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import TableCost
-from paceline.control.files import (
-    ANY_DRAFTER,
-    Profile,
-    TracedEngine,
-    Tracer,
-    make_loop,
-    read_profile,
-    to_json,
-    write_profile,
-)
+from paceline.control.files import ANY_DRAFTER, Profile, make_loop, read_profile, to_json, write_profile
 from paceline.control.learnt import KeptLearning, from_bytes, learnt_by, to_bytes
 from paceline.control.row_by_row import Objective
+from paceline.control.trace_files import TracedEngine, Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.system import POLL_S, file_lock, processor, usable_cores
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room
