@@ -43,7 +43,10 @@ class TensorSpool:
 
     @contextmanager
     def coming(self) -> Iterator[Path]:
-        """Take the file that is written in this block into the next update; none if the block fails."""
+        """Take the file that this block writes into the next update.
+
+        A block that fails leaves none.
+        """
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
         self._sizes[path] = 0

@@ -83,11 +83,11 @@ class FleetCommands:
         return done[0]
 
     def lag(self, member: Member) -> bool:
-        """Return True if a replica has other weights than the fleet's last, or works while the fleet is paused."""
+        """Return True if a replica has missed a pause or weights of the fleet."""
         return not self._num_sending and bool(self._missed(member))
 
     async def bring_up(self, member: Member) -> None:
-        """Send a replica what it has missed until it has obeyed: the fleet's pause, its last update."""
+        """Send a replica what it has missed until it has obeyed."""
         while missed := self._missed(member):
             if member.ready is None:
                 await asyncio.sleep(LOADS_S)
