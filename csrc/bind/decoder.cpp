@@ -101,7 +101,8 @@ Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matri
     if (vectors.contains("layer_scale")) layer.scale = vector_of(vectors["layer_scale"], 1, "layer_scale")[0];
     layer.o = matrix_of(matrices, "attn_o", own_hidden, q * ranks);
     layer.mixture = mixture_of(shape, matrices, vectors);
-    require(ranks == 1 || (layer.k && !layer.mixture && !norms_all), "ranks share layers of their own keys, without experts and norms of all heads");
+    require(ranks == 1 || (layer.k && !layer.mixture && !norms_all),
+            "ranks share layers of their own keys, without experts and norms of all heads");
     if (!layer.mixture || layer.mixture->shared_gate || matrices.contains("mlp_gate")) {
         const size_t size = matrix_at(matrices, "mlp_gate")->out();
         require(size <= shape.intermediate, "a layer is wider than the widest");

@@ -193,7 +193,8 @@ void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
 // Run the feed-forward network that all tokens share, from `hidden_q` to `delta`.
 void Decoder::run_dense(const Layer& layer, size_t n) {
     Scratch& s = *scratch_;
-    const size_t size = layer.gate->out(), whole = layer.down->in(), stride = round_up(whole, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
+    const size_t size = layer.gate->out(), whole = layer.down->in();  // of a rank, of all
+    const size_t stride = round_up(whole, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
     const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
     multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
     pool_->each(n, [&](size_t t) {

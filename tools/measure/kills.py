@@ -83,7 +83,7 @@ class Hit:
 
 
 def pauses_ms(streams: Sequence[TimedStream], hits: Sequence[Hit]) -> dict[str, list[int]]:
-    """Return the pauses of streams, by harm; of those hit twice as `twice`."""
+    """Return the pauses of streams by harm; of those hit twice as `twice`."""
     found: dict[str, list[int]] = {}
     for stream in streams:
         own = [hit for hit in hits if stream.name in hit.requests]
@@ -171,7 +171,7 @@ class Rounds:
         return [self.whole[key] for key in keys]
 
     def measure_prefill(self) -> None:
-        """Measure the time to the first token of a text as long as the longest answer."""
+        """Measure the prefill of what a client can have when its replica dies."""
         body = {"prompt": list(range(100, 100 + self.args.tokens + 16)), "max_tokens": 1, "cache_salt": ""}
         times = []
         for number in range(5):
@@ -181,7 +181,10 @@ class Rounds:
         self.prefill_ms = round(1e3 * sorted(times)[2])
 
     def do_harm(self, harm: str, chance: random.Random, hit: Sequence[str]) -> Hit | None:
-        """Wait a little; harm a replica that writes and was not harmed yet, if any."""
+        """Wait a little, then harm a replica that writes.
+
+        It is one that was not harmed yet; None if no such one writes.
+        """
         time.sleep(chance.random() * self.args.delay)
         end_s = time.monotonic() + WRITES_S
         while time.monotonic() < end_s:
@@ -256,9 +259,9 @@ def _same(one: TimedStream, other: TimedStream) -> bool:
 
 
 def read_rounds(path: Path | None) -> list[dict[str, Any]]:
-    """Return the lines of earlier runs; drop a last one that was cut.
+    """Return the lines of earlier runs.
 
-    It is dropped from the file, too.
+    A last one that was cut is dropped, also from the file.
     """
     if path is None or not path.exists():
         return []

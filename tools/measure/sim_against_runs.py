@@ -108,7 +108,7 @@ class CellFigures:
 
 @dataclass(slots=True)
 class Inputs:
-    """Measured facts of a fleet that the simulator is given."""
+    """Measured inputs of the simulator."""
 
     round_trip_s: float = 0.0
     speeds: dict[int, float] = field(default_factory=dict)  # by replicas that write
@@ -168,7 +168,10 @@ async def run_cell(url: str, requests: list[Recorded], in_flight: int) -> tuple[
 
 
 async def token_s(url: str, count: int, seed: int) -> float:
-    """Return the seconds of a token while each of some replicas writes an answer."""
+    """Return the seconds of a token while each replica writes an answer.
+
+    count: of replicas.
+    """
     chance = random.Random(seed)  # noqa: S311 - no secret
     prompts = [tuple(chance.randrange(1000, 20000) for _ in range(32)) for _ in range(count)]
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_TOKENS = 2048  # tokens that running requests add to a draft vocabulary; a request adds some dozens
 
-
 # A pass ------------------------------------------------------------------------------------------
 
 

@@ -43,9 +43,9 @@ class TensorSpool:
 
     @contextmanager
     def coming(self) -> Iterator[Path]:
-        """Take the file written in this block into the next update.
+        """Take the file that this block writes into the next update.
 
-        If the block fails, the file is dropped.
+        A block that fails leaves none.
         """
         self._number += 1
         path = self.folder / f"{self._number:09}.part"

@@ -83,11 +83,11 @@ class FleetCommands:
         return done[0]
 
     def lag(self, member: Member) -> bool:
-        """Return True if a replica has missed the fleet's last weights, or its pause."""
+        """Return True if a replica has missed a pause or weights of the fleet."""
         return not self._num_sending and bool(self._missed(member))
 
     async def bring_up(self, member: Member) -> None:
-        """Send a replica the pause and the update that it has missed, until it obeys."""
+        """Send a replica what it has missed until it has obeyed."""
         while missed := self._missed(member):
             if member.ready is None:
                 await asyncio.sleep(LOADS_S)
