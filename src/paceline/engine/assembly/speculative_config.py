@@ -67,7 +67,7 @@ LEFT_OUT = {  # key -> why it is left out
     "disable_logprobs": "log-probabilities are those of the text, with drafts or without",
     "disable_log_stats": "statistics are always kept",
     "suffix_decoding_max_tree_depth": "a path is as long as its match and k allow",
-    "suffix_decoding_max_cached_requests": "past answers are shared only by --draft suffix:shared=TOKENS",
+    "suffix_decoding_max_cached_requests": "past answers are shared by salt, as suffix:shared=TOKENS says",
     **dict.fromkeys(("quantization", "revision", "code_revision", "draft_load_config"), AS_TARGET),
     **dict.fromkeys(("kv_cache_dtype", "enforce_eager", "moe_backend", "attention_backend"), AS_TARGET),
     **dict.fromkeys(("disable_padded_drafter_batch", "disable_eagle_block_drop", "dspark_draft_topk"), NOT_HERE),
