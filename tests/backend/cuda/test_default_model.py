@@ -116,11 +116,12 @@ def test_drafts_kept_are_those_of_the_reference(draft: str, peagle: str) -> None
 
 
 def drafts_kept(ours: list[PassNote], theirs: list[PassNote]) -> Iterator[int]:
-    """Yield what each pass of an answer kept.
+    """Yield what each decode pass of an answer kept; chunks of its prefill may be others.
 
     Near its end a late loop drafts deeper: it does not know yet how few tokens are left.
     """
-    for a, b in zip(ours, theirs, strict=True):
+    decoded = ([note for note in notes if not note.prefill] for notes in (ours, theirs))
+    for a, b in zip(*decoded, strict=True):
         common = min(len(a.draft_ids), len(b.draft_ids))
         assert a.token_ids == b.token_ids
         assert a.draft_ids[:common] == b.draft_ids[:common]
