@@ -78,6 +78,24 @@ def test_a_stream_names_the_law_before_its_first_token(http: httpx.Client) -> No
     assert told(json.loads(lines[-2])["usage"])[:2] == ("typical", 0.2)
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/generate"])
+def test_a_stream_that_cannot_be_written_again_is_not_continued_by_its_last_event(
+    typical: httpx.Client, route: str
+) -> None:
+    """What the client lacks would be the end of another text."""
+    params = {"max_new_tokens": 20, "temperature": 0.9, "sampling_seed": 5}
+    body = {
+        "/v1/completions": BODY | {"stream": True},
+        "/generate": {"text": "the cat in the hat", "sampling_params": params, "stream": True},
+    }[route]
+    with typical.stream("POST", route, json=body, headers={"accept": "text/event-stream"}) as response:
+        assert response.status_code == 200
+        assert not [line for line in response.iter_lines() if line.startswith("id:")]
+    response = typical.post(route, json=body, headers={"last-event-id": "7"})
+    assert response.status_code == 400
+    assert "answer_ids" in response.text
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

@@ -162,7 +162,7 @@ class ModelRoute(BodyRoute):
         data = await read_body(scope, receive)
         job = _of_key(await self._job(data, time.monotonic()), scope.get(SALT))
         if job.stream and job.events is None:
-            event_ids, sent = event_ids_of(scope, job.requests)
+            event_ids, sent = event_ids_of(scope, job.requests, repeats=job.repeats)
             job = replace(job, event_ids=event_ids, sent=sent)
         if job.ignored:
             log.warning("%s: ignored unknown fields: %s", scope["path"], ignored_names(job.ignored))

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from paceline.serve.api.schema import Sampled
 
 LAST_EVENT_ID, ACCEPT, EVENT_STREAM = b"last-event-id", b"accept", b"text/event-stream"
+NOT_REPEATED = (
+    "under this law another run may write another text, so last-event-id cannot go on with this stream; send the "
+    "tokens so far as answer_ids"
+)
 _COUNTS = re.compile(r"[0-9]{1,7}(,[0-9]{1,7})*")
 
 
@@ -68,15 +72,18 @@ def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:
         )
 
 
-def event_ids_of(scope: Scope, requests: Sequence[Request]) -> tuple[bool, Sequence[int]]:
+def event_ids_of(scope: Scope, requests: Sequence[Request], *, repeats: bool) -> tuple[bool, Sequence[int]]:
     """Return if events get ids, and how many tokens the client has of each answer.
 
-    The numbers are none without `last-event-id`. Raises `RequestError`.
+    The numbers are none without `last-event-id`. repeats: the answers can be written again as they were. Without
+    that events get no ids. Raises `RequestError`.
     """
     headers = {name: bytes(value) for name, value in scope["headers"]}
     last = headers.get(LAST_EVENT_ID, b"").decode("latin-1").strip()
     if not last:
-        return EVENT_STREAM in headers.get(ACCEPT, b""), ()
+        return repeats and EVENT_STREAM in headers.get(ACCEPT, b""), ()
+    if not repeats:
+        raise RequestError(NOT_REPEATED)
     counts = [int(one) for one in last.split(",")] if _COUNTS.fullmatch(last) else []
     if len(counts) != len(requests):
         wanted = "a number of tokens" if len(requests) == 1 else f"{len(requests)} numbers of tokens"

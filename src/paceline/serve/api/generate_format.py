@@ -285,5 +285,6 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         ignored=ignored,
         grammar_field="sampling_params" if params[0].grammar else "",
         law=serving.law_of(requests[0]),
+        repeats=serving.repeats(requests[0]),
         roll_outs=form,
     )

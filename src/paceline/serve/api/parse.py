@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
+SAME_DISTRIBUTION = frozenset({"rejection", "block"})  # laws by which a sampled text depends on the drafts
 
 
 BodyT = TypeVar("BodyT", bound=ChatBody | CompletionBody)
@@ -60,6 +61,11 @@ class Serving:
         if (asked.law or name) != TYPICAL or request.params.grammar is not None:
             return None
         return self.law if asked.budget is None else f"{TYPICAL} {asked.budget:g}"
+
+    def repeats(self, request: Request) -> bool:
+        """Return True if the same request and seed give the same text again."""
+        sampled = self.law in SAME_DISTRIBUTION and not request.params.greedy
+        return self.law_of(request) is None and not sampled
 
     def check_model(self, asked: str | None) -> None:
         """Raise `ApiError` 404 for a model that is not served."""
@@ -102,6 +108,7 @@ class Job:
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told
     event_ids: bool = False  # events of the stream say how many tokens there are so far
     law: str | None = None  # as `Serving.law_of`
+    repeats: bool = True  # as `Serving.repeats`
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -250,6 +257,7 @@ def _job(
         extras=_extras(body, requests, form),
         grammar_field=structure[1] if structure else "tools" if first.params.grammar else "",
         law=serving.law_of(first),
+        repeats=serving.repeats(first),
         told=[told_text(r, prompts.tokenizer, prompts.vocab_size) for r in requests] if begun else (),
     )
 
