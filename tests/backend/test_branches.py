@@ -38,8 +38,11 @@ class NoCopies:
 
     def __init__(self) -> None:
         self.copied: list[tuple[int, int]] = []
+        self.refuses = False
 
     def copy_page(self, source: int, target: int) -> None:
+        if self.refuses:
+            raise RuntimeError("out of order")
         self.copied.append((source, target))
 
 
@@ -159,3 +162,22 @@ def test_a_kept_path_gives_its_taps_and_its_pages_to_the_row(number: int) -> Non
     assert moved[-1][1] == table[last]
     assert all(source >= NUM_PAGES for source, _ in moved)
     assert not branches.are_open
+
+
+def test_a_pass_that_cannot_be_packed_keeps_no_pages() -> None:
+    """Where a store refuses the copy, the row's pages come back with the row."""
+    draft = RowDraft.tree([1, 2, 3], [ROOT, 0, 0])
+    batch, packed = one_row(20, 1, draft)
+    kv = NoCopies()
+    branches = BranchPages(kv, NUM_PAGES)
+    rows: Any = SimpleNamespace(
+        grammars=SimpleNamespace(states={}), num_scored=lambda _: (), may_branch=lambda _: True
+    )
+    for _ in range(2 * NUM_BRANCH_PAGES):
+        kv.refuses = True
+        with pytest.raises(RuntimeError):
+            branches.pack(batch, Draft((draft,), branched=True), packed)
+        assert branches.are_open
+        branches.release(0)
+        assert not branches.are_open
+    assert branches.fit(rows, batch, [draft]).branched, "all pages are free again"

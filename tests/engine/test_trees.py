@@ -171,3 +171,28 @@ def test_a_cancelled_row_gives_its_branch_pages_back() -> None:
         engine.check()
     assert engine.target.branches is not None
     assert not engine.target.branches.are_open
+
+
+def test_a_row_given_up_before_its_verdict_gives_its_branch_pages_back() -> None:
+    """Also if no tree is ever verified again."""
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+    request = Request("0", (40, 41, 42), params, seed=1)
+    engine = make_engine(f"{CHAIN},k=8", PLAIN)
+    plant(engine, plain_answers([request]), 2)
+    branches = engine.target.branches
+    assert branches is not None
+    engine.add(request)
+    while not branches.are_open:  # gather passes, and give each up before it runs
+        plan = engine.plan()
+        batch = engine.admit(plan)
+        drafted = engine.propose(batch, plan)
+        if not drafted.draft.branched:
+            engine.commit(drafted, scored := engine.score(drafted).wait(), engine.judge(drafted, scored))
+            engine.flush()
+        else:
+            engine.request(drafted)
+    (state,) = engine.scheduler.running
+    engine.scheduler.reveal(batch.rows[0], state, ())
+    engine.cancel("0")
+    engine.admit(engine.plan())
+    assert not branches.are_open

@@ -66,7 +66,7 @@ class BranchPages:
     @property
     def are_open(self) -> bool:
         """True if the branches of some pass are neither kept nor given up."""
-        return bool(self._open)
+        return bool(self._held)
 
     # Before a pass -------------------------------------------------------------------------------
 
@@ -172,10 +172,9 @@ class BranchPages:
             self._kv.copy_page(source, target)
 
     def release(self, row: int) -> None:
-        """Give back the pages of a row's branches."""
-        if row in self._open:
-            del self._open[row]
-            self._free += self._held.pop(row)
+        """Give back the pages of a row's branches, also where its pass failed or was never launched."""
+        self._open.pop(row, None)
+        self._free += self._held.pop(row, ())
 
 
 class _Packing:

@@ -191,10 +191,12 @@ class Verbs:
         return batch
 
     def release_rows(self) -> None:
-        """Tell drafters and grammars of the rows given up since the last call."""
+        """Tell drafters, grammars and branches of the rows given up since the last call."""
         for row in self.scheduler.take_released():
             self.drafting.release(row)
             self.target.rows.grammars.states.pop(row, None)
+            if self.target.branches is not None:
+                self.target.branches.release(row)
 
     def propose(
         self, batch: Batch, plan: Plan, group: Group = None, controller: Controller | None = None
