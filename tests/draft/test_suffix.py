@@ -209,6 +209,20 @@ def test_what_salts_keep_is_bounded() -> None:
     assert propose(drafter, 0, k=2) == [], "the first answers are forgotten"
 
 
+def test_clients_cannot_multiply_what_the_owner_asked_for() -> None:
+    """Each salt is bounded, whatever `shared` says; and salts never push out the answers without one."""
+    config = SuffixConfig(shared=1 << 22)
+    assert config.tokens_of("") == 1 << 22
+    assert config.tokens_of("mine") * MAX_SALTS * INDEX_BYTES_PER_TOKEN <= 64 << 20
+    drafter, rows = answered(SuffixConfig(shared=100))
+    for number in range(MAX_SALTS + 6):
+        admit(rows, drafter, 0, [1], str(number))
+        append(rows, 0, 15, 16, 17)
+        drafter.release(0)
+    admit(rows, drafter, 1, [30, 5, 6])
+    assert propose(drafter, 1) == [7, 8, 9]
+
+
 def test_an_answer_that_ended_with_an_error_is_shared_up_to_there() -> None:
     rows = Rows(2, 64, frozenset())
     drafter = SuffixDrafter(SuffixConfig(shared=100), rows)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MAX_MATCH = 64
 MAX_SHARED_TOKENS = 1 << 26
 SALTED_TOKENS = 1 << 14  # of past answers of each salt, unless asked otherwise: 256 KiB
+MAX_SALTED_TOKENS = 1 << 16  # of each salt, however many are asked for: clients choose salts
 MAX_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
 
 
@@ -43,8 +44,8 @@ class SuffixConfig:
 
     k: most drafts per step. min, max: shortest match that counts, longest told apart. reach: drafts per token of
     the match. share: a path ends when fewer than this share of its places are still on it. shared: tokens of past
-    answers that requests of one salt, and those without one, may draft from; 0 keeps every request to itself.
-    None: `SALTED_TOKENS` for requests with a salt.
+    answers that requests without a salt may draft from, and those of one salt as far as `MAX_SALTED_TOKENS`; 0
+    keeps every request to itself. None: `SALTED_TOKENS` for requests with a salt.
     """
 
     name: ClassVar[str] = "suffix"
@@ -69,8 +70,9 @@ class SuffixConfig:
 
         An empty one stands for all requests without.
         """
-        usual = SALTED_TOKENS if salt else 0
-        return usual if self.shared is None else self.shared
+        if self.shared is None:
+            return SALTED_TOKENS if salt else 0
+        return min(self.shared, MAX_SALTED_TOKENS) if salt else self.shared
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return 0: it has no weights."""
@@ -168,8 +170,9 @@ class SuffixDrafter:
             shared.end_text()
 
     def _past_answers(self, salt: str, tokens: int) -> kernels.TextIndex:
-        if salt not in self._shared and len(self._shared) == MAX_SALTS:
-            del self._shared[next(iter(self._shared))]
+        salts = [other for other in self._shared if other]
+        if salt and salt not in self._shared and len(salts) == MAX_SALTS:
+            del self._shared[salts[0]]
         found = self._shared.pop(salt) if salt in self._shared else kernels.TextIndex(tokens)
         self._shared[salt] = found  # now the last one used
         return found
