@@ -214,6 +214,30 @@ def test_a_number_that_cannot_be_is_refused(data: st.DataObject) -> None:
         from_bytes(json.dumps(values).encode())
 
 
+@pytest.mark.parametrize("name", ["host_row_s", "host_seen"])
+@pytest.mark.parametrize("given", [[], [0]])
+def test_the_hosts_two_prices_are_two(name: str, given: list[int]) -> None:
+    """Fewer would not fit a fresh loop, and end the start."""
+    values = json.loads(_WHOLE)
+    values["prices"][name] = given
+    with pytest.raises(ConfigError, match="length"):
+        from_bytes(json.dumps(values).encode())
+
+
+@pytest.mark.parametrize("values", [{}, [], 1, {"of": {}}, {"of": {}, "days": {}}, {"of": {}, "days": 1.0}])
+def test_a_trace_without_whole_learning_is_refused(values: object) -> None:
+    with pytest.raises(ConfigError):
+        KeptLearning.from_json(values)
+
+
+@pytest.mark.parametrize("days", [float("nan"), float("inf"), -1.0, MAX_AGE_DAYS + 1])
+def test_a_trace_of_an_impossible_age_is_refused(days: float) -> None:
+    values = KeptLearning(learnt_from(taught(0.8)), 0.0).to_json()
+    assert KeptLearning.from_json(values) is not None
+    with pytest.raises(ConfigError, match="days old"):
+        KeptLearning.from_json(values | {"days": days})
+
+
 def test_a_file_is_bounded_and_cut_ones_are_refused() -> None:
     assert len(_WHOLE) < MAX_LEARNT_BYTES // 8
     with pytest.raises(ConfigError, match="more than"):

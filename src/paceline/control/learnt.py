@@ -57,7 +57,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 _BY_DEPTH, _BY_SIZE, _TWO = (
     Meta(max_length=64),
     Meta(min_length=NUM_SIZES, max_length=NUM_SIZES),
-    Meta(max_length=2),
+    Meta(min_length=2, max_length=2),
 )
 _FEW = Meta(max_length=16)
 
@@ -164,10 +164,16 @@ class KeptLearning:
 
     @classmethod
     def from_json(cls, values: Any) -> Self | None:
-        """Read the part of a trace; None if there was nothing. Raises `ValueError`, `TypeError`, `LookupError`."""
-        return (
-            None if values is None else cls(from_bytes(msgspec.json.encode(values["of"])), float(values["days"]))
-        )
+        """Read the part of a trace; None if there was nothing. Raises `ConfigError`."""
+        if values is None:
+            return None
+        try:
+            of, days = msgspec.json.encode(values["of"]), float(values["days"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"it is no trace's part about what was learnt: {error!r}") from None
+        if not 0.0 <= days <= MAX_AGE_DAYS:
+            raise ConfigError(f"what was learnt is {days} days old, and may be {MAX_AGE_DAYS:g}")
+        return cls(from_bytes(of), days)
 
 
 # Out of a loop -----------------------------------------------------------------------------------
