@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from paceline.control.acceptance import AcceptanceModel
 from paceline.control.branching import MAX_ROWS, PATIENCE, PROBE_EVERY, BranchChances, Branching
+from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.files import Profile, make_loop
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import StepView, Work
+from paceline.control.protocols import StepTimes
+from paceline.control.trace_files import Tracer, replay
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 from paceline.core.tree import Branches
 from paceline.core.tree_drafts import with_most
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAME, DEPTH = "head", 4
 INDICES = {NAME: 0}
@@ -91,3 +99,26 @@ def test_chances_are_learnt_of_branches_that_were_not_verified() -> None:
     assert branching.chances[0](0.6) == pytest.approx(0.5, abs=0.05)
     assert before < 0.3
     assert branching.chances[0](0.99) == BranchChances()(0.99)
+
+
+def test_a_replay_learns_what_passes_with_branches_cost(tmp_path: Path) -> None:
+    """The tokens of branches explain a part of a pass's time, there as in the run."""
+    file, loops = tmp_path / "trace.jsonl", list[ClosedLoop]()
+    profile, (batch, proposed) = Profile(priced(0.1).measured, (NAME,)), drafted(1)
+    with file.open("w") as lines:
+        tracer = Tracer(lines, profile, [NAME], 4, [DEPTH])
+        loop = make_loop(profile, [NAME], 4, [DEPTH], tracer, branches=[4])
+        loop.admit(0)
+        count = 0
+        for _ in range(40):
+            loop.plan(view_of(1))
+            draft = loop.trim(batch, proposed)
+            count += sum(d.num_branch_tokens for d in draft.rows)
+            loop.observe(batch, proposed, draft, Verdict((RowVerdict([1, 12], 1),)), StepTimes(4e-4, 0.0125, 1e-4))
+    assert count > 40
+    for _ in replay(file, lambda loop, _: loops.append(loop)):
+        pass
+    assert loop.cost is not None
+    assert loops[-1].cost is not None
+    work = Work(9, 0, 900, 900)
+    assert loops[-1].cost.pass_s(work) == pytest.approx(loop.cost.pass_s(work), rel=1e-12)

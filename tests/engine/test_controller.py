@@ -270,7 +270,7 @@ class Onlooker:
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         self.chosen.append([*decision.ks.tolist(), *decision.drafters.tolist()])
 
-    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int, paid: Outcomes | None = None) -> None:
         pass
 
 

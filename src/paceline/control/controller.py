@@ -218,7 +218,7 @@ class ClosedLoop:
         if accounting:
             self._accounted.append(accounting)
         if self._sink:
-            self._sink.learnt(outcomes, prefill, self._group)
+            self._sink.learnt(outcomes, prefill, self._group, paid)
 
     def observe_reused(self, num_rows: int, host_s: float) -> None:
         """Take in a step that reused a plan without a view. num_rows: as in `TraceSink.reused`."""

@@ -101,8 +101,8 @@ class TraceSink(Protocol):
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """Note the plan of a group's step."""
 
-    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
-        """Note the outcome of a group's step, and the work of its prefill."""
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int, paid: Outcomes | None = None) -> None:
+        """Note the outcome of a group's step, and the work of its prefill. paid: as of `ClosedLoop.learn`."""
 
 
 # A choice ----------------------------------------------------------------------------------------

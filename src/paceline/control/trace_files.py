@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ class Tracer:
         }
         self._write(view=seen, ks=decision.ks.tolist(), drafters=decision.drafters.tolist(), group=group)
 
-    def learnt(self, outcomes: Outcomes, prefill: Work, group: int) -> None:
+    def learnt(self, outcomes: Outcomes, prefill: Work, group: int, paid: Outcomes | None = None) -> None:
         """See `TraceSink.learnt`."""
         o = outcomes
         confidence = None if o.confidence is None else _with_null(o.confidence)
@@ -112,6 +112,8 @@ class Tracer:
         drafted = None if o.num_drafted is None else o.num_drafted.tolist()
         got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
         got |= {"touched": list(o.touched)} if o.touched else {}
+        if paid is not None:
+            got["with_branches"] = [paid.num_verified.tolist(), paid.num_accepted.tolist()]
         self._write(outcomes=got, prefill=list(prefill.as_ints), group=group)
 
     def _write(self, **values: Any) -> None:
@@ -239,7 +241,7 @@ def _steps(
             overlap = planned_overlap(loop, apart=apart, overlapped=overlapped)
             dropped, worth = _dropped(own, outcomes)
             now = own.decision
-            own.learn(outcomes, Work(*line["prefill"]), own.view, now)
+            own.learn(outcomes, Work(*line["prefill"]), own.view, now, _paid(line["outcomes"], outcomes))
             yield Step(own.view, planned[group], now, outcomes, overlap, overlapped, dropped, worth, group)
 
 
@@ -289,3 +291,11 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         num_drafted=None if got.get("num_drafted") is None else np.array(got["num_drafted"], np.int64),
         touched=tuple(map(float, got.get("touched", ()))),
     )
+
+
+def _paid(got: dict[str, Any], outcomes: Outcomes) -> Outcomes | None:
+    """Return the outcomes with the tokens of branches; None if there were none."""
+    if "with_branches" not in got:
+        return None
+    verified, accepted = (np.array(counts, np.int64) for counts in got["with_branches"])
+    return replace(outcomes, num_verified=verified, num_accepted=accepted)
