@@ -117,6 +117,20 @@ def test_a_running_engine_keeps_it_now_and_then(cache: Path, monkeypatch: pytest
     assert len(list((cache / "learnt").iterdir())) == 1
 
 
+def test_what_cannot_be_written_refuses_no_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's name on disk may be no text."""
+    monkeypatch.setattr(auto, "KEEP_EVERY_S", 0.0)
+    engine, _ = started()
+    run(engine, REQUESTS)
+    keeper = auto.LearningKeeper("key", "mod\udce8le")
+    engine._keeper = keeper
+    run(engine, [replace(REQUESTS[0], request_id="later")])
+    engine.close()
+    assert "what was learnt is not kept" in caplog.text
+
+
 def test_the_number_of_files_is_bounded_and_old_ones_go_first(cache: Path) -> None:
     kept = KeptData("learnt")
     for index in range(MAX_KEPT + 5):

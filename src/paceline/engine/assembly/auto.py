@@ -107,8 +107,8 @@ class LearningKeeper:
     def now_and_then(self, controller: Controller) -> None:
         """Keep what was learnt so far, if that was not done for a while."""
         if time.monotonic() >= self._due_s:
-            self.keep(controller)
             self._due_s = time.monotonic() + KEEP_EVERY_S
+            self.keep(controller)
 
     def keep(self, controller: Controller) -> None:
         """Keep what was learnt. Only logs where that fails."""
@@ -118,10 +118,10 @@ class LearningKeeper:
         learnt = learnt_by(controller, self._key, self._model, time.time(), before)
         if learnt is None:
             return
-        data = to_bytes(learnt)
         try:
+            data = to_bytes(learnt)
             from_bytes(data)
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:  # a number, or a model's name that is no text
             log.warning("what was learnt is not kept: %s", error)
         else:
             LEARNT.write(self._key, data)
