@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,14 @@ def serve_and_end(config: EngineConfig = CONFIG) -> str:
     return said
 
 
-def first_logit(engine: Engine) -> float:
-    assert isinstance(engine.controller, ClosedLoop)
-    assert isinstance(engine.controller.policy, Goodput)
-    return engine.controller.policy.choice.models[0].depth_logit.item(0)
+def known(engine: Engine) -> list[float]:
+    """Chances by depth, and corrections of prices, which every run learns."""
+    loop = engine.controller
+    assert isinstance(loop, ClosedLoop)
+    assert isinstance(loop.policy, Goodput)
+    assert loop.cost is not None
+    chances = (model.depth_logit.tolist() for model in loop.policy.choice.models)
+    return [*chain.from_iterable(chances), *loop.cost.passes.log_error.tolist()]
 
 
 def test_the_next_engine_begins_with_it_and_writes_the_same_texts(cache: Path) -> None:
@@ -61,11 +66,11 @@ def test_the_next_engine_begins_with_it_and_writes_the_same_texts(cache: Path) -
     assert file.stat().st_size < 1 << 15
     engine, said = started()
     assert "passes learnt on" in said
-    assert first_logit(engine) != first_logit(cold)
-    learnt = first_logit(engine)
+    assert known(engine) != known(cold)
+    learnt = known(engine)
     assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
     engine.forget()
-    assert first_logit(engine) == learnt, "as it began"
+    assert known(engine) == learnt, "as it began"
     assert "started from" not in started(replace(CONFIG, keep_learnt=False))[1]
 
 

@@ -12,8 +12,8 @@ another entropy. It follows how certain the target is, and needs no sum over the
 
 Of a tree only the first path may have changed tokens.
 
-Where the target's token ends an answer, it ends, and no draft's token ends one that the target goes on with. A stop
-string is text, which a changed token may complete or avoid like any other.
+Where the target's token ends an answer, it ends, and no draft's token ends one that the target goes on with. A
+stop string is text, which a changed token may complete or avoid like any other.
 
 The text depends on the drafts, and so does its distribution. By the coupling inequality the distribution at a
 position is at most as far from the target's, in total variation, as the chance that its token is changed.
