@@ -172,7 +172,7 @@ class BranchPages:
             self._kv.copy_page(source, target)
 
     def release(self, row: int) -> None:
-        """Give back the pages of a row's branches, also where its pass failed or was never launched."""
+        """Give back the pages of a row's branches, also of a pass that failed."""
         self._open.pop(row, None)
         self._free += self._held.pop(row, ())
 

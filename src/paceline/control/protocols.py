@@ -102,7 +102,10 @@ class TraceSink(Protocol):
         """Note the plan of a group's step."""
 
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int, paid: Outcomes | None = None) -> None:
-        """Note the outcome of a group's step, and the work of its prefill. paid: as of `ClosedLoop.learn`."""
+        """Note the outcome of a group's step, and the work of its prefill.
+
+        paid: as of `ClosedLoop.learn`.
+        """
 
 
 # A choice ----------------------------------------------------------------------------------------
