@@ -17,6 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
+from paceline.engine.renewal import renew
 from paceline.model.files.kept_data import LEARNT, MAX_KEPT, KeptData
 from paceline.model.files.kept_models import kept_models
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, plain_answers, run
@@ -120,6 +121,18 @@ def test_a_running_engine_keeps_it_now_and_then(cache: Path, monkeypatch: pytest
     assert not (cache / "learnt").exists(), "all requests came before anything was learnt"
     run(engine, [replace(REQUESTS[0], request_id="later")])
     assert len(list((cache / "learnt").iterdir())) == 1
+
+
+def test_what_is_learnt_about_newer_weights_is_not_kept(cache: Path) -> None:
+    """The next start has the weights of the files again."""
+    engine, _ = started()
+    run(engine, REQUESTS)
+    renew(engine, lambda: None, "v2", "v2", {})
+    (file,) = (cache / "learnt").iterdir()
+    kept = file.read_bytes()
+    run(engine, [replace(r, request_id=f"{r.request_id} newer") for r in REQUESTS])
+    engine.close()
+    assert file.read_bytes() == kept
 
 
 def test_what_cannot_be_written_refuses_no_request(

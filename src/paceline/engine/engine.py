@@ -159,6 +159,12 @@ class Engine(Verbs):
         self._new_controller, self._keeper = new_controller, keeper
         self.controller = new_controller()
 
+    def stop_keeping(self) -> None:
+        """Keep what was learnt up to now, and nothing later: that is about newer weights."""
+        if self._keeper is not None:
+            self._keeper.keep(self.controller)
+            self._keeper = None
+
     def settle(self) -> None:
         """Take in passes in flight, and make outcomes of all that answers gained."""
         self.loop.drain(self)
@@ -186,8 +192,7 @@ class Engine(Verbs):
 
         Call it last, and once.
         """
-        if self._keeper is not None:
-            self._keeper.keep(self.controller)
+        self.stop_keeping()
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()
 

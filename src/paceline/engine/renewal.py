@@ -57,6 +57,7 @@ def renew(
     engine.settle()
     recompute(engine.scheduler)
     engine.release_rows()
+    engine.stop_keeping()
     put_in_place()
     rename(engine.scheduler, fingerprint)
     engine.outputs.renew(version)
