@@ -483,6 +483,18 @@ def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
         make_engine(f"eagle:model={tmp_path},vocabulary=321", PLAIN)
 
 
+def test_a_block_head_with_a_map_of_tokens_keeps_to_them(tmp_path: Path) -> None:
+    """The corrector has rows for these tokens, also where the output rows are the target's."""
+    mine = target().decoder.config
+    values = head_values(CORRECTED, mine)
+    weights = random_weights(heads_config(values))
+    write_head(tmp_path, values, mine, {n: w for n, w in weights.items() if n != "head"})
+    engine = make_engine(f"block:model={tmp_path}", PLAIN)
+    assert engine.drafting.drafters["block"].report()["tokens"] == 290
+    with pytest.raises(ConfigError, match="its own tokens"):
+        make_engine(f"block:model={tmp_path},vocabulary=300", PLAIN)
+
+
 def heads_config(values: dict[str, Any]) -> Any:
     return read_config(values, target().decoder.config)
 
