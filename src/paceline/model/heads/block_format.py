@@ -175,8 +175,8 @@ def _check(block: BlockShape, layers: ModelConfig, target: ModelConfig) -> None:
         raise BadModelFile("the head's confidence_head_with_markov needs a markov_rank above 0")
     if block.rank and layers.vocab_size != target.vocab_size:
         raise DrafterMismatch(
-            f"the head's corrector has rows for {layers.vocab_size} tokens, this target has {target.vocab_size}; it "
-            "belongs to another model"
+            f"the head's corrector has rows for {layers.vocab_size} tokens, this target has {target.vocab_size}; "
+            "it belongs to another model"
         )
     if layers.sliding is not None:
         raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
