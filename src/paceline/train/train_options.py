@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.model.heads.config import EAGLE3
+from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
 from paceline.train.feature_store import FeatureFiles
@@ -164,6 +165,8 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
         taps = tuple(int(word) for word in args.taps.split(","))
     except ValueError:
         raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}") from None
+    if len(taps) > MAX_TAPS:
+        raise ConfigError(f"--taps has {len(taps)} layers; a head reads at most {MAX_TAPS}")
     if not all(0 <= tap <= target.config.num_layers for tap in taps):
         raise ConfigError(f"--taps {args.taps}: the target has layers 0 to {target.config.num_layers}")
     return taps
