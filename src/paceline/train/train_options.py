@@ -19,6 +19,7 @@ from paceline.train.head_recipe import HeadRecipe
 from paceline.train.progress import progress
 from paceline.train.recipe import KINDS
 from paceline.train.run import TrainMaterial, train
+from paceline.train.run_folder import make_folder
 from paceline.train.summary import print_summary
 from paceline.train.target_model import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
@@ -152,6 +153,8 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
 def open_target(args: Namespace) -> TrainTarget:
     """Check the options, set the threads, open the target. Raises `ConfigError`, `ModelError`."""
     _check(args)
+    if getattr(args, "out", None) is not None:
+        make_folder(args.out)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return load_target(args.model, torch.device(args.device))
