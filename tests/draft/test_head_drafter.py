@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from paceline.backend.reference.block_head import context_keys, correction
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
@@ -493,6 +494,20 @@ def test_a_block_head_with_a_map_of_tokens_keeps_to_them(tmp_path: Path) -> None
     assert engine.drafting.drafters["block"].report()["tokens"] == 290
     with pytest.raises(ConfigError, match="its own tokens"):
         make_engine(f"block:model={tmp_path},vocabulary=300", PLAIN)
+
+
+def test_a_map_to_the_lowest_tokens_fits_the_corrector(tmp_path: Path) -> None:
+    """The output rows are then the target's own matrix, which has more of them."""
+    mine = target().decoder.config
+    values = head_values(CORRECTED, mine)
+    tensors = random_weights(heads_config(values))
+    write_head(tmp_path, values, mine, {n: w for n, w in tensors.items() if n != "head"})
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"d2t": np.zeros_like(stored["d2t"])}, tmp_path / "model.safetensors")
+    engine = make_engine(f"block:model={tmp_path}", PLAIN, types="int8")
+    assert_same(plain_answers(requests(), types="int8"), run(engine, requests()))
+    assert engine.stats().drafter_failures == 0
+    assert engine.stats().drafters["block"].drafted > 50
 
 
 def heads_config(values: dict[str, Any]) -> Any:
