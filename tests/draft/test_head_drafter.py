@@ -20,12 +20,13 @@ from paceline.backend.reference.block_head import context_keys, correction
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Taps, Verdict
+from paceline.core.nouns import PAGE_TOKENS, Batch, Draft, Plan, Request, Scores, Taps, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
 from paceline.draft.heads import head_drafter
+from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.registry import parse_spec
@@ -494,6 +495,16 @@ def test_a_block_head_with_a_map_of_tokens_keeps_to_them(tmp_path: Path) -> None
     assert engine.drafting.drafters["block"].report()["tokens"] == 290
     with pytest.raises(ConfigError, match="its own tokens"):
         make_engine(f"block:model={tmp_path},vocabulary=300", PLAIN)
+
+
+def test_the_pages_that_blocks_reach_into_are_counted() -> None:
+    """One page for each row, beside the stores over the target's page table."""
+    engine = make_engine(spec("block"), PLAIN)
+    (drafter,) = engine.drafting.drafters.values()
+    assert isinstance(drafter, HeadDrafter)
+    assert drafter.needs.bytes_per_row == PAGE_TOKENS * drafter._kv.bytes_per_token
+    (other,) = make_engine(spec("eagle3"), PLAIN).drafting.drafters.values()
+    assert other.needs.bytes_per_row == 0
 
 
 def test_a_map_to_the_lowest_tokens_fits_the_corrector(tmp_path: Path) -> None:
