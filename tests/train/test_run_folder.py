@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from paceline.cli import main
 from paceline.train import run_folder
@@ -97,6 +98,20 @@ def test_a_log_with_a_line_that_is_not_ours_is_refused(
     log.write_text(whole + line[:3])  # half a line is of a run that was killed
     assert main(words) == 0
     assert [json.loads(row)["step"] for row in log.read_text().splitlines()] == [0, 2, 4]
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    words = command("eagle3", toy, tmp_path, *OFTEN)
+    assert main(words) == 0
+    path = tmp_path / "checkpoint.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    for wrong in ({"weight.fc": torch.zeros(1, 2, 3)}, {}):
+        kept = {name: tensor for name, tensor in tensors.items() if name != "weight.fc"}
+        run_folder.save_file(kept | wrong, path, about)
+        assert main(words) == 2
+        assert "has other tensors than this drafter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("full", ["features", "out"])

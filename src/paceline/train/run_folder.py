@@ -61,7 +61,12 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
     if changed:
         listed = ", ".join(f"{n} (was {theirs.get(n)}, is {ours.get(n)})" for n in sorted(changed))
         raise ConfigError(f"{path} is of a run with other settings: {listed}; train into another --out")
-    trainer.restore(step, tensors)
+    try:
+        trainer.restore(step, tensors)
+    except (KeyError, RuntimeError) as error:  # a tensor that is missing or of another shape
+        raise BadModelFile(
+            f"{path} has other tensors than this drafter: {error!r}; train into another --out"
+        ) from None
     keep_metrics(folder, step)
     return True
 
