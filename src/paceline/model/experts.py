@@ -38,7 +38,10 @@ class MixtureFacts:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order of `PARTS`
 
     def check_scores(self, said: object) -> None:
-        """Raise `UnsupportedModel` if a file weighs experts in another way. said: None if it is silent."""
+        """Raise `UnsupportedModel` if a file weighs experts in another way.
+
+        said: the file's word for it, None if it has none.
+        """
         known = _SCORES[self.sigmoid]
         if said is not None and said not in known:
             raise UnsupportedModel(

@@ -101,7 +101,7 @@ def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Hand out a file that replaces `path` once it is written; a part of one is removed."""
+    """Hand out a file that replaces `path` once written; a part is removed."""
     partial = path.with_suffix(".partial")
     with _told(path):
         try:

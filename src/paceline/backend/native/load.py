@@ -270,9 +270,10 @@ def _pack_corrector(
 def _pack_own_head(
     vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str, num_rows: int | None = None
 ) -> kernels.Matrix:
-    """Pack a drafter's own head, by default with a row for each place of the vocabulary.
+    """Pack a drafter's own head.
 
-    table: [num_fixed, width], in the order of the given ids.
+    table: [num_fixed, width], in the order of the given ids. num_rows: of the matrix, with zeros at the end; by
+    default one for each place of the vocabulary.
     """
     rows = np.zeros((num_rows or len(vocabulary.token_ids), table.shape[1]), np.float32)
     rows[: vocabulary.num_fixed] = table[vocabulary.order]
