@@ -253,11 +253,12 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     require(follows || (embed->out() == shape.vocab && embed->in() == shape.hidden), "the wrong shape of the embedding");
     require(follows || head->in() == shape.hidden, "the wrong shape of the head");
     shape.head_size = follows ? shape.vocab : head->out();
+    require(token_ids || shape.head_size <= shape.vocab, "the head has more rows than there are tokens");
     require(inverse_frequencies.shape(0) > 0 && inverse_frequencies.shape(1) == head_dim / 2, "the wrong shape of inverse_frequencies");
     require(magnitudes.shape(0) == inverse_frequencies.shape(0) && magnitudes.shape(1) == head_dim / 2, "the wrong shape of magnitudes");
     const bool fused = fusing_matrices.contains("fc");
     require(final_norm.size() > 0 || fused || follows, "only a model that fuses features can do without the last norm");
-    require(!ranks || (!fused && !token_ids && !input_matrices.size() && !relay_matrices.size()), "ranks share a plain decoder");
+    require(!ranks || (!fused && !reads_rows && !token_ids && !input_matrices.size() && !relay_matrices.size()), "ranks share a plain decoder");
     Weights weights;
     weights.embed = embed, weights.head = head;
     weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());

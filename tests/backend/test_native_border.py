@@ -108,6 +108,7 @@ def test_the_border_refuses_what_could_crash(field: str) -> None:
         ({"heads": [(2, 8)]}, "every layer"),
         ({"kv_layers": [1, 0]}, "come first"),
         ({"kv_layers": [0]}, "every layer"),
+        ({"head": border._matrix(border.VOCAB + 1, border.HIDDEN)}, "more rows than there are tokens"),
         ({"input_vectors": {}}, "norm"),
         ({"input_vectors": {"input_norm": np.ones(5, np.float32)}}, "shape"),
     ],

@@ -133,6 +133,17 @@ def test_a_head_of_the_whole_vocabulary_may_bring_its_own(tmp_path: Path) -> Non
     assert np.array_equal(head.weights["embed"], own[1])
 
 
+def test_a_head_without_output_rows_is_as_wide_as_its_target(tmp_path: Path) -> None:
+    values = {**AUTHORS, "target_hidden_size": TARGET.hidden_size, "hidden_size": 2 * TARGET.hidden_size}
+    embed = np.zeros((TARGET.vocab_size, 2 * TARGET.hidden_size), np.float32)
+    with pytest.raises(DrafterMismatch, match="output matrix"):
+        load_head(write(tmp_path, values, block_tensors(values) | {"embed_tokens.weight": embed}), TARGET)
+
+
+def test_a_list_of_names_that_is_none_is_read_past() -> None:
+    assert read_config({**PROJECT, "architectures": 5}, TARGET).block == read_config(PROJECT, TARGET).block
+
+
 def test_a_shape_is_a_head_without_files() -> None:
     config = head_config(Path("shape:block/64"), TARGET)
     assert config.block is not None
@@ -146,6 +157,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "layers that are not there": (PROJECT, {"aux_hidden_state_layer_ids": [1, 30]}, DrafterMismatch, "30"),
     "another model": (AUTHORS, {"num_target_layers": 28}, DrafterMismatch, "28 layers.*another model"),
     "another width": (PROJECT, {"target_hidden_size": 4096}, DrafterMismatch, "another model"),
+    "a corrector of other tokens": (
+        CORRECTED,
+        {"transformer_layer_config": {**LAYERS, "vocab_size": 330}},
+        DrafterMismatch,
+        "330 tokens",
+    ),
     "no block": (PROJECT, {"block_size": 1}, BadModelFile, "block_size = 1"),
     "a long block": (PROJECT, {"block_size": 65}, BadModelFile, "block_size = 65"),
     "no number": (PROJECT, {"block_size": "8"}, BadModelFile, "whole number"),

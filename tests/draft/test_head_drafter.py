@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from paceline.backend.reference.block_head import context_keys, correction
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Taps, Verdict
+from paceline.core.nouns import PAGE_TOKENS, Batch, Draft, Plan, Request, Scores, Taps, Verdict
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out
 from paceline.draft.heads import head_drafter
+from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.registry import parse_spec
@@ -481,6 +483,42 @@ def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
     assert engine.stats().drafter_failures == 0
     with pytest.raises(ConfigError, match="vocabulary must be between 1 and 320"):
         make_engine(f"eagle:model={tmp_path},vocabulary=321", PLAIN)
+
+
+def test_a_block_head_with_a_map_of_tokens_keeps_to_them(tmp_path: Path) -> None:
+    """The corrector has rows for these tokens, also where the output rows are the target's."""
+    mine = target().decoder.config
+    values = head_values(CORRECTED, mine)
+    weights = random_weights(heads_config(values))
+    write_head(tmp_path, values, mine, {n: w for n, w in weights.items() if n != "head"})
+    engine = make_engine(f"block:model={tmp_path}", PLAIN)
+    assert engine.drafting.drafters["block"].report()["tokens"] == 290
+    with pytest.raises(ConfigError, match="its own tokens"):
+        make_engine(f"block:model={tmp_path},vocabulary=300", PLAIN)
+
+
+def test_the_pages_that_blocks_reach_into_are_counted() -> None:
+    """One page for each row, beside the stores over the target's page table."""
+    engine = make_engine(spec("block"), PLAIN)
+    (drafter,) = engine.drafting.drafters.values()
+    assert isinstance(drafter, HeadDrafter)
+    assert drafter.needs.bytes_per_row == PAGE_TOKENS * drafter._kv.bytes_per_token
+    (other,) = make_engine(spec("eagle3"), PLAIN).drafting.drafters.values()
+    assert other.needs.bytes_per_row == 0
+
+
+def test_a_map_to_the_lowest_tokens_fits_the_corrector(tmp_path: Path) -> None:
+    """The output rows are then the target's own matrix, which has more of them."""
+    mine = target().decoder.config
+    values = head_values(CORRECTED, mine)
+    tensors = random_weights(heads_config(values))
+    write_head(tmp_path, values, mine, {n: w for n, w in tensors.items() if n != "head"})
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | {"d2t": np.zeros_like(stored["d2t"])}, tmp_path / "model.safetensors")
+    engine = make_engine(f"block:model={tmp_path}", PLAIN, types="int8")
+    assert_same(plain_answers(requests(), types="int8"), run(engine, requests()))
+    assert engine.stats().drafter_failures == 0
+    assert engine.stats().drafters["block"].drafted > 50
 
 
 def heads_config(values: dict[str, Any]) -> Any:

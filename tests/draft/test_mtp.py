@@ -165,6 +165,18 @@ def test_what_is_wrong_with_an_mtp_layer_is_said(tmp_path: Path, caplog: pytest.
         check_numbers(head)
 
 
+def test_an_expert_that_holds_no_number_is_told(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "glm")
+    name = "model.layers.4.mlp.experts.1.down_proj.weight"
+    broken = load_file(tmp_path / "model.safetensors")[name]
+    broken[0, 0] = np.inf
+    changed(tmp_path, {name: broken})
+    head = load_mtp(load_model(tmp_path))
+    assert head is not None
+    with pytest.raises(BadModelFile, match=r"experts\.1\.down"):
+        check_numbers(head)
+
+
 def test_files_without_mtp_have_none(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "glm", with_mtp=False)
     assert usable_mtp(load_model(tmp_path)) is None

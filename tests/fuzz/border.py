@@ -32,6 +32,7 @@ DTYPES = ["i8", "i4", "f4", "f8", "u1", "u2", "u4", "f2", "?"]
 TEXTS = ["", "f32", "f16", "i8", "i16", "int8", "int4", "int4_row", "bf16", "silu", "a" * 1000]
 NOT_FUZZED = frozenset({"read_bandwidth", "dot_peak", "isa", "time_products", "ThreadPool"})  # which may take long
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, DIM = 40, 32, 48, 4, 2, 8
+RANK = 8  # of a block head's corrector
 
 
 class Draw:
@@ -222,6 +223,38 @@ def _renamed() -> Any:
     return kernels.Decoder(**_decoder_arguments() | {"token_ids": np.arange(VOCAB)})
 
 
+def _block_arguments() -> dict[str, Any]:
+    """Arguments of a block head with a corrector and a confidence."""
+    vectors = {"mix_bias": _floats(3 * RANK), "confidence": _floats(HIDDEN + RANK), "confidence_bias": _floats(1)}
+    joint = _matrix(3 * RANK, 2 * RANK + HIDDEN)
+    return _decoder_arguments() | {
+        "windows": [0, 0],
+        "norms_values": False,
+        "input_matrices": {},
+        "reads_rows": True,
+        "corrector_matrices": {"before": _matrix(VOCAB, RANK), "out": _matrix(VOCAB, RANK), "joint": joint},
+        "corrector_vectors": vectors,
+    }
+
+
+@cache
+def _block_decoder() -> Any:
+    return kernels.Decoder(**_block_arguments())
+
+
+@cache
+def _context_inputs() -> Any:
+    arguments = _inputs_arguments()
+    arguments[6] = _floats(4, HIDDEN)
+    return _ext.PassInputs(*arguments)
+
+
+def _correct_arguments() -> list[Any]:
+    state, none = _floats(2, RANK), np.empty((0, VOCAB), np.float32)
+    margins = np.empty(2, np.float32)
+    return [_floats(2, HIDDEN), _ids(1, 2), state, _specs(), VOCAB, _ids(0, 0), none, margins, state.copy()]
+
+
 @cache
 def _store() -> Any:
     return kernels.KVStore("f16", 4, [(KV_HEADS, DIM)] * 2)
@@ -403,6 +436,9 @@ def _known() -> dict[str, Callable[[], Any]]:
 _METHODS: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
     "forward": lambda: (_decoder().forward, _pass_arguments()),
     "forward_steps": lambda: (_decoder().forward_steps, _steps_arguments()),
+    "store_context": lambda: (_block_decoder().store_context, [_store(), _context_inputs()]),
+    "correct": lambda: (_block_decoder().correct, _correct_arguments()),
+    "block_steps": lambda: (_block_decoder().forward_steps, _steps_arguments()),
     "begin": lambda: (_finished, _pass_arguments()),
     "set_token_id": lambda: (
         kernels.Decoder(**_decoder_arguments() | {"token_ids": np.arange(VOCAB)}).set_token_id,

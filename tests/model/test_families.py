@@ -102,6 +102,23 @@ def test_rotated_numbers_are_read_as_minimax_writes_them() -> None:
     assert config.rope.share == 0.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "reason"),
+    [
+        ("minimax_m2", {"scoring_func": "softmax"}, "by softmax; .* by sigmoid"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size = 0"),
+        ("qwen3_moe", {"scoring_func": "sigmoid"}, "by sigmoid; .* by softmax"),
+    ],
+)
+def test_other_weights_of_experts_are_refused(kind: str, change: dict[str, object], reason: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    experts = {"num_attention_heads": 4, "vocab_size": 320, "num_experts": 6, "num_experts_per_tok": 3}
+    values = {"model_type": kind, **sizes, **experts}
+    assert hf.config_from_json(values).experts
+    with pytest.raises(UnsupportedModel, match=reason):
+        hf.config_from_json(values | change)
+
+
 # GGUF --------------------------------------------------------------------------------------------
 
 FUSED_UP = {"ffn_up.weight": ("mlp_gate", "mlp_up")}
@@ -190,6 +207,15 @@ def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     expected, got = (logits_of(ReferenceDecoder(m.config, m.weights, torch.float32), IDS) for m in (loaded, again))
     assert (got - expected).abs().max() < 1e-4
     assert again.config.family in (loaded.config.family, "olmo2", "llama")
+
+
+def test_a_gguf_file_that_weighs_experts_otherwise_is_refused(tmp_path: Path) -> None:
+    family_model("minimax_m2").save_pretrained(tmp_path / "folder")
+    loaded, keys = load_model(tmp_path / "folder"), {"minimax-m2.rope.dimension_count": 8}
+    extra = keys | {"minimax-m2.expert_gating_func": 1}
+    path = write_gguf(tmp_path / "model.gguf", loaded.config, loaded.weights, extra=extra)
+    with pytest.raises(UnsupportedModel, match="by softmax"):
+        load_model(path)
 
 
 def test_blocks_of_four_bits_are_read_in_our_order(tmp_path: Path) -> None:

@@ -103,6 +103,17 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
 
 
+def test_weights_of_other_taps_are_left_out(toy: Path, tmp_path: Path) -> None:
+    """What reads taps begins anew, all else goes on."""
+    once = ["--steps", "1", "--eval-every", "1", "--eval-tokens", "99", "--lr", "1e-6"]
+    assert main(command("block", toy, tmp_path / "three", *SMALL, *once)) == 0
+    again = [*SMALL[:-1], "1,2,3,5", *once, "--start-from", str(tmp_path / "three")]
+    assert main(command("block", toy, tmp_path / "four", *again)) == 0
+    three, four = (load_head(tmp_path / name, toy_config()) for name in ("three", "four"))
+    assert four.config.taps == (1, 2, 3, 5)
+    np.testing.assert_allclose(three.weights["layers.1.attn_q"], four.weights["layers.1.attn_q"], atol=1e-3)
+
+
 def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> None:
     for corrector in ("gated", "vanilla", "none"):
         options = [*SMALL, "--corrector", corrector, "--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
@@ -117,6 +128,8 @@ def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> N
     [
         (["--layers", "9"], "--layers must be between 1 and 5"),
         (["--rank", "0"], "--rank must be between 1"),
+        (["--rank", "33"], "at most 32, the target's width"),
+        (["--taps", ",".join("1" * 17)], "17 layers; a head reads at most 16"),
         (["--anchors", "0"], "--anchors must be above 0"),
         (["--copy", "1"], "--copy must be 3 of the target's 6 layers"),
         (["--copy", "a,b,c"], "'a,b,c'"),

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from paceline.cli import main
+from paceline.train import run_folder
 from paceline.train.run_folder import METRICS
 from paceline.train.trainer import TrainConfig, Trainer
 from tests.train.test_run import command
@@ -95,6 +98,54 @@ def test_a_log_with_a_line_that_is_not_ours_is_refused(
     log.write_text(whole + line[:3])  # half a line is of a run that was killed
     assert main(words) == 0
     assert [json.loads(row)["step"] for row in log.read_text().splitlines()] == [0, 2, 4]
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    words = command("eagle3", toy, tmp_path, *OFTEN)
+    assert main(words) == 0
+    path = tmp_path / "checkpoint.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    for wrong in ({"weight.fc": torch.zeros(1, 2, 3)}, {}):
+        kept = {name: tensor for name, tensor in tensors.items() if name != "weight.fc"}
+        run_folder.save_file(kept | wrong, path, about)
+        assert main(words) == 2
+        assert "has other tensors than this drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", ["features", "out"])
+def test_a_full_disk_is_told_and_the_run_goes_on_later(
+    full: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = [*command("eagle3", toy, tmp_path / "out", *OFTEN), "--features", str(tmp_path / "features")]
+    save = run_folder.save_file
+
+    def save_some(tensors: Any, path: Path, about: Any = None) -> None:
+        if path.parent.name != full:
+            return save(tensors, path, about)
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder, "save_file", save_some)
+        assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "No space left on device" in told
+    assert "the same command continues" in told
+    assert not [*tmp_path.rglob("*.partial")]
+    assert main(words) == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_texts_are_read(
+    toy: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    features = tmp_path / "features"
+    words = [*command("eagle3", toy, tmp_path / "file" / "out", *OFTEN), "--features", str(features)]
+    assert main(words) == 2
+    assert "out cannot be made" in capsys.readouterr().err
+    assert not features.exists()
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 31, 1 << 32])

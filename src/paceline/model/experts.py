@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import BadModelFile
+from paceline.core.errors import BadModelFile, UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,7 @@ SWIGLU = (7.0, 1.702)  # limit and factor of the activation `clamped_silu`
 DENSE = "dense_"  # begins the short names of a layer without experts in a model with some
 ROUTER_NAMES = frozenset({"router", "shared_gate"})
 PARTS = ("gate", "up", "down")
+_SCORES = {False: ("softmax",), True: ("sigmoid", "noaux_tc")}  # words of configs, by `MixtureFacts.sigmoid`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,17 @@ class MixtureFacts:
     router: str = "gate"  # the module in `block`
     block: str = "mlp"  # the module that holds router and experts
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order of `PARTS`
+
+    def check_scores(self, said: object) -> None:
+        """Raise `UnsupportedModel` if a file weighs experts in another way.
+
+        said: the file's word for it, None if it has none.
+        """
+        known = _SCORES[self.sigmoid]
+        if said is not None and said not in known:
+            raise UnsupportedModel(
+                f"the model weighs its experts by {str(said)[:80]}; models of its family do so by {known[0]}"
+            )
 
     def experts(self, num: int, per_token: int, shared_size: int = 0) -> Experts:
         """Return experts of such a family."""

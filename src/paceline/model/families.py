@@ -236,6 +236,7 @@ FAMILIES: dict[str, Family] = {
             "minimax_m2",
             "minimax-m2",
             qk_norm="whole",
+            fixed={"shared_intermediate_size": 0},
             mixture=MixtureFacts(
                 normed=True,
                 sigmoid=True,

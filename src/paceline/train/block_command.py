@@ -88,6 +88,10 @@ def run(args: Namespace) -> int:
     target = open_target(args)
     taps = chosen_taps(args, target)
     copied = _copied(args, target)
+    if args.corrector != "none" and args.rank > target.config.hidden_size:
+        raise ConfigError(
+            f"--rank must be at most {target.config.hidden_size}, the target's width, not {args.rank}"
+        )
     material = gather(args, target, taps)
     choices = BlockChoices(
         copied=copied,

@@ -85,10 +85,15 @@ class BlockRecipe:
         return draft_blocks(self._config, self.weights, self._target.embed, scaled, depths)
 
     def start_from(self, folder: Path) -> str:
-        """Copy the weights of equal name and shape from a trained block head, see `Recipe`."""
+        """Copy the weights of equal name and shape from a trained head, see `Recipe`.
+
+        `fc` is copied from a head of the same taps only: its columns are those of the taps.
+        """
         trained = load_head(folder, self._target.config)
         found = dict(trained.weights)
-        found["fc"] = found["fc"] * self._scales.cpu().numpy()
+        fc = found.pop("fc")
+        if trained.config.taps == self._config.taps and fc.shape == self.weights["fc"].shape:
+            found["fc"] = fc * self._scales.cpu().numpy()
         if "corrector.out" in found:
             found["corrector.out"] = self._aligned(found["corrector.out"], trained.token_ids)
         self.inherited = inherit(self.weights, found)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from paceline.core.errors import PacelineError
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.train.corpus import packs
+from paceline.train.run_folder import make_folder, save_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ class FeatureFiles:
         missing = [i for i, path in enumerate(self._paths) if not path.is_file()]
         if not missing:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         read = make_reader()
         sizes = [sum(len(self._texts[n]) for n in numbers) for numbers in self._shards]
         done = sum(sizes) - sum(sizes[i] for i in missing)
@@ -94,9 +94,7 @@ class FeatureFiles:
                 done += sum(map(len, texts))
                 on_progress(done, sum(sizes))
             joined = {name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}
-            partial = self._paths[shard].with_suffix(".partial")
-            save_file(joined, partial)
-            partial.replace(self._paths[shard])
+            save_whole(self._paths[shard], joined)
 
     def __getitem__(self, number: int) -> TextFeatures:
         shard, offset, answer = self._place[number]

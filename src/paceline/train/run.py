@@ -20,6 +20,7 @@ from paceline.train.recipe import write_drafter
 from paceline.train.run_folder import (
     append_metrics,
     keep_metrics,
+    make_folder,
     read_metrics,
     resume,
     save_checkpoint,
@@ -70,7 +71,7 @@ def train(
     trainer = Trainer(recipe, config, batcher, material.training)
     initial = _inherited_weights(recipe) if config.keep_start else {}
     settings = _settings(config, material, choices)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     evaluator = _Evaluator(trainer, config, batcher, material.held_out, folder)
     if not resume(folder, trainer, settings):
         keep_metrics(folder, -1)  # drops rows of a run that stopped before its first checkpoint

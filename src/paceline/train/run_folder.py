@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline.core.errors import BadModelFile, ConfigError
+from paceline.core.errors import BadModelFile, ConfigError, PacelineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -60,30 +61,67 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
     if changed:
         listed = ", ".join(f"{n} (was {theirs.get(n)}, is {ours.get(n)})" for n in sorted(changed))
         raise ConfigError(f"{path} is of a run with other settings: {listed}; train into another --out")
-    trainer.restore(step, tensors)
+    try:
+        trainer.restore(step, tensors)
+    except (KeyError, RuntimeError) as error:  # a tensor that is missing or of another shape
+        raise BadModelFile(
+            f"{path} has other tensors than this drafter: {error!r}; train into another --out"
+        ) from None
     keep_metrics(folder, step)
     return True
 
 
-def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
-    """Write a safetensors file atomically."""
-    partial = path.with_suffix(".partial")
+def make_folder(folder: Path) -> None:
+    """Make a folder for results. Raises `ConfigError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be made: {error.strerror}") from None
+
+
+def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file atomically. Raises `PacelineError`, for a full disk too."""
     whole = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(whole, partial, dict(about))
-    partial.replace(path)
+    with _replacing(path) as partial:
+        save_file(whole, partial, dict(about) if about else None)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Write a JSON file atomically. Raises `PacelineError`."""
+    with _replacing(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to the log."""
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
+    """Append a row to the log. Raises `PacelineError`."""
+    path = folder / METRICS
+    with _told(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Hand out a file that replaces `path` once written; a part is removed."""
+    partial = path.with_suffix(".partial")
+    with _told(path):
+        try:
+            yield partial
+            partial.replace(path)
+        except (OSError, SafetensorError):
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn the errors of writing a file into `PacelineError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise PacelineError(
+            f"{path} cannot be written ({error}); once there is room, the same command continues where it stopped"
+        ) from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -100,9 +138,8 @@ def keep_metrics(folder: Path, step: int) -> None:
     path = folder / METRICS
     lines = _logged(path) if path.is_file() else []
     text = "".join(line for line, row in lines if row["step"] <= step)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with _replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _logged(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.model.heads.config import EAGLE3
+from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
 from paceline.train.feature_store import FeatureFiles
@@ -18,6 +19,7 @@ from paceline.train.head_recipe import HeadRecipe
 from paceline.train.progress import progress
 from paceline.train.recipe import KINDS
 from paceline.train.run import TrainMaterial, train
+from paceline.train.run_folder import make_folder
 from paceline.train.summary import print_summary
 from paceline.train.target_model import load_target, native_reader, reference_reader
 from paceline.train.trainer import TrainConfig
@@ -151,6 +153,8 @@ def add_depths(parser: ArgumentParser, num_steps: int) -> None:
 def open_target(args: Namespace) -> TrainTarget:
     """Check the options, set the threads, open the target. Raises `ConfigError`, `ModelError`."""
     _check(args)
+    if getattr(args, "out", None) is not None:
+        make_folder(args.out)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return load_target(args.model, torch.device(args.device))
@@ -164,6 +168,8 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
         taps = tuple(int(word) for word in args.taps.split(","))
     except ValueError:
         raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}") from None
+    if len(taps) > MAX_TAPS:
+        raise ConfigError(f"--taps has {len(taps)} layers; a head reads at most {MAX_TAPS}")
     if not all(0 <= tap <= target.config.num_layers for tap in taps):
         raise ConfigError(f"--taps {args.taps}: the target has layers 0 to {target.config.num_layers}")
     return taps

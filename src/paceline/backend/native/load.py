@@ -189,6 +189,7 @@ def load_runner(
         written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
     else:
         written = pack_target_head(vocabulary, target, weight_type)
+    num_rows = target.config.vocab_size if written is target.tables.head else len(vocabulary.token_ids)
     relay, packed_relay = (
         _pack_relay(weights, vocabulary, weight_type, team) if config.relay_size else (None, None)
     )
@@ -202,7 +203,7 @@ def load_runner(
             vocabulary.mapped_ids,
             config.norm_output,
             packed_relay,
-            _pack_corrector(weights, vectors, vocabulary, weight_type, team) if config.block else None,
+            _pack_corrector(weights, vectors, vocabulary, num_rows, weight_type, team) if config.block else None,
         ),
         layers=[
             pack_layer(i, _layer_shapes(config, i), weights, weight_type, team)
@@ -246,15 +247,19 @@ def _pack_corrector(
     weights: Mapping[str, NDArray[floating]],
     vectors: Mapping[str, NDArray[float32]],
     vocabulary: DraftVocabulary,
+    num_rows: int,
     weight_type: str,
     team: kernels.ThreadPool,
 ) -> PackedLayer:
-    """Return what corrects a block's guesses and says how likely they are kept."""
+    """Return what corrects a block's guesses and says how likely they are kept.
+
+    num_rows: of the matrix that writes tokens.
+    """
     mixes = [name for name in _MIXES if f"corrector.{name}" in weights]
     matrices = {name: pack(weights, f"corrector.{name}", weight_type, team) for name in mixes}
     if "corrector.out" in weights:
         table = as_float32(weights["corrector.out"])
-        matrices["out"] = _pack_own_head(vocabulary, table, weight_type)
+        matrices["out"] = _pack_own_head(vocabulary, table, weight_type, num_rows)
         matrices["before"] = pack(weights, "corrector.before", table_type(weight_type), team)
     own = {"mix_bias": vectors[f"corrector.{mixes[0]}_bias"]} if mixes else {}
     if "confidence" in weights:
@@ -262,9 +267,15 @@ def _pack_corrector(
     return matrices, own
 
 
-def _pack_own_head(vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str) -> kernels.Matrix:
-    """Pack a drafter's own head. table: [num_fixed, width], in the order of the given ids."""
-    rows = np.zeros((len(vocabulary.token_ids), table.shape[1]), np.float32)
+def _pack_own_head(
+    vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str, num_rows: int | None = None
+) -> kernels.Matrix:
+    """Pack a drafter's own head.
+
+    table: [num_fixed, width], in the order of the given ids. num_rows: of the matrix, with zeros at the end; by
+    default one for each place of the vocabulary.
+    """
+    rows = np.zeros((num_rows or len(vocabulary.token_ids), table.shape[1]), np.float32)
     rows[: vocabulary.num_fixed] = table[vocabulary.order]
     return kernels.pack(rows, weight_type)
 

@@ -9,13 +9,13 @@ are never valid: once the target has kept them, they are written again from its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from paceline.backend.seam import Features, PassRequest
-from paceline.core.nouns import NO_DRAFT, Draft
+from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains, rule_on_device
@@ -113,9 +113,9 @@ class HeadDrafter:
         self._entries = Entries(self._rows, self._tapped, self.entries_lag)
         self._feature_store = feature_store(asked.name)
         per_token = self._kv.bytes_per_token + self._taps.bytes_per_token
-        self.needs = head_needs(
-            asked, head, per_token, stops=not self._dense
-        )  # the law's own draws have no margins
+        needs = head_needs(asked, head, per_token, stops=not self._dense)  # the law's own draws have no margins
+        spare_bytes = self._spare_pages(target) * PAGE_TOKENS * self._kv.bytes_per_token
+        self.needs = replace(needs, bytes_per_row=spare_bytes // target.rows.num_rows)
 
     @classmethod
     def late_rule(cls) -> HintRule:

@@ -149,9 +149,10 @@ class BlockConfig(HeadOptions):
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head = self.load(target)
-        if self.vocabulary is not None and head.config.own_head:
+        has_own = head.config.own_head or head.config.draft_vocab_size != target.config.vocab_size
+        if self.vocabulary is not None and has_own:
             raise ConfigError(f"{self.name}: leave out vocabulary={self.vocabulary}: the head has its own tokens")
-        head = head if head.config.own_head else _narrow(self, head, target)
+        head = head if has_own else _narrow(self, head, target)
         return _drafter(BlockHeadDrafter, self.asked(target), target, head)
 
 

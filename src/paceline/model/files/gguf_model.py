@@ -78,6 +78,7 @@ FUSED = {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), "ffn_up.weight": ("m
 # Divisors of angles for texts up to the trained context, and for longer ones.
 LONGROPE_NAMES = ("rope_factors_short.weight", "rope_factors_long.weight")
 
+_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # numbers of `expert_gating_func`; 3: of the chosen experts
 # Mistral's files say "llama": the first family of an architecture, with or without experts, stands for all of it.
 _FAMILIES = {(f.gguf_arch, f.mixture is not None): f for f in reversed(FAMILIES.values())}
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values()) if f.gguf_arch}
@@ -271,6 +272,8 @@ def _experts(read: _GgufReader, facts: Family) -> Experts | None:
     mixture = facts.mixture
     if mixture is None:
         return None
+    scores = read.integer("expert_gating_func", 0)
+    mixture.check_scores(_SCORES.get(scores, f"function {scores}") if scores else None)
     num_dense = read.integer("leading_dense_block_count", 0)
     shared_size = _shared_size(read, num_dense) if mixture.shared else 0
     return replace(

@@ -277,6 +277,7 @@ def _experts(read: JsonReader, facts: Family) -> Experts | None:
         raise UnsupportedModel(
             "experts in some layers only (mlp_only_layers, decoder_sparse_step) are not supported"
         )
+    mixture.check_scores(read.values.get("scoring_func"))
     key = next((key for key in _NUM_EXPERTS if read.values.get(key) is not None), _NUM_EXPERTS[0])
     num_dense = read.integer("first_k_dense_replace", 0)
     return replace(

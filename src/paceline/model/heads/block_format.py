@@ -144,7 +144,7 @@ def read_block(
         confidence=confidence,
         confidence_reads_token=confidence and flag(values, "confidence_head_with_markov"),
     )
-    _check(block, layers)
+    _check(block, layers, target)
     return taps, block
 
 
@@ -166,13 +166,18 @@ def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dic
     return shapes
 
 
-def _check(block: BlockShape, layers: ModelConfig) -> None:
+def _check(block: BlockShape, layers: ModelConfig, target: ModelConfig) -> None:
     if not 1 <= block.num_drafts or block.size > MAX_BLOCK:
         raise BadModelFile(f"the head's block_size = {block.size} must be at least 2 and at most {MAX_BLOCK}")
     if block.rank > MAX_RANK:
         raise BadModelFile(f"the head's markov_rank = {block.rank} must be at most {MAX_RANK}")
     if block.confidence_reads_token and not block.rank:
         raise BadModelFile("the head's confidence_head_with_markov needs a markov_rank above 0")
+    if block.rank and layers.vocab_size != target.vocab_size:
+        raise DrafterMismatch(
+            f"the head's corrector has rows for {layers.vocab_size} tokens, this target has {target.vocab_size}; "
+            "it belongs to another model"
+        )
     if layers.sliding is not None:
         raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
 
@@ -186,8 +191,7 @@ def _counted_from_0(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _draws_from_anchor(values: Mapping[str, Any]) -> bool:
     """Return True for DSpark, whatever the format."""
-    names = [values.get(_FORMAT), *(values.get("architectures") or [])]
-    return any("dspark" in str(name).lower() for name in names)
+    return any("dspark" in str(values.get(key)).lower() for key in (_FORMAT, "architectures"))
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:

@@ -109,16 +109,28 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     if config.block:
         config = replace(config, own_head="head" in found)
     shapes = head_shapes(config)
+    _check_width(config, target, has_embed="embed" in found)
     if "embed" in found:
         shapes["embed"] = (target.vocab_size, config.layers.hidden_size)
-    elif config.layers.hidden_size != target.hidden_size:
-        raise DrafterMismatch(
-            f"the head is {config.layers.hidden_size} numbers wide and has no embedding of its own; the target's "
-            f"has {target.hidden_size}"
-        )
     weights = {name: Held(_read(whole, name, shape, folder)) for name, shape in shapes.items()}
     sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     return Head(config, LazyWeights(weights, sources), _token_ids(found, config, target, folder))
+
+
+def _check_width(config: HeadConfig, target: ModelConfig, *, has_embed: bool) -> None:
+    """Raise `DrafterMismatch` for a head that needs a table of a target of another width."""
+    own, theirs = config.layers.hidden_size, target.hidden_size
+    if own == theirs:
+        return
+    if not has_embed:
+        raise DrafterMismatch(
+            f"the head is {own} numbers wide and has no embedding of its own; the target's has {theirs}"
+        )
+    if config.request_tokens or not config.own_head:
+        raise DrafterMismatch(
+            f"the head is {own} numbers wide and writes with rows of its target's output matrix; this target's "
+            f"have {theirs}"
+        )
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:
