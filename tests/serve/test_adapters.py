@@ -202,6 +202,28 @@ def test_skyrl_sends_batches_and_chunks_of_weights(
     asyncio.run(work())
 
 
+class NotingClient:
+    """Notes its requests, and ends them at once."""
+
+    def __init__(self, adapters: Any) -> None:
+        self.rids: list[str] = []
+        self._answer = adapters.roll_out_client.RollOut([1], [-1.0], "stop", "a", 0, ("v",))
+
+    async def generate(self, prompt_ids: Any, sampling: Any, rid: str) -> Any:
+        self.rids.append(rid)
+        return self._answer
+
+
+def test_skyrl_s_prompts_go_to_servers_in_turn_and_a_session_to_one(adapters: Any) -> None:
+    engine = adapters.skyrl_adapter.RollOutEngine(["http://a", "http://b"], KEY, "default")
+    clients = engine._clients[:] = [NotingClient(adapters), NotingClient(adapters)]
+    asyncio.run(engine.generate({"prompt_token_ids": [PROMPT] * 6}))
+    assert [len(client.rids) for client in clients] == [3, 3]
+    asyncio.run(engine.generate({"prompt_token_ids": [PROMPT] * 4, "session_ids": ["a"] * 4}))
+    assert sorted(len(client.rids) for client in clients) == [3, 7]
+    assert len({rid for client in clients for rid in client.rids}) == 10
+
+
 def chunks_of(model: Path) -> Iterator[Any]:
     """Chunks as SkyRL's extractors make them: some names and tensors each."""
     for name, tensor in load_file(model / "model.safetensors").items():
