@@ -245,6 +245,31 @@ def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_a_replica_that_comes_while_the_fleet_begins_to_work_again_works_too() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines = [FakeEngines(), FakeEngines()]
+        first, later = FakeCommands(), FakeCommands()
+        engines[0].commands, engines[1].commands = first, later
+        fleet.add("0", engines[0])
+        await fleet.commands.send(Pause())
+        ready, engines[1].ready = engines[1].ready, None
+        member = fleet.add("1", engines[1])
+        await asyncio.sleep(0)  # it is looked at, and loads
+        engines[1].ready = ready
+        first.gate.clear()
+        going_on = asyncio.create_task(fleet.commands.send(GoOn()))
+        await until(lambda: bool(later.sent))
+        await asyncio.sleep(2 * fleet_commands.LOADS_S)
+        first.gate.set()
+        await going_on
+        await until(lambda: member.serves)
+        assert later.sent[-1] == GoOn(), "a pause behind it would last"
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_client_that_leaves_in_its_body_is_no_fault_of_ours() -> None:
     """Neither on a route that reads JSON nor on one that takes tensors."""
     lines: list[tuple[str, int]] = []
