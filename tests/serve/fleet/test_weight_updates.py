@@ -153,6 +153,23 @@ def test_files_stay_while_a_replica_runs_on_them(
     assert asyncio.run(scenario()) == left
 
 
+def test_tensors_of_older_weights_do_not_change_whole_ones_that_a_part_of_a_fleet_took(
+    updates: WeightUpdates,
+) -> None:
+    async def scenario() -> list[str]:
+        commands = FakeCommands()
+        staged(updates, "a")
+        await updates.from_staged(commands, "v1")
+        commands.errors = [PartlyObeyed("no")]
+        with pytest.raises(PartlyObeyed):
+            await updates.from_place(commands, "whole", "v2")
+        staged(updates, "b")
+        await updates.from_staged(commands, "v3")
+        return commands.taken[-1]
+
+    assert asyncio.run(scenario()) == ["b"]
+
+
 def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
     async def scenario() -> None:
         engines = [FakeEngines(), FakeEngines()]
