@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.cli import main, parse, parser_of
+from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
 from paceline.core.nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
@@ -163,6 +164,27 @@ def test_flags_of_a_server_are_options_of_a_front() -> None:
     assert options.keys().find(b"k")
 
 
+def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:
+    """It ignores other addresses: a server without a key would be reached from outside."""
+    http = http_config(parse(parser_of("serve"), ["--port", "8123"], {}))
+    assert serve_command.address_of(http, ("127.0.0.1", 8123)) == ("http://127.0.0.1:8123", 8123)
+    with pytest.raises(ConfigError, match=r"give --host 0\.0\.0\.0 --port 8123"):
+        serve_command.address_of(http, ("0.0.0.0", 8123))
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "says"),
+    [
+        (["failed 3 times\n  File x\npaceline.core.errors.BadModelFile: a: b", "E: c"], BadModelFile, "a: b"),
+        (["", "ray.exceptions.GetTimeoutError: late"], PacelineError, "late"),
+        ([], EngineDied, "Deploying failed"),
+    ],
+)
+def test_what_ended_an_engine_is_told_as_by_a_server(messages: list[str], kind: type, says: str) -> None:
+    found = serve_command.reason_of(messages, "Deploying failed")
+    assert (type(found), str(found)) == (kind, says)
+
+
 @pytest.mark.ray
 class TestArguments:
     """Of `serve run paceline.ray:app`."""
@@ -183,7 +205,6 @@ class TestArguments:
         ],
     )
     def test_wrong_ones_are_refused(self, args: dict[str, str], says: str) -> None:
-        from paceline.core.errors import ConfigError
         from paceline.ray import app
 
         with pytest.raises(ConfigError, match=says):
