@@ -126,6 +126,21 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     assert asyncio.run(work()) == (True, False)
 
 
+def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
+    async def work() -> dict[Any, Any]:
+        host = EngineHost(EngineConfig())
+
+        class LastAnswers(OpenAnswers):
+            async def close(self) -> None:
+                host._open.pop(("front", "b"), None)
+
+        host._open = {("front", "a"): LastAnswers(), ("front", "b"): OpenAnswers()}  # type: ignore[dict-item]
+        await host.detach("front")
+        return host._open
+
+    assert asyncio.run(work()) == {}
+
+
 def test_neither_server_nor_engine_imports_ray() -> None:
     code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
