@@ -165,7 +165,7 @@ def test_what_ranks_cannot_share_is_refused(config: ModelConfig, ranks: int, tol
 
 def test_ranks_keep_their_weights() -> None:
     with pytest.raises(ConfigError, match="leave out --tensor-parallel"):
-        repack(decoder_of(2), {})
+        repack(decoder_of(2), {}, beside=False)
 
 
 def test_only_targets_have_ranks() -> None:
