@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 8  # of Ray's processes for a head that is away; 60 by default
+PATIENCE_S = 30  # of Ray's processes for a head that is away, more than an answer takes; 60 by default
 BODY = {"prompt": "the", "max_tokens": 3500, "seed": 1, "temperature": 0.9, "ignore_eos": True, "stream": True}
 
 pytestmark = [
