@@ -18,7 +18,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
-from paceline.ray.front_options import of_server
+from paceline.ray.front_options import of_arguments, of_server
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
@@ -200,6 +200,11 @@ def test_what_ended_an_engine_is_told_as_by_a_server(messages: list[str], kind: 
     assert (type(found), str(found)) == (kind, says)
 
 
+def test_words_that_yaml_takes_for_others_are_taken() -> None:
+    options = of_arguments({"insecure": True, "resume": False, "tail": False, "resume_wait_s": 1})
+    assert (options.fleet.resume, options.fleet.tail, options.fleet.resume_wait_s) == ("off", "off", 1)
+
+
 @pytest.mark.ray
 class TestArguments:
     """Of `serve run paceline.ray:app`."""
@@ -216,6 +221,11 @@ class TestArguments:
             ({"api_key": "k", "rl": "true", "fronts": "2"}, "fronts=1"),
             ({"insecure": "true", "replica": "2"}, "did you mean 'replicas'"),
             ({"insecure": "true", "autoscaling": "many"}, "1-4"),
+            ({"insecure": "true", "autoscaling": "4-1"}, "1-4"),
+            ({"insecure": "true", "replicas": "many"}, "replicas is a number from 1 to 256"),
+            ({"insecure": "true", "cpus": "0"}, "cpus is a number above 0"),
+            ({"insecure": "true", "autoscaling": "1-2", "tpot_ms": "soon"}, "tpot_ms is a number above 0"),
+            ({"insecure": "true", "hedge": "p95", "law": "rejection"}, "--hedge needs --law coupled"),
             ({"insecure": "true", "weights": "int3"}, "int3"),
         ],
     )
@@ -237,6 +247,12 @@ class TestArguments:
         keys.write_text(new_key("one")[1].line + "\n")
         made = app(application["args"] | {"api_key_file": str(keys)})
         assert made._bound_deployment.name == "Front"
+
+    def test_a_fraction_is_a_number(self) -> None:
+        from paceline.ray import app
+
+        with pytest.raises(ConfigError, match=r"--resume-wait .* not 86400\.5"):
+            app({"insecure": "true", "resume_wait_s": "86400.5"})
 
     def test_they_make_two_deployments(self) -> None:
         from paceline.ray import app
