@@ -58,7 +58,8 @@ class RollOutClient:
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], rid: str) -> RollOut:
         """Write an answer, or as much of it as there is when it is aborted."""
         params = sampling_of(sampling)
-        num_prompt, seed = self._cut.pop(tuple(prompt_ids), (len(prompt_ids), None))
+        earlier = self._cut.pop(tuple(prompt_ids), None)
+        num_prompt, seed = earlier or (len(prompt_ids), None)
         answer = list(prompt_ids[num_prompt:])
         if seed is not None:
             params["sampling_seed"] = seed
@@ -67,7 +68,12 @@ class RollOutClient:
         seed = params.setdefault("sampling_seed", secrets.randbits(31))
         body = {"input_ids": list(prompt_ids[:num_prompt]), "rid": rid, "sampling_params": params}
         body |= {"return_logprob": True} | ({"answer_ids": answer} if answer else {})
-        found = await self.post("/generate", body)
+        try:
+            found = await self.post("/generate", body)
+        except BaseException:
+            if earlier is not None:  # it may be sent again
+                self._cut[tuple(prompt_ids)] = earlier
+            raise
         about = found["meta_info"]
         written = RollOut(
             found["output_ids"],
@@ -77,7 +83,7 @@ class RollOutClient:
             about["cached_tokens"],
             tuple(one["version"] for one in about["weight_versions"]),
         )
-        if written.finish == "abort":
+        if written.finish == "abort" and (answer or written.token_ids):  # else it has not begun
             if len(self._cut) >= MOST_CUT:
                 self._cut.pop(next(iter(self._cut)))
             self._cut[(*prompt_ids, *written.token_ids)] = (num_prompt, seed)

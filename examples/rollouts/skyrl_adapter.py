@@ -30,7 +30,8 @@ class RollOutEngine:
     def __init__(self, urls: Sequence[str], key: str, model_name: str) -> None:
         self._clients = [RollOutClient(url.rstrip("/"), key) for url in urls]
         self._model_name = model_name
-        self._numbers = itertools.count()
+        self._turns = itertools.cycle(self._clients)
+        self._numbers = itertools.count()  # of requests
         self._version = 0
 
     @property
@@ -132,8 +133,7 @@ class RollOutEngine:
 
     def _client_of(self, session: object) -> RollOutClient:
         """Return a server: always the same one for a session, whose pages it holds."""
-        number = next(self._numbers) if session is None else hash(session)
-        return self._clients[number % len(self._clients)]
+        return next(self._turns) if session is None else self._clients[hash(session) % len(self._clients)]
 
     async def _all(self, call: Callable[[RollOutClient], Awaitable[None]]) -> None:
         await asyncio.gather(*(call(client) for client in self._clients))

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-# A new command is one module and one line here: name -> (module, description).
+# A new command is one module, or a class in it, and one line here: name -> (module[:class], description).
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
     "fleet": ("paceline.serve.terminal.show_fleet", "show the replicas of a running server"),
-    "fleet drain": ("paceline.serve.terminal.fleet_drain", "let other replicas take over from one"),
-    "fleet move": ("paceline.serve.terminal.fleet_move", "let another replica go on with an answer"),
+    "fleet drain": ("paceline.serve.terminal.change_fleet:Drain", "let other replicas take over from one"),
+    "fleet move": ("paceline.serve.terminal.change_fleet:Move", "let another replica go on with an answer"),
     "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
     "generate": ("paceline.serve.terminal.generate", "write one answer, or one for each prompt of a file"),
     "bench": ("paceline.bench.bench_command", "measure decoding with and without speculation"),
@@ -160,11 +160,16 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _imported(module_name: str, command: str) -> Any:
-    """Import a command's module. Raises `ConfigError` where it needs PyTorch and that is not installed."""
+def _imported(place: str, command: str) -> Any:
+    """Import a command. Raises `ConfigError` where it needs PyTorch and that is not installed.
+
+    place: its module[:class].
+    """
+    module_name, _, part = place.partition(":")
     gc.disable()  # an eighth of an import, and a module is never garbage
     try:
-        return importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
+        return getattr(module, part) if part else module
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

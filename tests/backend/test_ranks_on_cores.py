@@ -98,6 +98,14 @@ def test_long_rows_are_exchanged_in_parts() -> None:
     assert_same([two], [one])
 
 
+def test_a_pass_that_is_refused_leaves_ranks_in_step() -> None:
+    decoder, rows = decoder_of(2), pack([(IDS[:90], 0, range(25))])
+    wrong = SamplingSpec("noise", LOGITS.params)
+    with pytest.raises(ValueError, match="kind"):
+        run_pass(decoder, rows, decoder.new_kv(NUM_PAGES), [wrong] * len(rows.wanted))
+    assert_same(passes(decoder), passes(decoder_of(1)))
+
+
 def test_it_tells_what_it_is() -> None:
     one, two = decoder_of(1), decoder_of(2)
     assert isinstance(two, RankedDecoder)
@@ -157,7 +165,7 @@ def test_what_ranks_cannot_share_is_refused(config: ModelConfig, ranks: int, tol
 
 def test_ranks_keep_their_weights() -> None:
     with pytest.raises(ConfigError, match="leave out --tensor-parallel"):
-        repack(decoder_of(2), {})
+        repack(decoder_of(2), {}, beside=False)
 
 
 def test_only_targets_have_ranks() -> None:

@@ -27,7 +27,9 @@ def test_rules_are_read() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "pack", "pack:0", "pack:many", "pack:5000", "spread:2", "on"])
+@pytest.mark.parametrize(
+    "text", ["", "pack", "pack:0", "pack:many", "pack:5000", "pack:\u00b2", "pack:" + "1" * 5000, "spread:2", "on"]
+)
 def test_other_rules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="pack:ROWS"):
         parse_tail(text)

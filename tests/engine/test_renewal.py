@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -17,8 +17,9 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
 from paceline.core.nouns import Request
 from paceline.core.weight_source import WeightSource
+from paceline.draft.drafter import Needs
 from paceline.engine.assembly import owner
-from paceline.engine.renewal import renew
+from paceline.engine.renewal import rebuild, renew
 from paceline.model.content_key import content_key
 from paceline.model.heads.config import read_config
 from paceline.model.renewed import renewed
@@ -31,6 +32,7 @@ from tests.serve.conftest import write_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from paceline.backend.seam import Decoder
     from paceline.engine.engine import Engine
 
 PROMPT = tuple((7 * i + i * i) % 250 for i in range(40))
@@ -269,6 +271,22 @@ def test_a_drafter_for_which_memory_lacks_is_unloaded(models: tuple[Path, Path],
         llm.built.rebuild["eagle3"] = lacking
         assert llm.update_weights(models[1], "newer").unloaded == ("eagle3",)
         assert llm.weight_version == "newer"
+
+
+def test_a_drafter_may_be_unloaded_while_another_is_made_anew() -> None:
+    drafters: dict[str, Any] = {}
+
+    class Unloading:
+        """Unloads the other, as the engine does in its own thread."""
+
+        @property
+        def needs(self) -> Needs:
+            drafters.pop("b", None)
+            return Needs(kv_bytes_per_token=1)
+
+    drafters |= {"a": Unloading(), "b": Unloading()}
+    made = rebuild(drafters, {"a": lambda _: drafters["a"]}, cast("Decoder", None))
+    assert made == drafters
 
 
 @pytest.mark.parametrize("where", ["settle", "release_rows"])

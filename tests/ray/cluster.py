@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -31,14 +30,11 @@ FLAGS = (
 )
 
 
-def main(model: str) -> dict[str, Any]:
+def main(model: str, folder: str) -> dict[str, Any]:
+    """Try it all. folder: of Ray, with a short name."""
     begun_s = time.monotonic()
-    home, temp = (
-        tempfile.mkdtemp(prefix="home"),
-        tempfile.mkdtemp(prefix="r", dir="/tmp"),
-    )  # sockets have short names
-    os.environ["HOME"] = home  # Ray writes there
-    start_local_ray(8, temp, log_to_driver=False, object_store_memory=80 << 20)
+    os.environ["HOME"] = folder  # Ray writes there
+    start_local_ray(8, folder, log_to_driver=False, object_store_memory=80 << 20)
     import ray
     from paceline.ray import serve_command
     from ray import serve
@@ -215,4 +211,4 @@ def _listens() -> list[str]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(sys.argv[1])))
+    Path(sys.argv[2]).write_text(json.dumps(main(sys.argv[1], sys.argv[3])))

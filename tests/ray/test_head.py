@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 8  # of Ray's processes for a head that is away; 60 by default
+PATIENCE_S = 30  # of Ray's processes for a head that is away, more than an answer takes; 60 by default
 BODY = {"prompt": "the", "max_tokens": 3500, "seed": 1, "temperature": 0.9, "ignore_eos": True, "stream": True}
 
 pytestmark = [
@@ -59,9 +59,11 @@ class Cluster:
             "RAY_ADDRESS": f"127.0.0.1:{self.port}",
         }
         self._head: subprocess.Popen[bytes] | None = None
+        self.left = ExitStack()  # what must not outlive the test
 
     def start(self) -> None:
-        temp = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
+        folder = tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True)
+        temp = self.left.enter_context(folder)  # sockets have short names
         options = f"--port={self.port} --temp-dir={temp} --node-ip-address=127.0.0.1 --num-cpus=2 --block".split()
         options += ["--include-dashboard=false", "--object-store-memory=80000000"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options]
@@ -85,13 +87,17 @@ class Cluster:
                 os.killpg(self._head.pid, signal.SIGKILL)
             self._head.wait()
 
+    def close(self) -> None:
+        self.end()
+        self.left.close()
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     (tmp_path / "home").mkdir()
     found = Cluster(tmp_path)
     yield found
-    found.end()
+    found.close()
 
 
 def serving(cluster: Cluster, model: Path, port: int) -> subprocess.Popen[bytes]:
@@ -99,6 +105,7 @@ def serving(cluster: Cluster, model: Path, port: int) -> subprocess.Popen[bytes]
     log = (cluster.folder / "serve.log").open("ab")
     command = [sys.executable, "-m", "paceline.cli", "serve", *flags, "--model", str(model)]
     found = subprocess.Popen(command, stdout=log, stderr=log, env=cluster.environment, cwd=ROOT)
+    cluster.left.callback(found.kill)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
         for _ in range(180):
             with suppress(httpx.HTTPError):

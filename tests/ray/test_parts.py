@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from paceline.cli import main, parse, parser_of
+from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
 from paceline.core.nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
-from paceline.ray.front_options import of_server
+from paceline.ray.front_options import of_arguments, of_server
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
@@ -125,6 +126,21 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     assert asyncio.run(work()) == (True, False)
 
 
+def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
+    async def work() -> dict[Any, Any]:
+        host = EngineHost(EngineConfig())
+
+        class LastAnswers(OpenAnswers):
+            async def close(self) -> None:
+                host._open.pop(("front", "b"), None)
+
+        host._open = {("front", "a"): LastAnswers(), ("front", "b"): OpenAnswers()}  # type: ignore[dict-item]
+        await host.detach("front")
+        return host._open
+
+    assert asyncio.run(work()) == {}
+
+
 def test_neither_server_nor_engine_imports_ray() -> None:
     code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -163,6 +179,32 @@ def test_flags_of_a_server_are_options_of_a_front() -> None:
     assert options.keys().find(b"k")
 
 
+def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:
+    """It ignores other addresses: a server without a key would be reached from outside."""
+    http = http_config(parse(parser_of("serve"), ["--port", "8123"], {}))
+    assert serve_command.address_of(http, ("127.0.0.1", 8123)) == ("http://127.0.0.1:8123", 8123)
+    with pytest.raises(ConfigError, match=r"give --host 0\.0\.0\.0 --port 8123"):
+        serve_command.address_of(http, ("0.0.0.0", 8123))
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "says"),
+    [
+        (["failed 3 times\n  File x\npaceline.core.errors.BadModelFile: a: b", "E: c"], BadModelFile, "a: b"),
+        (["", "ray.exceptions.GetTimeoutError: late"], PacelineError, "late"),
+        ([], EngineDied, "Deploying failed"),
+    ],
+)
+def test_what_ended_an_engine_is_told_as_by_a_server(messages: list[str], kind: type, says: str) -> None:
+    found = serve_command.reason_of(messages, "Deploying failed")
+    assert (type(found), str(found)) == (kind, says)
+
+
+def test_words_that_yaml_takes_for_others_are_taken() -> None:
+    options = of_arguments({"insecure": True, "resume": False, "tail": False, "resume_wait_s": 1})
+    assert (options.fleet.resume, options.fleet.tail, options.fleet.resume_wait_s) == ("off", "off", 1)
+
+
 @pytest.mark.ray
 class TestArguments:
     """Of `serve run paceline.ray:app`."""
@@ -179,11 +221,15 @@ class TestArguments:
             ({"api_key": "k", "rl": "true", "fronts": "2"}, "fronts=1"),
             ({"insecure": "true", "replica": "2"}, "did you mean 'replicas'"),
             ({"insecure": "true", "autoscaling": "many"}, "1-4"),
+            ({"insecure": "true", "autoscaling": "4-1"}, "1-4"),
+            ({"insecure": "true", "replicas": "many"}, "replicas is a number from 1 to 256"),
+            ({"insecure": "true", "cpus": "0"}, "cpus is a number above 0"),
+            ({"insecure": "true", "autoscaling": "1-2", "tpot_ms": "soon"}, "tpot_ms is a number above 0"),
+            ({"insecure": "true", "hedge": "p95", "law": "rejection"}, "--hedge needs --law coupled"),
             ({"insecure": "true", "weights": "int3"}, "int3"),
         ],
     )
     def test_wrong_ones_are_refused(self, args: dict[str, str], says: str) -> None:
-        from paceline.core.errors import ConfigError
         from paceline.ray import app
 
         with pytest.raises(ConfigError, match=says):
@@ -201,6 +247,12 @@ class TestArguments:
         keys.write_text(new_key("one")[1].line + "\n")
         made = app(application["args"] | {"api_key_file": str(keys)})
         assert made._bound_deployment.name == "Front"
+
+    def test_a_fraction_is_a_number(self) -> None:
+        from paceline.ray import app
+
+        with pytest.raises(ConfigError, match=r"--resume-wait .* not 86400\.5"):
+            app({"insecure": "true", "resume_wait_s": "86400.5"})
 
     def test_they_make_two_deployments(self) -> None:
         from paceline.ray import app

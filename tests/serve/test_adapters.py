@@ -130,6 +130,56 @@ def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any,
     asyncio.run(work())
 
 
+class Answers:
+    """The answers of a server, in turn; an error is raised."""
+
+    def __init__(self, *found: list[int] | Exception) -> None:
+        self.found, self.bodies = list(found), []  # type: ignore[var-annotated]
+
+    async def post(self, path: str, body: Any) -> Any:
+        self.bodies.append(body)
+        if isinstance(token_ids := self.found.pop(0), Exception):
+            raise token_ids
+        about = {"output_token_logprobs": [], "finish_reason": {"type": "abort"}, "cached_tokens": 0}
+        return {"output_ids": token_ids, "text": "", "meta_info": about | {"weight_versions": []}}
+
+
+def client_over(adapters: Any, answers: Answers) -> Any:
+    class Client(adapters.roll_out_client.RollOutClient):  # type: ignore[misc]
+        post = staticmethod(answers.post)
+
+    return Client("http://a", KEY)
+
+
+def test_a_cut_whose_rest_fails_is_gone_on_with_when_it_is_sent_again(adapters: Any) -> None:
+    answers = Answers([7, 8], RuntimeError("503"), [9])
+    client = client_over(adapters, answers)
+
+    async def work() -> None:
+        await client.generate(PROMPT, {}, "a")
+        with pytest.raises(RuntimeError):
+            await client.generate([*PROMPT, 7, 8], {}, "b")
+        await client.generate([*PROMPT, 7, 8], {}, "c")
+
+    asyncio.run(work())
+    first, *others = answers.bodies
+    for body in others:
+        assert (body["input_ids"], body["answer_ids"]) == (PROMPT, [7, 8])
+        assert body["sampling_params"] == first["sampling_params"]
+
+
+def test_samples_of_a_prompt_that_were_cut_before_they_began_keep_their_seeds(adapters: Any) -> None:
+    answers = Answers(*([] for _ in range(4)))
+    client = client_over(adapters, answers)
+
+    async def work() -> None:
+        for seed in (1, 2, 1, 2):
+            await client.generate(PROMPT, {"seed": seed}, "a")
+
+    asyncio.run(work())
+    assert [body["sampling_params"]["sampling_seed"] for body in answers.bodies] == [1, 2, 1, 2]
+
+
 def test_a_small_trainer_takes_steps_through_verl(
     adapters: Any, trained: Server, model: Path, newer: Path
 ) -> None:
@@ -200,6 +250,28 @@ def test_skyrl_sends_batches_and_chunks_of_weights(
         await engine.teardown()
 
     asyncio.run(work())
+
+
+class NotingClient:
+    """Notes its requests, and ends them at once."""
+
+    def __init__(self, adapters: Any) -> None:
+        self.rids: list[str] = []
+        self._answer = adapters.roll_out_client.RollOut([1], [-1.0], "stop", "a", 0, ("v",))
+
+    async def generate(self, prompt_ids: Any, sampling: Any, rid: str) -> Any:
+        self.rids.append(rid)
+        return self._answer
+
+
+def test_skyrl_s_prompts_go_to_servers_in_turn_and_a_session_to_one(adapters: Any) -> None:
+    engine = adapters.skyrl_adapter.RollOutEngine(["http://a", "http://b"], KEY, "default")
+    clients = engine._clients[:] = [NotingClient(adapters), NotingClient(adapters)]
+    asyncio.run(engine.generate({"prompt_token_ids": [PROMPT] * 6}))
+    assert [len(client.rids) for client in clients] == [3, 3]
+    asyncio.run(engine.generate({"prompt_token_ids": [PROMPT] * 4, "session_ids": ["a"] * 4}))
+    assert sorted(len(client.rids) for client in clients) == [3, 7]
+    assert len({rid for client in clients for rid in client.rids}) == 10
 
 
 def chunks_of(model: Path) -> Iterator[Any]:

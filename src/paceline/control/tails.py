@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 OFF, SPREAD, PACK = TAILS = ("off", "spread", "pack")
 MOST_ROWS = 4096
+_ROWS = re.compile("[0-9]{1,4}")
 HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
 
 
@@ -32,7 +34,7 @@ class TailRule:
 def parse_tail(text: str) -> TailRule:
     """Return the rule that `off`, `spread` or `pack:ROWS` names. Raises `ConfigError`."""
     kind, _, rows = text.partition(":")
-    if kind == PACK and rows.isdigit() and 1 <= int(rows) <= MOST_ROWS:
+    if kind == PACK and _ROWS.fullmatch(rows) and 1 <= int(rows) <= MOST_ROWS:
         return TailRule(kind, int(rows))
     if text in (OFF, SPREAD):
         return TailRule(text)

@@ -83,7 +83,8 @@ def rebuild(
 
     makers: of such drafters, by name. newer: has the newer tables.
     """
-    shared = [name for name, drafter in drafters.items() if name in makers and drafter.needs.has_state]
+    found = tuple(drafters.items())  # the engine may unload one meanwhile
+    shared = [name for name, drafter in found if name in makers and drafter.needs.has_state]
     return {name: _attempt(makers[name], newer) for name in shared}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, suggest
@@ -9,6 +10,7 @@ from paceline.ray.front import Door, FrontReplica
 from paceline.ray.front_options import NAMES, FrontOptions, of_arguments
 from paceline.ray.replica import MAX_CALLS, EngineReplica
 from paceline.serve.asking import config_of
+from paceline.serve.fleet.fleet_options import MAX_REPLICAS
 from ray import serve
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
 HEALTH_S = 1.0  # between two looks at a replica
 POLICY = "paceline.ray:Headroom"
+MOST_NUMBER = 1e6  # of cores, or of milliseconds
+_BOUNDS = re.compile("([0-9]{1,4})-([0-9]{1,4})")
+_FRACTION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -30,7 +35,7 @@ def app(args: Mapping[str, Any]) -> Any:
     given = {name: _value(value) for name, value in args.items()}
     placement = {name: given.pop(name) for name in PLACEMENT if name in given}
     front = {name: given.pop(name) for name in NAMES if name in given}
-    model, cpus = str(given.pop("model", "default")), float(placement.get("cpus", 1))
+    model, cpus = str(given.pop("model", "default")), _positive(placement, "cpus")
     given.setdefault("threads", max(1, int(cpus)))
     try:
         config = config_of(model, given)
@@ -40,7 +45,8 @@ def app(args: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"unknown argument {unknown!r}{suggest(unknown, known)}" if unknown else str(error)
         ) from None
-    options, fronts = of_arguments(front), int(placement.get("fronts", 1))
+    options, fronts = of_arguments(front), _count(placement, "fronts")
+    options.fleet.check_law(config.law)
     if options.operation.rl and fronts != 1:
         raise ConfigError("rl=true goes with fronts=1: the parts of an update must come to one front")
     return application(config, options, _replicas(placement), cpus, fronts)
@@ -70,13 +76,28 @@ def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many engines there are: a number, or bounds between which headroom decides."""
     bounds = placement.get("autoscaling")
     if bounds is None:
-        return {"num_replicas": int(placement.get("replicas", 1))}
-    least, _, most = str(bounds).partition("-")
-    if not least.isdigit() or not most.isdigit():
+        return {"num_replicas": _count(placement, "replicas")}
+    found = _BOUNDS.fullmatch(str(bounds))
+    least, most = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= least <= most <= MAX_REPLICAS:
         raise ConfigError(f"autoscaling is two numbers of replicas, such as 1-4, not {bounds!r}")
-    kwargs = {"tpot_ms": float(placement["tpot_ms"])} if "tpot_ms" in placement else {}
+    kwargs = {"tpot_ms": _positive(placement, "tpot_ms")} if "tpot_ms" in placement else {}
     policy = {"policy_function": POLICY, "policy_kwargs": kwargs}
-    return {"autoscaling_config": {"min_replicas": int(least), "max_replicas": int(most), "policy": policy}}
+    return {"autoscaling_config": {"min_replicas": least, "max_replicas": most, "policy": policy}}
+
+
+def _count(placement: Mapping[str, Any], name: str) -> int:
+    value = placement.get(name, 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_REPLICAS:
+        raise ConfigError(f"{name} is a number from 1 to {MAX_REPLICAS}, not {value!r}")
+    return value
+
+
+def _positive(placement: Mapping[str, Any], name: str) -> float:
+    value = placement.get(name, 1)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MOST_NUMBER:
+        raise ConfigError(f"{name} is a number above 0, not {value!r}")
+    return float(value)
 
 
 def _value(value: Any) -> Any:
@@ -85,6 +106,8 @@ def _value(value: Any) -> Any:
         return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
+    if _FRACTION.fullmatch(value):
+        return float(value)
     try:
         return int(value)
     except ValueError:

@@ -88,7 +88,8 @@ class EngineHost:
         """Forget a front, and cancel its requests."""
         self._lines.pop(front, None)
         for key in [key for key in self._open if key[0] == front]:
-            await self._open.pop(key).close()
+            if (answers := self._open.pop(key, None)) is not None:  # else it has ended while others were cancelled
+                await answers.close()
 
     async def beat(self, front: str) -> None:
         """Note a sign of life of a front."""

@@ -59,11 +59,16 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
     options = FrontOptions(
         api_key=str(key) if key else None,
         served_names=(str(name),) if name else (),
-        fleet=ReplicaOptions(**{name: given[name] for name in FLEET if name in given}),
+        fleet=ReplicaOptions(**{name: _word(given[name]) for name in FLEET if name in given}),
         operation=OperationOptions(rl=bool(given.get("rl")), api_key_file=Path(file) if file else None),
     )
     options.keys()
     return options
+
+
+def _word(value: Any) -> Any:
+    """Return `on` or `off` for what YAML makes of them."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 def of_server(http: HttpConfig, chat: ChatOptions) -> FrontOptions:

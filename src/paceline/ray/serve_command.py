@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from argparse import ArgumentParser
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.cli_options import engine_config
+from paceline.engine.wire import error_of
 from paceline.ray.front_options import of_server
 from paceline.serve.chat_options import chat_options
 from paceline.serve.operation import configure_logs
@@ -24,7 +28,9 @@ from paceline.serve.worker.messages import StartupChoice
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
+    from paceline.core.errors import PacelineError
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.server import HttpConfig
@@ -46,7 +52,7 @@ REFUSED = {
 
 
 def run(args: Namespace) -> int:
-    """Deploy, serve until told to stop, and return the exit status. Raises `ConfigError`."""
+    """Deploy, serve until told to stop, and return the exit status. Raises `PacelineError`."""
     if (begun := getattr(args, "begun", None)) is not None:
         begun.let_go()  # engines begin in actors
     check(args)
@@ -56,24 +62,26 @@ def run(args: Namespace) -> int:
         raise ConfigError("--on ray needs Ray: pip install 'paceline[ray]'")
     configure_logs(args)
     began_s = getattr(args, "began_s", time.monotonic())
-    started = _join_or_start()
+    folder = _join_or_start()
     import ray
     from ray import serve
 
-    stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, signal.default_int_handler)
     try:
-        found = deploy(http, engine, chat_options(args), args.threads, joined=not started)
-        show_choices(found.choices, sys.stdout)
-        ready_s = time.monotonic() - began_s
-        show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
-        stopped.wait()
+        with suppress(KeyboardInterrupt):  # models may take long to load
+            found = deploy(http, engine, chat_options(args), args.threads, joined=folder is None)
+            show_choices(found.choices, sys.stdout)
+            ready_s = time.monotonic() - began_s
+            show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
+            threading.Event().wait()
     finally:
         serve.delete(APPLICATION)
-        if started:
+        if folder is not None:
             serve.shutdown()
         ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -86,20 +94,21 @@ def check(args: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --on ray: {why}")
 
 
-def _join_or_start() -> bool:
+def _join_or_start() -> str | None:
     """Join the cluster that `RAY_ADDRESS` names, or start Ray here.
 
-    Returns True if it was started.
+    Returns the folder of the one that was started.
     """
     if os.environ.get(ADDRESS):
         import ray
 
         ray.init(log_to_driver=False)
-        return False
+        return None
     from paceline.ray.local_ray import start_local_ray
 
-    start_local_ray(len(usable_cores()), log_to_driver=False)
-    return True
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
+    start_local_ray(len(usable_cores()), folder, log_to_driver=False)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ class Deployed:
 def deploy(
     http: HttpConfig, engine: EngineConfig, chat: ChatOptions, threads: int | None, *, joined: bool
 ) -> Deployed:
-    """Run the application on the Ray of this process. Raises `ConfigError`.
+    """Run the application on the Ray of this process. Raises `PacelineError`.
 
     threads: cores of an engine; None: an equal part. joined: engines may be on several machines.
     """
@@ -122,8 +131,7 @@ def deploy(
     from paceline.ray.application import application
     from ray import serve
 
-    with listen(http.host, http.port) as bound:  # says what is wrong with an address, and finds a free port
-        url, port = url_of(bound), bound.getsockname()[1]
+    url, port = address_of(http, _proxy())
     cores, replicas = int(ray.cluster_resources().get("CPU", 1)), http.fleet.replicas
     cpus = threads or max(1, cores // replicas)
     if cpus * replicas > cores:
@@ -132,7 +140,13 @@ def deploy(
     serve.start(http_options={"host": http.host, "port": port})
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
     made = application(engine, of_server(http, chat), {"num_replicas": replicas}, cpus)
-    own, chats = serve.run(made, name=APPLICATION, route_prefix="/").about.remote().result()
+    try:
+        handle = serve.run(made, name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        deployments = serve.status().applications[APPLICATION].deployments.values()
+        failed = [one.message for one in deployments if one.status == "DEPLOY_FAILED"]
+        raise reason_of(failed, str(error)) from None
+    own, chats = handle.about.remote().result()
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     choices = (
@@ -141,3 +155,36 @@ def deploy(
         *own,
     )
     return Deployed(url, choices, chats)
+
+
+def _proxy() -> tuple[str, int] | None:
+    """Return where Ray Serve listens in this cluster; None if it does not run yet."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else (client.http_config.host, client.http_config.port)
+
+
+def address_of(http: HttpConfig, running: tuple[str, int] | None) -> tuple[str, int]:
+    """Return URL and port to serve at. Raises `ConfigError`.
+
+    running: host and port of a Ray Serve that runs already. It would not take others, and say nothing.
+    """
+    if running is None:
+        with listen(http.host, http.port) as bound:  # says what is wrong with an address, and finds a free port
+            return url_of(bound), bound.getsockname()[1]
+    host, port = running
+    if (http.host, http.port) != running:
+        advice = f"give --host {host} --port {port}, or end it by `serve shutdown`"
+        raise ConfigError(f"Ray Serve runs in this cluster already and listens on {host}:{port}: {advice}")
+    return f"http://{host}:{port}", port
+
+
+def reason_of(messages: Sequence[str], otherwise: str) -> PacelineError:
+    """Return the error by which the first deployment of an application failed.
+
+    messages: Ray's, of each deployment: the traceback of its last try, whose last line names the error.
+    """
+    last = next((lines[-1] for message in messages if (lines := message.strip().splitlines())), "")
+    kind, colon, what = last.partition(": ")
+    return error_of(kind.rpartition(".")[2], what) if colon else EngineDied(last or otherwise)

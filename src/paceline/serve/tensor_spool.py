@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import finalize
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -28,7 +30,8 @@ class TensorSpool:
     """
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
+        self._remove_folder: finalize[..., TensorSpool] | None = None  # called with this object's end, too
         self._number = 0
         self._sizes: dict[Path, int] = {}  # bytes of files that come, or wait for the end of their update
         self._staged: list[Path] = []  # whole files whose update has not begun
@@ -38,8 +41,9 @@ class TensorSpool:
     def folder(self) -> Path:
         """The folder, made when it is first needed."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="paceline-weights-")
-        return Path(self._folder.name)
+            self._folder = Path(tempfile.mkdtemp(prefix="paceline-weights-"))
+            self._remove_folder = finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     @contextmanager
     def coming(self) -> Iterator[Path]:
@@ -99,8 +103,8 @@ class TensorSpool:
 
     def clear(self) -> None:
         """Remove all files."""
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._remove_folder is not None:
+            self._remove_folder()
         self._folder, self._staged, self._names, self._sizes = None, [], {}, {}
 
     def _remove(self, accepted: Sequence[Path]) -> None:

@@ -40,7 +40,12 @@ class WeightUpdates:
 
     async def _from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
         async with self._turn:
-            reply = await commands.send(UpdateWeights(WeightSource(model=place), check_version(version)))
+            update = UpdateWeights(WeightSource(model=place), check_version(version))
+            try:
+                reply = await commands.send(update)
+            except PartlyObeyed:  # replicas have it: tensors that come later change these weights, not earlier ones
+                await asyncio.to_thread(self.spool.drop_accepted)
+                raise
             await asyncio.to_thread(self.spool.drop_accepted)
             return reply
 
@@ -51,7 +56,7 @@ class WeightUpdates:
                 source = WeightSource(commands.whole_model, folder)
                 reply = await commands.send(UpdateWeights(source, check_version(version)))
             except PartlyObeyed:  # a replica runs on them, and reads them when it restarts
-                self.spool.accept(files)
+                await asyncio.to_thread(self.spool.accept, files)
                 raise
             except BaseException:
                 self.spool.drop(files)

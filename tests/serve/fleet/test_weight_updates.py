@@ -153,6 +153,23 @@ def test_files_stay_while_a_replica_runs_on_them(
     assert asyncio.run(scenario()) == left
 
 
+def test_tensors_of_older_weights_do_not_change_whole_ones_that_a_part_of_a_fleet_took(
+    updates: WeightUpdates,
+) -> None:
+    async def scenario() -> list[str]:
+        commands = FakeCommands()
+        staged(updates, "a")
+        await updates.from_staged(commands, "v1")
+        commands.errors = [PartlyObeyed("no")]
+        with pytest.raises(PartlyObeyed):
+            await updates.from_place(commands, "whole", "v2")
+        staged(updates, "b")
+        await updates.from_staged(commands, "v3")
+        return commands.taken[-1]
+
+    assert asyncio.run(scenario()) == ["b"]
+
+
 def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
     async def scenario() -> None:
         engines = [FakeEngines(), FakeEngines()]
@@ -240,6 +257,31 @@ def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
         other = fleet.add("2", engines[2])
         await until(lambda: other.serves)
         assert sent[2] == [update], "the fleet works again"
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_that_comes_while_the_fleet_begins_to_work_again_works_too() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines = [FakeEngines(), FakeEngines()]
+        first, later = FakeCommands(), FakeCommands()
+        engines[0].commands, engines[1].commands = first, later
+        fleet.add("0", engines[0])
+        await fleet.commands.send(Pause())
+        ready, engines[1].ready = engines[1].ready, None
+        member = fleet.add("1", engines[1])
+        await asyncio.sleep(0)  # it is looked at, and loads
+        engines[1].ready = ready
+        first.gate.clear()
+        going_on = asyncio.create_task(fleet.commands.send(GoOn()))
+        await until(lambda: bool(later.sent))
+        await asyncio.sleep(2 * fleet_commands.LOADS_S)
+        first.gate.set()
+        await going_on
+        await until(lambda: member.serves)
+        assert later.sent[-1] == GoOn(), "a pause behind it would last"
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

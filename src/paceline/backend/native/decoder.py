@@ -105,12 +105,17 @@ class NativeDecoder:
         return self._padded(request, replace(result, touched=touched) if touched else result)
 
     def _run(self, request: PassRequest) -> PassResult:
-        run = run_steps if request.steps else run_pass
+        vocab, num_layers = self._num_choices(request), self._num_layers(request)
+        if request.steps:
+            with self.alone:
+                self._lead(request)
+                return self._padded(request, run_steps(self.compiled, request, vocab, num_layers))
+        prepared = prepare(self.compiled, request, vocab, num_layers)  # raises before other ranks are told
         with self.alone:
             self._lead(request)
-            result = run(self.compiled, request, self._num_choices(request), self._num_layers(request))
-            touched = () if request.steps else self._touched()
-        result = replace(result, touched=touched) if touched else result
+            self.compiled.forward(*prepared.arguments)
+            touched = self._touched()
+        result = replace(prepared.result, touched=touched) if touched else prepared.result
         return self._padded(request, result)
 
     def _lead(self, request: PassRequest) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOADS_S = 0.1  # between two looks at a replica that loads
+LOADS_S = 0.1  # between two looks at a replica that loads, or while a command is on its way
 AGAIN_S = 2.0  # before a replica that could not take the fleet's weights is sent them again
 
 
@@ -89,7 +89,7 @@ class FleetCommands:
     async def bring_up(self, member: Member) -> None:
         """Send a replica what it has missed until it has obeyed."""
         while missed := self._missed(member):
-            if member.ready is None:
+            if member.ready is None or self._num_sending:  # what is being sent may be what it has missed
                 await asyncio.sleep(LOADS_S)
                 continue
             try:
