@@ -78,11 +78,14 @@ def start_server(
     environment: Mapping[str, str] | None = None,
     stderr: IO[str] | int | None = None,
     on_phase: Callable[[str, float], None] | None = None,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] | None = None,
 ) -> RunningServer:
-    """Start a server on a free port. environment: None: as ours. stderr: as for `Popen`."""
+    """Start a server on a free port.
+
+    environment: None: as ours. stderr: as for `Popen`. command: None: `paceline serve`.
+    """
     process = subprocess.Popen(  # noqa: S603
-        [*command, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        [*(command or COMMAND), *flags], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
     )
     server = RunningServer(process, on_phase)
     threading.Thread(target=server.read, daemon=True).start()
@@ -91,7 +94,7 @@ def start_server(
 
 @contextmanager
 def served(
-    flags: Sequence[str] = (), stderr: IO[str] | None = None, command: Sequence[str] = COMMAND
+    flags: Sequence[str] = (), stderr: IO[str] | None = None, command: Sequence[str] | None = None
 ) -> Iterator[str]:
     """Serve during a block; yields the URL. Raises `ConfigError` if that fails."""
     server = start_server(flags, stderr=stderr, command=command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.backend.cuda.device_rows import advance, gather
+from paceline.backend.cuda.device_rows import advance, cut_to_budget, gather
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
@@ -34,6 +34,7 @@ def rows_of(device: torch.device) -> Iterator[Check]:
         for name, act, bound in (
             ("gather", _gathered, 0.0),
             ("advance", _advanced, 0.0),
+            ("cut to a budget", _cut, 0.0),
             ("draft", partial(_drafted, own_store=True), 0.0),
             ("draft from the target's keys", partial(_drafted, own_store=False), 0.0),
             ("keep drafts", _kept, 0.0),
@@ -98,6 +99,16 @@ def _advanced(count: int, device: torch.device) -> list[torch.Tensor]:
     gained = torch.arange(count, device=device)[:, None] * 17 + column - 1
     advance(d, g, gained, (g.num_drafts + 1) * g.step.samples)
     return [x[:-1] for x in (d.token_ids, d.length, d.computed, d.num_drafts)]
+
+
+def _cut(count: int, device: torch.device) -> list[torch.Tensor]:
+    """Return how many drafts rows had, and have with a budget of two each."""
+    of_host, g = rows_case(count), torch.Generator().manual_seed(count)
+    chances = torch.rand(of_host.alive.shape, generator=g, dtype=torch.float64).cumprod(1)
+    of_host.alive.copy_(chances)
+    d, step = moved(of_host, device), moved(_step(of_host, count)[0], device)
+    made = cut_to_budget(d, step, torch.tensor([2 * count], device=device))
+    return [made, d.num_drafts[:-1]]
 
 
 # Drafting -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.kernel_launch import interpreted
-from paceline.backend.reference import head as reference
+from paceline.backend.reference import block_head as reference
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import Features, PassRequest
 from paceline.core.nouns import SamplingSpec, Taps

@@ -11,8 +11,8 @@ import torch
 
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.tap_store import DeviceTapStore
+from paceline.backend.reference import block_head as reference
 from paceline.backend.reference import cut_model as reference_cut
-from paceline.backend.reference import head as reference
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import Features, FedBack, PassRequest, RelayRequest
 from paceline.core.errors import ConfigError

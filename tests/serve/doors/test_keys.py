@@ -66,13 +66,14 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
             assert list(Path(folder).iterdir()) == []
 
 
-def test_a_folder_without_a_lock_goes_when_it_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_a_lock_goes_when_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server killed before it locked its folder leaves it; one that is being made stays."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, young = tmp_path / f"{PREFIX}old", tmp_path / f"{PREFIX}young"
-    old.mkdir()
-    young.mkdir()
-    os.utime(old, (0, young.stat().st_mtime - 2 * SECONDS_TO_LOCK))
-    with socket_folder():
-        assert not old.exists()
-        assert young.exists()
+    with tempfile.TemporaryDirectory(prefix="t-") as parent:  # a path that is short enough for a socket
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        old, young = Path(parent) / f"{PREFIX}old", Path(parent) / f"{PREFIX}young"
+        old.mkdir()
+        young.mkdir()
+        os.utime(old, (0, young.stat().st_mtime - 2 * SECONDS_TO_LOCK))
+        with socket_folder():
+            assert not old.exists()
+            assert young.exists()

@@ -72,4 +72,4 @@ def to_host(result: DeviceResult, pass_s: float | None = None) -> PassResult:
         margins[c.places] = c.margins.cpu().numpy()
     logits = None if c.logits is None else c.logits.cpu().numpy()
     taps = result.taps or {}
-    return PassResult(token_ids, logits, c.logit_idx, taps, margins, result.hidden, pass_s)  # type: ignore[arg-type]
+    return PassResult(token_ids, logits, c.logit_idx, taps, margins, hidden=result.hidden, pass_s=pass_s)  # type: ignore[arg-type]
