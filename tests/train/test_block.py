@@ -12,6 +12,7 @@ import torch
 from paceline.cli import main
 from paceline.model.heads.block_format import BlockShape
 from paceline.model.heads.checkpoint import load_head
+from paceline.train.recipe import hash_of
 from paceline.train.run_folder import read_metrics
 from tests.train.test_run import command
 from tests.train.toy import toy_config, write_answers, write_target
@@ -97,6 +98,14 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     at = words.index("--vocab")
     assert main(words[:at] + words[at + 2 :]) == 0
     heads = [load_head(folder, toy_config()) for folder in (first, tmp_path / "third")]
+    same, others = hash_of(first), tmp_path / "others"  # as others name their file
+    others.mkdir()
+    (others / "config.json").write_bytes((first / "config.json").read_bytes())
+    (others / "head.safetensors").write_bytes((first / "model.safetensors").read_bytes())
+    again[again.index(str(first))] = str(others)
+    assert main(command("block", toy, tmp_path / "fourth", *again)) == 0
+    provenance = json.loads((tmp_path / "fourth" / "provenance.json").read_text())
+    assert provenance["settings"]["started_from"] == same
     np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
     assert heads[0].config.own_head
     assert not heads[1].config.own_head

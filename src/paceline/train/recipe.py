@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, torch.Tensor]
 
+_PIECE = 1 << 20  # bytes of a file that are hashed at once
 # Description of int8 matrices with a scale per row, in the format of the compressed-tensors project.
 _INT8_PER_ROW = {
     "quant_method": "compressed-tensors",
@@ -79,8 +80,13 @@ def write_drafter(folder: Path, recipe: Recipe, kind: str) -> None:
 
 
 def hash_of(folder: Path) -> str:
-    """Return the SHA-256 of a drafter's weights."""
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    """Return the SHA-256 of a drafter's weights, in one file or several."""
+    usual, digest = folder / "model.safetensors", hashlib.sha256()
+    for path in [usual] if usual.is_file() else sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def _half(name: str, tensor: torch.Tensor) -> Tensors:

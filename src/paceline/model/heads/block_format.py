@@ -168,7 +168,9 @@ def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dic
 
 def _check(block: BlockShape, layers: ModelConfig, target: ModelConfig) -> None:
     if not 1 <= block.num_drafts or block.size > MAX_BLOCK:
-        raise BadModelFile(f"the head's block_size = {block.size} must be at least 2 and at most {MAX_BLOCK}")
+        raise BadModelFile(
+            f"the head's block_size = {block.size} must be at least {1 + block.first} and at most {MAX_BLOCK}"
+        )
     if block.rank > MAX_RANK:
         raise BadModelFile(f"the head's markov_rank = {block.rank} must be at most {MAX_RANK}")
     if block.confidence_reads_token and not block.rank:
