@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,6 +179,37 @@ def test_flags_of_a_server_are_options_of_a_front() -> None:
     assert (options.lenient, options.page, options.max_open, options.local) == (True, True, 7, False)
     assert (options.fleet.route, options.operation.metrics_names) == ("least", "vllm")
     assert options.keys().find(b"k")
+
+
+def test_what_was_not_deployed_is_not_removed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be another command's, and without Ray Serve its error would hide the own one."""
+    called: list[str] = []
+
+    def notes(name: str) -> Any:
+        return lambda *_: called.append(name)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConfigError("they do not fit")
+
+    ray = ModuleType("ray")
+    ray.serve = SimpleNamespace(delete=notes("delete"), shutdown=notes("serve"))  # type: ignore[attr-defined]
+    ray.shutdown = notes("ray")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(serve_command, "find_spec", lambda _: True)
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    monkeypatch.setattr(serve_command, "_join_or_start", lambda: str(folder))
+    monkeypatch.setattr(serve_command, "deploy", refused)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["serve", "--on", "ray"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "they do not fit" in capsys.readouterr().err
+    assert called == ["serve", "ray"]
+    assert not folder.exists()
 
 
 def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:
