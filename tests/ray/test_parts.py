@@ -26,7 +26,7 @@ from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
 from paceline.serve.server import http_config
-from paceline.serve.worker.commands import GoOn, Pause
+from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
 
 ROOT = Path(__file__).parents[2]
@@ -293,3 +293,29 @@ class TestArguments:
         made = app({"insecure": "true", "autoscaling": "1-3", "tpot_ms": "80", "fronts": "2", "max_len": "512"})
         assert made._bound_deployment.name == "Front"
         assert made._bound_deployment.num_replicas == 2
+
+
+@pytest.mark.ray
+def test_a_replica_obeys_until_its_last_command_is_answered() -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+    from paceline.ray.host_engines import HostCommands
+
+    async def work() -> list[bool]:
+        gates = [asyncio.Event(), asyncio.Event()]
+        waiting = iter(gates)
+
+        async def command(_: bytes) -> bytes:
+            await next(waiting).wait()
+            return encode(Obeyed("v1"))
+
+        commands = HostCommands(SimpleNamespace(command=SimpleNamespace(remote=command)), "front", list)
+        sent = [asyncio.create_task(commands.send(Pause())) for _ in gates]
+        seen = []
+        for gate, task in zip(gates, sent, strict=True):
+            await asyncio.sleep(0)
+            seen.append(commands.obeying)
+            gate.set()
+            await task
+        return [*seen, commands.obeying]
+
+    assert asyncio.run(work()) == [True, True, False]
