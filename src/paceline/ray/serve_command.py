@@ -163,7 +163,7 @@ def deploy(
 
 
 def _run(made: Any) -> tuple[tuple[StartupChoice, ...], bool]:
-    """Run an application, and ask its front; nothing of it stays where that fails. Raises `PacelineError`."""
+    """Run an application, and ask its front. Raises `PacelineError`; then nothing of it stays."""
     from ray import serve
 
     try:
