@@ -69,6 +69,7 @@ class RollOutServer:
                 if self._process.poll() is not None:
                     break
                 await asyncio.sleep(0.2)
+        await self.shutdown()
         raise RuntimeError("paceline serve did not start; its messages are above")
 
     def get_server_address(self) -> tuple[str, int]:

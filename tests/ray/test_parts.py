@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
 from paceline.serve.server import http_config
-from paceline.serve.worker.commands import GoOn, Pause
+from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +181,37 @@ def test_flags_of_a_server_are_options_of_a_front() -> None:
     assert options.keys().find(b"k")
 
 
+def test_what_was_not_deployed_is_not_removed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be another command's, and without Ray Serve its error would hide the own one."""
+    called: list[str] = []
+
+    def notes(name: str) -> Any:
+        return lambda *_: called.append(name)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConfigError("they do not fit")
+
+    ray = ModuleType("ray")
+    ray.serve = SimpleNamespace(delete=notes("delete"), shutdown=notes("serve"))  # type: ignore[attr-defined]
+    ray.shutdown = notes("ray")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(serve_command, "find_spec", lambda _: True)
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    monkeypatch.setattr(serve_command, "_join_or_start", lambda: str(folder))
+    monkeypatch.setattr(serve_command, "deploy", refused)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["serve", "--on", "ray"]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert "they do not fit" in capsys.readouterr().err
+    assert called == ["serve", "ray"]
+    assert not folder.exists()
+
+
 def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:
     """It ignores other addresses: a server without a key would be reached from outside."""
     http = http_config(parse(parser_of("serve"), ["--port", "8123"], {}))
@@ -260,3 +293,29 @@ class TestArguments:
         made = app({"insecure": "true", "autoscaling": "1-3", "tpot_ms": "80", "fronts": "2", "max_len": "512"})
         assert made._bound_deployment.name == "Front"
         assert made._bound_deployment.num_replicas == 2
+
+
+@pytest.mark.ray
+def test_a_replica_obeys_until_its_last_command_is_answered() -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+    from paceline.ray.host_engines import HostCommands
+
+    async def work() -> list[bool]:
+        gates = [asyncio.Event(), asyncio.Event()]
+        waiting = iter(gates)
+
+        async def command(_: bytes) -> bytes:
+            await next(waiting).wait()
+            return encode(Obeyed("v1"))
+
+        commands = HostCommands(SimpleNamespace(command=SimpleNamespace(remote=command)), "front", list)
+        sent = [asyncio.create_task(commands.send(Pause())) for _ in gates]
+        seen = []
+        for gate, task in zip(gates, sent, strict=True):
+            await asyncio.sleep(0)
+            seen.append(commands.obeying)
+            gate.set()
+            await task
+        return [*seen, commands.obeying]
+
+    assert asyncio.run(work()) == [True, True, False]

@@ -130,6 +130,21 @@ def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any,
     asyncio.run(work())
 
 
+def test_a_server_that_does_not_start_does_not_stay(
+    adapters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    waits = tmp_path / "waits"
+    waits.write_text("#!/bin/sh\nexec sleep 60\n")
+    waits.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(waits))
+    monkeypatch.setattr(adapters.verl_adapter, "START_S", 0.2)
+    server = adapters.verl_adapter.RollOutServer("default")
+    with pytest.raises(RuntimeError, match="did not start"):
+        asyncio.run(server.launch_server())
+    left, server._process = server._process.poll(), server._process.kill()
+    assert left is not None
+
+
 class Answers:
     """The answers of a server, in turn; an error is raised."""
 

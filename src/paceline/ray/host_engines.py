@@ -36,8 +36,13 @@ class HostCommands:
     def __init__(self, host: Any, front: str, open_ids: Callable[[], Sequence[str]]) -> None:
         self.version = FIRST_VERSION
         self.whole_model: str | None = None
-        self.obeying = False
+        self._num_sent = 0  # and not answered yet
         self._host, self._front, self._open_ids = host, front, open_ids
+
+    @property
+    def obeying(self) -> bool:
+        """True while the engine carries out a command, and tells nothing."""
+        return self._num_sent > 0
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
@@ -48,13 +53,13 @@ class HostCommands:
 
     async def send(self, command: Command) -> Obeyed:
         """Return the reply. Raises `PacelineError` if the command could not be obeyed."""
-        self.obeying = True
+        self._num_sent += 1
         try:
             reply = read_reply(await self._host.command.remote(encode([command])))
         except Exception as error:
             raise EngineDied(f"{RESTARTING} ({type(error).__name__})") from None
         finally:
-            self.obeying = False
+            self._num_sent -= 1
         self.version = reply.version
         if reply.error is not None:
             raise error_of(reply.kind, reply.error)

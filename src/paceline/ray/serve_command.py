@@ -10,10 +10,10 @@ import tempfile
 import threading
 import time
 from argparse import ArgumentParser
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.system import usable_cores
@@ -28,7 +28,7 @@ from paceline.serve.worker.messages import StartupChoice
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from paceline.core.errors import PacelineError
     from paceline.engine.assembly.config import EngineConfig
@@ -71,18 +71,29 @@ def run(args: Namespace) -> int:
     try:
         with suppress(KeyboardInterrupt):  # models may take long to load
             found = deploy(http, engine, chat_options(args), args.threads, joined=folder is None)
-            show_choices(found.choices, sys.stdout)
-            ready_s = time.monotonic() - began_s
-            show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
-            threading.Event().wait()
+            with _removed_at_end():
+                show_choices(found.choices, sys.stdout)
+                ready_s = time.monotonic() - began_s
+                show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
+                threading.Event().wait()
     finally:
-        serve.delete(APPLICATION)
         if folder is not None:
             serve.shutdown()
         ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+@contextmanager
+def _removed_at_end() -> Iterator[None]:
+    """Remove the application when the block ends."""
+    from ray import serve
+
+    try:
+        yield
+    finally:
+        serve.delete(APPLICATION)
 
 
 def check(args: Namespace) -> None:
@@ -140,13 +151,7 @@ def deploy(
     serve.start(http_options={"host": http.host, "port": port})
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
     made = application(engine, of_server(http, chat), {"num_replicas": replicas}, cpus)
-    try:
-        handle = serve.run(made, name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        deployments = serve.status().applications[APPLICATION].deployments.values()
-        failed = [one.message for one in deployments if one.status == "DEPLOY_FAILED"]
-        raise reason_of(failed, str(error)) from None
-    own, chats = handle.about.remote().result()
+    own, chats = _run(made)
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     choices = (
@@ -155,6 +160,20 @@ def deploy(
         *own,
     )
     return Deployed(url, choices, chats)
+
+
+def _run(made: Any) -> tuple[tuple[StartupChoice, ...], bool]:
+    """Run an application, and ask its front. Raises `PacelineError`; then nothing of it stays."""
+    from ray import serve
+
+    try:
+        return serve.run(made, name=APPLICATION, route_prefix="/").about.remote().result()  # type: ignore[no-any-return]
+    except BaseException as error:
+        about = serve.status().applications.get(APPLICATION)
+        deployments = () if about is None else about.deployments.values()
+        failed = [one.message for one in deployments if one.status == "DEPLOY_FAILED"]
+        with _removed_at_end():
+            raise (reason_of(failed, str(error)) if isinstance(error, RuntimeError) else error) from None
 
 
 def _proxy() -> tuple[str, int] | None:
