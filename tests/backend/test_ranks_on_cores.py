@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import time
+from threading import Thread
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +19,12 @@ import torch
 from paceline.backend import rank_processes
 from paceline.backend.native.load import repack
 from paceline.backend.native.ranked import RankedDecoder, load_decoder
+from paceline.backend.native.shares import FollowRows, decode_to_rank
+from paceline.backend.rank_processes import RankLine, encode_message
 from paceline.core.errors import ConfigError, EngineDied
-from paceline.core.nouns import SamplingSpec
+from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
-from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.config import MAX_ROWS, EngineConfig
 from paceline.model.config import Rope, Sliding
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
@@ -104,6 +108,18 @@ def test_a_pass_that_is_refused_leaves_ranks_in_step() -> None:
     with pytest.raises(ValueError, match="kind"):
         run_pass(decoder, rows, decoder.new_kv(NUM_PAGES), [wrong] * len(rows.wanted))
     assert_same(passes(decoder), passes(decoder_of(1)))
+
+
+def test_a_rank_is_told_of_many_rows_one_of_which_is_long() -> None:
+    rows, num_pages = MAX_ROWS, (1 << 17) // PAGE_TOKENS
+    message = FollowRows(1, 2, b"", b"", b"", b"", bytes(8 * rows * num_pages), bytes(8 * rows))
+    ours, theirs = (RankLine(end) for end in socket.socketpair())
+    sending = Thread(target=ours.send, args=(encode_message(message),), daemon=True)
+    sending.start()
+    assert decode_to_rank(theirs.receive(PATIENCE_S)) == message
+    sending.join()
+    ours.close()
+    theirs.close()
 
 
 def test_it_tells_what_it_is() -> None:

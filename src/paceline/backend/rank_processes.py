@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
 WATCH_S = 0.5
 EXIT_STATUS = 70  # EX_SOFTWARE
-MAX_MESSAGE_BYTES = 1 << 24  # tokens and pages of a pass are the longest
+MAX_MESSAGE_BYTES = 1 << 28  # the pages of a pass are the longest: each row has as many as the longest one
 _HEAD_BYTES = 4  # length of a message, little endian, before it
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -88,18 +88,19 @@ class RankLine:
         return self._read(length)
 
     def _read(self, count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            try:
-                more = self._socket.recv(count - len(found))
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise LineEnded from error
-            if not more:
-                raise LineEnded
-            found += more
-        return found
+        found, done = bytearray(count), 0
+        with memoryview(found) as view:
+            while done < count:
+                try:
+                    more = self._socket.recv_into(view[done:])
+                except TimeoutError:
+                    raise
+                except OSError as error:
+                    raise LineEnded from error
+                if not more:
+                    raise LineEnded
+                done += more
+        return bytes(found)
 
     def close(self) -> None:
         """Close this end."""

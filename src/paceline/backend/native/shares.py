@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from paceline import kernels
-from paceline.backend.rank_processes import Name, Number, RankMessage, Size
+from paceline.backend.rank_processes import MAX_MESSAGE_BYTES, Name, Number, RankMessage, Size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ _SHARED_VECTORS = (
     "_bias",
     "_sinks",
 )  # ends of names; they have a number for each row or head, norms one per column
-Ids = Annotated[bytes, Meta(max_length=1 << 24)]  # int64
+Ids = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]  # int64
 
 
 # Messages -----------------------------------------------------------------------------------------
