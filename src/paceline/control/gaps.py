@@ -1,9 +1,9 @@
 """Gaps of drafts that are not the target's choice, and the largest to keep.
 
 The law `typical` keeps such a draft if the target's likeliest token is likelier by at most the reach, a number of
-nats. The budget itself holds whatever the reach. The reach decides what it is spent on: too small, and it is left;
-too large, and the first mismatch takes what a better one could have had. So the reach is the one by which
-mismatches come as often as the budget allows, and more often the more of it a row has left over.
+nats. The change budget holds whatever the reach is. With a small reach some of the budget is never used. With a
+large one it is used for the first mismatches, and none is left for nearer ones. So the reach is set to let
+mismatches come as often as the budget allows; it grows with the budget that a row has left.
 """
 
 from __future__ import annotations

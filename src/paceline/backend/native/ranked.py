@@ -1,7 +1,7 @@
 """A decoder on cores whose layers several processes share.
 
-One for each socket, say; see `shares`. Rank 0 is the engine's process. It has the tables of tokens, and drafters.
-The others follow its passes.
+Each is a rank, for example one for each socket. Rank 0 is the engine's process; it has the tables of tokens, and
+the drafters. The others follow its passes (`follower`). `shares` says what a rank has of a layer.
 """
 
 from __future__ import annotations
