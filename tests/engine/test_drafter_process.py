@@ -370,7 +370,14 @@ def test_every_kind_that_reads_tokens_can_have_a_process_of_its_own(kind: str) -
 
 
 @pytest.mark.parametrize(
-    "spec", ["eagle3:model=any,k=4", "draft-model:layers=1,k=4", "auto:suffix+peagle:model=x"]
+    "spec",
+    [
+        "eagle3:model=any,k=4",
+        "draft-model:layers=1,k=4",
+        "auto:suffix+peagle:model=x",
+        "block:model=x",
+        "auto:grammar+suffix",
+    ],
 )
 def test_what_reads_the_target_s_numbers_cannot_leave_and_is_told_who_can(spec: str) -> None:
     with pytest.raises(ConfigError, match="ngram, suffix and draft-model can"):

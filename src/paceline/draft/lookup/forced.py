@@ -43,6 +43,11 @@ class GrammarConfig:
         """False: the states of grammars are with the target's rows."""
         return False
 
+    @property
+    def reads(self) -> str:
+        """Say what it reads of the target's process."""
+        return "the states of requests' grammars"
+
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter."""
         return GrammarDrafter(self, target.rows)
