@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -88,13 +89,20 @@ async def whole_of(server: Any, sampling: dict[str, Any], cut: asyncio.Event | N
             cut.set()
 
 
+async def one_writes(server: Server) -> None:
+    """Wait until the server has a running request."""
+    async with httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        while "paceline_requests_running 1" not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0)
+
+
 def test_what_verl_cuts_goes_on_exactly(adapters: Any, trained: Server) -> None:
     async def work() -> tuple[TokenOutput, TokenOutput]:
         server = verl_server(adapters, trained)
         sampling = SAMPLING | {"max_tokens": 3000, "seed": 11, "ignore_eos": True}
         whole = await whole_of(server, sampling)
         partial = asyncio.create_task(whole_of(server, sampling))
-        await asyncio.sleep(0.3)
+        await one_writes(trained)
         await server.abort_all_requests()
         await server.resume_generation()
         found = await partial
@@ -113,7 +121,7 @@ def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any,
         client = adapters.roll_out_client.RollOutClient(trained.url, KEY)
         sampling = {"temperature": 0.9, "max_tokens": 6000, "ignore_eos": True}
         task = asyncio.create_task(client.generate(PROMPT, sampling, "a"))
-        await asyncio.sleep(0.2)
+        await one_writes(trained)
         await client.pause("abort")
         await client.go_on()
         first = await task
@@ -208,7 +216,7 @@ def test_a_small_trainer_takes_steps_through_verl(
         assert (len(first.token_ids), first.extra_fields["global_steps"]) == (40, 0)
         assert first.log_probs is not None and all(score <= 0 for score in first.log_probs)
         crossing = asyncio.create_task(server.generate(PROMPT, sampling | {"max_tokens": 6000}, "crossing"))
-        await asyncio.sleep(0.2)
+        await one_writes(trained)
         await server.update_weights(load_file(newer / "model.safetensors").items(), 1)
         second = await server.generate(PROMPT, sampling, "r1")
         assert second.extra_fields["versions"] == ("step-1",)

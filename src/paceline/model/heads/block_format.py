@@ -144,7 +144,7 @@ def read_block(
         confidence=confidence,
         confidence_reads_token=confidence and flag(values, "confidence_head_with_markov"),
     )
-    _check(block, layers, target)
+    _check(block, layers)
     return taps, block
 
 
@@ -166,7 +166,7 @@ def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dic
     return shapes
 
 
-def _check(block: BlockShape, layers: ModelConfig, target: ModelConfig) -> None:
+def _check(block: BlockShape, layers: ModelConfig) -> None:
     if not 1 <= block.num_drafts or block.size > MAX_BLOCK:
         raise BadModelFile(
             f"the head's block_size = {block.size} must be at least {1 + block.first} and at most {MAX_BLOCK}"
@@ -175,11 +175,6 @@ def _check(block: BlockShape, layers: ModelConfig, target: ModelConfig) -> None:
         raise BadModelFile(f"the head's markov_rank = {block.rank} must be at most {MAX_RANK}")
     if block.confidence_reads_token and not block.rank:
         raise BadModelFile("the head's confidence_head_with_markov needs a markov_rank above 0")
-    if block.rank and layers.vocab_size != target.vocab_size:
-        raise DrafterMismatch(
-            f"the head's corrector has rows for {layers.vocab_size} tokens, this target has {target.vocab_size}; "
-            "it belongs to another model"
-        )
     if layers.sliding is not None:
         raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
 

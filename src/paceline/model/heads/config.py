@@ -282,6 +282,20 @@ def _made_for(values: Mapping[str, Any]) -> str:
     return f", {found[:80]}" if isinstance(found, str) and found else ""
 
 
+def _check_vocabulary(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
+    """Raise `DrafterMismatch` unless the head knows the target's tokens."""
+    if abs(config.layers.vocab_size - target.vocab_size) > _MAX_PADDING:
+        raise DrafterMismatch(
+            f"the head was made for a target of {config.layers.vocab_size} tokens, this one has "
+            f"{target.vocab_size}; it belongs to another model{made_for}"
+        )
+    if config.block is not None and config.block.rank and config.layers.vocab_size != target.vocab_size:
+        raise DrafterMismatch(
+            f"the head's corrector has rows for {config.layers.vocab_size} tokens, this target has "
+            f"{target.vocab_size}; it belongs to another model{made_for}"
+        )
+
+
 def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
     """Raise `DrafterMismatch` unless the head can sit on this target."""
     if config.target_hidden_size != target.hidden_size:
@@ -289,11 +303,7 @@ def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
             f"the head was made for a target {config.target_hidden_size} numbers wide, this one has "
             f"{target.hidden_size}; it belongs to another model{made_for}"
         )
-    if abs(config.layers.vocab_size - target.vocab_size) > _MAX_PADDING:
-        raise DrafterMismatch(
-            f"the head was made for a target of {config.layers.vocab_size} tokens, this one has "
-            f"{target.vocab_size}; it belongs to another model{made_for}"
-        )
+    _check_vocabulary(config, target, made_for)
     if not all(0 <= tap <= target.num_layers for tap in config.taps):
         raise DrafterMismatch(
             f"the head looks after layers {list(config.taps)}, the target has {target.num_layers}"

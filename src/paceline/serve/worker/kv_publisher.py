@@ -54,7 +54,9 @@ class KvPublisher:
             self._pub = self._socket(zmq.PUB, config.hwm, config.endpoint)
             self._replay = None
             if config.replay_endpoint is not None:
-                self._replay = self._socket(zmq.ROUTER, config.buffer_steps + 1, config.replay_endpoint)
+                whole = config.buffer_steps + 1  # messages of one answer
+                bound = 2 * whole + 2  # a peer tells of what it has read only after half of the bound
+                self._replay = self._socket(zmq.ROUTER, bound, config.replay_endpoint)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
