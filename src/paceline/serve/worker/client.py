@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 MAX_OBEYING_S = 3600.0  # that a command may take in silence, as long as the engine computes
+SHOWN_S = 0.3  # for a hung engine to show its threads
 WATCHDOG_S = 8.0  # without a beat of a ready engine
 
 
@@ -379,13 +380,15 @@ async def _watch(engine: EngineProcess, commands: CommandSender) -> None:
             engine.watchdog.tick(now_s - last_s, obeying=0.0 < obeying_s < MAX_OBEYING_S)
         last_s, late = now_s, engine.watchdog.late
         if late and not was_late and engine.process.returncode is None:
-            log.error("the engine process hangs: no sign of it; new requests get 503. Its threads are:")
-            engine.process.send_signal(SHOW_THREADS)
+            log.error("the engine process hangs: no sign of it; new requests get 503")
         elif was_late and not late:
             log.warning("the engine process is back")
         was_late = late
-    log.error("the engine process hangs; it is replaced")
-    engine.process.kill()
+    log.error("the engine process hangs; it is replaced. Its threads are:")
+    with suppress(ProcessLookupError):
+        engine.process.send_signal(SHOW_THREADS)  # not before: one that goes on may crash as it shows them
+        await asyncio.sleep(SHOWN_S)
+        engine.process.kill()
 
 
 def _message(data: bytes) -> ToServer | None:
