@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ from paceline.core.errors import ConfigError, EngineDied, PacelineError
 from paceline.core.system import end_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
 WATCH_S = 0.5
@@ -213,6 +213,21 @@ def trouble_of(rank: int, error: Exception) -> RankTrouble:
     # Groups raise this for other ranks, PyTorch for us.
     kind: Literal["exchange", "bug"] = "exchange" if isinstance(error, RuntimeError) else "bug"
     return RankTrouble(f"rank {rank}: {type(error).__name__}: {said}", kind)
+
+
+@contextmanager
+def trouble_told(line: RankLine, rank: int) -> Iterator[None]:
+    """Tell rank 0 of an error in this block, which then ends.
+
+    Raises `LineEnded` when rank 0 is gone.
+    """
+    try:
+        yield
+    except LineEnded:
+        raise
+    except Exception as error:
+        log.debug("rank %d failed", rank, exc_info=True)
+        line.send(encode_message(trouble_of(rank, error)))
 
 
 def serve_rank(run: Callable[[RankLine], None]) -> NoReturn:

@@ -36,7 +36,7 @@ from paceline.backend.cuda.rank_messages import (
     split_pieces,
 )
 from paceline.backend.cuda.ranks import GroupRanks
-from paceline.backend.rank_processes import LineEnded, RankReady, encode_message, serve_rank, trouble_of
+from paceline.backend.rank_processes import RankReady, encode_message, serve_rank, trouble_told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +257,7 @@ def run(line: RankLine) -> None:
     """Serve one rank 0 until it is gone. Raises `LineEnded` then."""
     begin = decode_to_rank(line.receive())
     assert isinstance(begin, BeginRank), "the first message says where to run"
-    try:
+    with trouble_told(line, begin.rank):
         device = torch.device(begin.device)
         if device.type == "cpu":
             torch.set_num_threads(begin.threads)
@@ -266,11 +266,6 @@ def run(line: RankLine) -> None:
         line.send(encode_message(RankReady()))
         with on_device(device), torch.inference_mode():
             host.serve()
-    except LineEnded:
-        raise
-    except Exception as error:
-        log.debug("rank %d failed", begin.rank, exc_info=True)
-        line.send(encode_message(trouble_of(begin.rank, error)))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from paceline.backend.native.shares import (
     own_memory,
     vector_in,
 )
-from paceline.backend.rank_processes import LineEnded, RankReady, encode_message, serve_rank, trouble_of
+from paceline.backend.rank_processes import RankReady, encode_message, serve_rank, trouble_told
 from paceline.core.system import stay_on
 
 if TYPE_CHECKING:
@@ -117,16 +117,11 @@ def run(line: RankLine) -> None:
     """Serve one rank 0 until it is gone. Raises `LineEnded` then."""
     begin = decode_to_rank(line.receive())
     assert isinstance(begin, BeginShare), "the first message says what to share"
-    try:
+    with trouble_told(line, begin.rank):
         stay_on(frozenset(begin.cores))
         rank = CoreRank(line, begin, *map(int, sys.argv[2:4]))
         line.send(encode_message(RankReady()))
         rank.serve()
-    except LineEnded:
-        raise
-    except Exception as error:
-        log.debug("rank %d failed", begin.rank, exc_info=True)
-        line.send(encode_message(trouble_of(begin.rank, error)))
 
 
 if __name__ == "__main__":
