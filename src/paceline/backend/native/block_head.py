@@ -10,8 +10,7 @@ import numpy as np
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32, read_inputs, run_pass, run_steps
 from paceline.backend.native.head import NativeHead
-from paceline.backend.native.relay import fed_back_rows
-from paceline.backend.sampling import logit_rows
+from paceline.backend.native.relay import chosen_by, fed_back_rows
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
@@ -66,7 +65,5 @@ class NativeBlockHead(NativeHead):
             margins=margins,
             state=state,
         )
-        found = PassResult(chosen, margins=margins)
-        if len(logits):
-            found = replace(found, logits=logits, logit_idx=logit_rows(specs))
+        found = chosen_by(chosen, margins, logits, specs)
         return replace(self.vocabulary.spread(found, specs), hidden=state)

@@ -178,10 +178,10 @@ def prepare(
         (request.kv, read, read_specs, vocab, num_layers, list(taps), *outputs, request.masks),
         PassResult(
             token_ids,
-            logits if num_logit_rows else None,
-            logit_rows(specs) if num_logit_rows else None,
-            dict(zip(taps, states, strict=True)),
-            margins if margins.size else None,
+            logits=logits if num_logit_rows else None,
+            logit_idx=logit_rows(specs) if num_logit_rows else None,
+            taps=dict(zip(taps, states, strict=True)),
+            margins=margins if margins.size else None,
         ),
     )
 

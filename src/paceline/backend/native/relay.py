@@ -13,11 +13,14 @@ from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
-    from numpy import float32
+    from collections.abc import Sequence
+
+    from numpy import float32, int64
     from numpy.typing import NDArray
 
     from paceline.backend.native.draft_vocabulary import DraftVocabulary
     from paceline.backend.seam import FedBack, RelayRequest
+    from paceline.core.nouns import SamplingSpec
 
 
 class Relay:
@@ -55,10 +58,18 @@ class Relay:
             margins=margins,
             messages=messages,
         )
-        found = PassResult(chosen, margins=margins)
-        if len(logits):
-            found = replace(found, logits=logits, logit_idx=logit_rows(specs))
-        return replace(vocabulary.spread(found, specs), hidden=messages)
+        return replace(vocabulary.spread(chosen_by(chosen, margins, logits, specs), specs), hidden=messages)
+
+
+def chosen_by(
+    chosen: NDArray[int64], margins: NDArray[float32], logits: NDArray[float32], specs: Sequence[SamplingSpec]
+) -> PassResult:
+    """Return guesses of one place, with what their specs ask for.
+
+    chosen, margins: [n]. logits: [m, vocab], m specs ask for them.
+    """
+    found = PassResult(chosen, margins=margins)
+    return replace(found, logits=logits, logit_idx=logit_rows(specs)) if len(logits) else found
 
 
 def fed_back_rows(fed_back: FedBack) -> NDArray[float32]:
