@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.backend.native.ranked import load_decoder
-from paceline.core.nouns import Request
-from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.heads.config import read_config
 from tests.draft.heads import drafter_of, head_values, random_weights, write_head
+from tests.engine.rank_requests import requests
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, SHARP, STAIRCASE, VOCAB, assert_same, run
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
@@ -72,22 +71,6 @@ def engine_of(draft: str, ranks: int) -> Engine:
         tensor_parallel=ranks,
     )
     return build.assemble(config, target(ranks), lambda _: noisy()).engine
-
-
-def requests() -> list[Request]:
-    """Greedy and sampled, penalised, long and short; some share a beginning."""
-    found = []
-    for i in range(7):
-        params = SamplingParams(
-            temperature=[0.0, 0.7, 1.0, 1.4][i % 4],
-            top_p=0.9 if i == 3 else 1.0,
-            repetition_penalty=1.2 if i == 5 else 1.0,
-            max_tokens=[20, 9, 40][i % 3],
-            ignore_eos=bool(i % 2),
-        )
-        stem = tuple(range(40, 75)) if i % 2 else ()
-        found.append(Request(str(i), stem + (32 + i, 50, 33) * (1 + i % 3), params, seed=i))
-    return found
 
 
 @cache

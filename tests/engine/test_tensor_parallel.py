@@ -16,8 +16,6 @@ from paceline.backend.cuda import rank_pool
 from paceline.backend.cuda.rank_pool import RankPool, pool_on
 from paceline.backend.cuda.ranks import captured_together, replayed_together
 from paceline.core.errors import EngineDied
-from paceline.core.nouns import Request
-from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
@@ -26,6 +24,7 @@ from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.scheduler import Limits
 from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
+from tests.engine.rank_requests import requests
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, ON_CORES, SHARP, VOCAB, assert_same, run
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
@@ -87,22 +86,6 @@ def engine_config(draft: str, ranks: int, draft_ranks: int = 1, **changes: Any) 
         draft_tensor_parallel=draft_ranks,
         **changes,
     )
-
-
-def requests() -> list[Request]:
-    """Greedy and sampled, penalised, long and short; some share a beginning."""
-    found = []
-    for i in range(7):
-        params = SamplingParams(
-            temperature=[0.0, 0.7, 1.0, 1.4][i % 4],
-            top_p=0.9 if i == 3 else 1.0,
-            repetition_penalty=1.2 if i == 5 else 1.0,
-            max_tokens=[20, 9, 40][i % 3],
-            ignore_eos=bool(i % 2),
-        )
-        stem = tuple(range(40, 75)) if i % 2 else ()
-        found.append(Request(str(i), stem + (32 + i, 50, 33) * (1 + i % 3), params, seed=i))
-    return found
 
 
 @cache
