@@ -1,8 +1,9 @@
 """Ask a server the questions of the Berkeley function calling leaderboard: `python -m tools.bfcl`.
 
-Any server with OpenAI's chat route will do. Every question is asked whole and streamed, greedily and with a seed.
-The table tells of malformed calls, of streams that differ from the whole answer, and of answers that are right by
-the leaderboard's own rule. Answers are kept in `--out`, one line each; a run that is started again goes on there.
+Any server with OpenAI's chat route will do. Every question is asked whole and streamed, greedily and with a seed,
+`--in-flight` questions at once. The table tells of malformed calls, of streams that differ from the whole answer,
+and of answers that are right by the leaderboard's own rule. Answers are kept in `--out`, one line each; a run that
+is started again goes on there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,17 +252,22 @@ def read_questions(path: Path, categories: Sequence[str], limit: int | None) -> 
 
 
 def answered(client: openai.OpenAI, questions: Sequence[Json], args: argparse.Namespace) -> Iterator[Json]:
-    """Yield the record of each question, kept in the file or made now."""
+    """Yield the record of each question, kept in the file or made now, `--in-flight` questions at once."""
     kept = _kept(args.out)
-    with args.out.open("a", encoding="utf-8") as file:
-        for question in track(questions, "questions", console=Console(stderr=True)):
-            if question["id"] not in kept:
-                body = request_of(question, args.model, args.tool_choice)
-                record = record_of(question, ask_whole(client, body), ask_streamed(client, body))
+
+    def ask(question: Json) -> tuple[Json, bool]:
+        if question["id"] in kept:
+            return kept[question["id"]], False
+        body = request_of(question, args.model, args.tool_choice)
+        return record_of(question, ask_whole(client, body), ask_streamed(client, body)), True
+
+    with args.out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(args.in_flight) as pool:
+        asked = pool.map(ask, questions)
+        for record, new in track(asked, "questions", len(questions), console=Console(stderr=True)):
+            if new:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-                kept[question["id"]] = record
-            yield kept[question["id"]]
+            yield record
 
 
 def _kept(path: Path) -> dict[str, Json]:
@@ -299,6 +306,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bfcl.jsonl"), help="file that keeps the answers")
     parser.add_argument("--limit", type=int, help="questions of each category")
     parser.add_argument("--category", action="append", default=[], help="only this category; may be repeated")
+    parser.add_argument("--in-flight", type=int, default=1, help="questions asked at once")
     parser.add_argument("--tool-choice", choices=("auto", "required"), default="auto")
     args = parser.parse_args()
     questions = read_questions(args.data, args.category, args.limit)
