@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
+from paceline.serve.observe.recent import RATE_S
 from tests.serve.conftest import running
-from tests.serve.page.test_chromium import REPEATS, last_answer, prepare, say
+from tests.serve.page.test_chromium import REPEATS, figure, last_answer, prepare, say
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.serve.conftest import Server
 
 pytestmark = pytest.mark.nightly
@@ -72,6 +79,49 @@ def test_minutes_of_load_leave_nothing_behind(open_page: Any, server: Server):
     assert found[-1][1] - first[1] < MAX_HEAP_GROWTH
     assert found[-1][2] - first[2] < MAX_NODE_GROWTH
     assert found[-1][3] - first[3] < MAX_RSS_GROWTH
+
+
+@contextmanager
+def asking(server: Server) -> Iterator[None]:
+    """Ask one question after another meanwhile."""
+    enough = Event()
+
+    def ask() -> None:
+        body = {"messages": [{"role": "user", "content": REPEATS}], "max_tokens": 2000, "temperature": 0}
+        with server.client() as client:
+            while not enough.is_set():
+                client.post("/v1/chat/completions", json=body).raise_for_status()
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            yield
+        finally:
+            enough.set()
+            asked.result()
+
+
+def test_rates_are_those_of_the_metrics(model: Path, open_page: Any):
+    counters = "paceline_output_tokens_total", "paceline_step_seconds_total"
+    with running(model) as server:  # of its own: nobody else's tokens are in the windows
+        page = open_page(server.url)
+        page.click("#tab-engine")
+        seen = []
+        with asking(server):
+            page.locator("[data-figure=tokens_per_s]").wait_for()
+            for _ in range(60):
+                page.wait_for_timeout(200)
+                seen.append((time.monotonic(), figure(page, "tokens_per_s"), *map(server.metric, counters)))
+            length = figure(page, "tokens_per_pass")
+        ratios = []
+        for at_s, shown, tokens, seconds in seen:
+            before = [sample for sample in seen if sample[0] <= at_s - RATE_S]
+            if before:
+                ratios.append(shown * (seconds - before[-1][3]) / (tokens - before[-1][2]))
+        assert median(ratios) == pytest.approx(1.0, abs=0.1)
+        output, passes = map(server.metric, ("paceline_output_tokens_total", "paceline_decode_passes_total"))
+        assert length == pytest.approx(output / passes, rel=0.05)
+        page.close()  # before the server ends its feed
 
 
 def test_it_works_with_400_ms_of_latency(open_page: Any, server: Server):

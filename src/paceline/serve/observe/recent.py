@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 RATE_S = 3.0  # window of tokens per second
 SHARE_S = 30.0  # window of acceptance and tokens per pass, which vary more
-MOST_SNAPSHOTS = 256
+APART_S = 0.125  # between two snapshots that are kept, the newest aside
 MOST_TIMES = 512  # of answers, for percentiles
 PLAIN = "none"  # name of passes without a drafter
 TARGET = "target"  # source of the tokens that the target chose itself
@@ -24,7 +24,7 @@ class Recent:
     """Snapshots of the last seconds, and times of the last answers."""
 
     def __init__(self) -> None:
-        self._snapshots: deque[tuple[float, Snapshot]] = deque(maxlen=MOST_SNAPSHOTS)
+        self._snapshots: deque[tuple[float, Snapshot]] = deque()
         self._ttft_s: deque[float] = deque(maxlen=MOST_TIMES)
         self._tpot_s: deque[float] = deque(maxlen=MOST_TIMES)
 
@@ -35,6 +35,8 @@ class Recent:
         if self._snapshots and snapshot.stats.steps < self._snapshots[-1][1].stats.steps:
             self._snapshots.clear()
         now_s = time.monotonic()
+        if len(self._snapshots) > 1 and now_s - self._snapshots[-2][0] < APART_S:
+            self._snapshots.pop()  # short answers end with one each; they must not push out what the windows need
         self._snapshots.append((now_s, snapshot))
         while len(self._snapshots) > 1 and self._snapshots[1][0] < now_s - SHARE_S:
             self._snapshots.popleft()
