@@ -36,6 +36,7 @@ TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": None}  # 
 PYTHON_TYPES = {"string": str, "integer": int, "float": float, "boolean": bool, "array": list, "tuple": list}
 PYTHON_TYPES |= {"dict": dict}
 MAX_TOKENS = 1024
+REFUSED = "refused"  # in place of a finish reason: the server did not take the question
 _IGNORED = re.compile(r"[ ,./\-_*^]")  # characters of texts that do not count
 
 
@@ -253,13 +254,18 @@ def read_questions(path: Path, categories: Sequence[str], limit: int | None) -> 
 
 def answered(client: openai.OpenAI, questions: Sequence[Json], args: argparse.Namespace) -> Iterator[Json]:
     """Yield the record of each question, kept in the file or made now, `--in-flight` questions at once."""
+    import openai
+
     kept = _kept(args.out)
 
     def ask(question: Json) -> tuple[Json, bool]:
         if question["id"] in kept:
             return kept[question["id"]], False
         body = request_of(question, args.model, args.tool_choice)
-        return record_of(question, ask_whole(client, body), ask_streamed(client, body)), True
+        try:
+            return record_of(question, ask_whole(client, body), ask_streamed(client, body)), True
+        except openai.BadRequestError as error:
+            return record_of(question, refused := Answered([], str(error), REFUSED), refused), True
 
     with args.out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(args.in_flight) as pool:
         asked = pool.map(ask, questions)
@@ -279,7 +285,7 @@ def _kept(path: Path) -> dict[str, Json]:
 
 def table_of(records: Sequence[Json]) -> Table:
     """Return the figures by category."""
-    table = Table("category", "questions", "calls", "malformed", "stream differs", "cut short", "right")
+    table = Table("category", "questions", "calls", "malformed", "stream differs", "cut short", "refused", "right")
     groups = {name: [r for r in records if r["category"] == name] for name in {r["category"]: 0 for r in records}}
     for name, group in [*groups.items(), ("all", list(records))]:
         right = sum(r["right"] for r in group)
@@ -289,6 +295,7 @@ def table_of(records: Sequence[Json]) -> Table:
             sum(r["malformed"] for r in group),
             sum(not r["same"] for r in group),
             sum(r["finish_reason"] == "length" for r in group),
+            sum(r["finish_reason"] == REFUSED for r in group),
         ]
         table.add_row(name, *map(str, cells), f"{right} ({right / max(len(group), 1):.1%})")
     return table

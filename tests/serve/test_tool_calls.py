@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.params import Grammar
 from paceline.model import grammar as grammars
+from paceline.model.json_schema import satisfiable
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.api.tool_calls import harmony
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
@@ -288,6 +289,23 @@ def test_a_strict_function_keeps_its_whole_schema_or_is_refused() -> None:
                 grammars.check(grammar, PLAIN)
         else:
             grammars.check(grammar, PLAIN)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+def test_values_that_no_type_allows_do_not_refuse_a_function(family: str) -> None:
+    properties = {
+        "targets": {"type": "array", "items": {"type": "string"}, "enum": ["trust", "buzz"]},
+        "count": {"type": "integer", "enum": ["one", "two"]},
+        "type": {"type": "string", "enum": ["array", "integer"], "default": {"type": "array", "enum": [1]}},
+    }
+    tool = Tool("f", None, {"type": "object", "properties": properties, "required": ["targets", "count", "type"]})
+    grammar = forms_of(family, PLAIN).grammar(ToolUse((tool,), "required"), None, opened=False)
+    assert grammar is not None
+    grammars.check(grammar, PLAIN)
+    held = satisfiable(properties)
+    assert held["targets"] == {"type": "array", "items": {"type": "string", "enum": ["trust", "buzz"]}}
+    assert held["count"] == {"type": "integer"}
+    assert held["type"] == properties["type"]
 
 
 def test_schemas_that_are_too_long_together_are_refused_by_the_field_tools() -> None:

@@ -30,6 +30,7 @@ _ONE = (
     "propertyNames",
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_VALUES = frozenset(("enum", "const", "default", "examples"))  # keywords that hold values, no schemas
 _MAPS = ("properties", "patternProperties", "definitions", "$defs", "dependentSchemas")
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
@@ -39,6 +40,30 @@ Schema = dict[str, Any]
 def supported(schema: Any) -> Any:
     """Return a schema in words that grammars know. Raises `RequestError`."""
     return _Rewriter(schema).rewrite(schema, 0)
+
+
+def satisfiable(schema: Any, depth: int = 0) -> Any:
+    """Return a schema without lists of values of which none has the type beside it.
+
+    Authors of tools write a list's values beside `"type": "array"` when they mean each item; it goes there.
+    """
+    if isinstance(schema, list):
+        return [satisfiable(one, depth + 1) for one in schema]
+    if not isinstance(schema, dict) or depth > 2 * MAX_DEPTH:
+        return schema
+    found = {k: v if k in _VALUES else satisfiable(v, depth + 1) for k, v in schema.items()}
+    kind, values = found.get("type"), found.get("enum")
+    if isinstance(kind, str) and isinstance(values, list) and not any(_has_type(v, kind) for v in values):
+        del found["enum"]
+        items = found.get("items", {})
+        if kind == "array" and isinstance(items, dict):
+            found["items"] = satisfiable({**items, "enum": values}, depth + 1)
+    return found
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    name = _TYPE_NAMES.get(type(value), "null")
+    return name == kind or (name == "number" and kind == "integer" and value == int(value))
 
 
 class _Rewriter:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.model.json_schema import supported
+from paceline.model.json_schema import satisfiable, supported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class LarkText:
 
     def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
         """Add the JSON of arguments, loose: with any white space; return the name."""
-        return self.rule(name, json_rule(_closed(tool.parameters), not tool.strict, loose))
+        return self.rule(name, json_rule(_closed(tool), not tool.strict, loose))
 
 
 def literal(text: str) -> str:
@@ -80,9 +80,10 @@ def json_rule(schema: Mapping[str, Any], lenient: bool, loose: bool = False) -> 
     )
 
 
-def _closed(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+def _closed(tool: Tool) -> dict[str, Any]:
     """Return the schema of arguments, which have no others than those it names. Raises `RequestError`."""
-    schema: dict[str, Any] = supported({"type": "object", **(parameters or {"properties": {}})})
+    given = {"type": "object", **(tool.parameters or {"properties": {}})}
+    schema: dict[str, Any] = supported(given if tool.strict else satisfiable(given))
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from paceline.model.json_schema import satisfiable
 from paceline.serve.api.tool_calls.bodies import XmlBody
 from paceline.serve.api.tool_calls.hermes import CLOSE, OPEN, HermesCalls
 from paceline.serve.api.tool_calls.lark import json_rule, literal, repeated
@@ -46,7 +47,8 @@ class QwenXmlCalls(HermesCalls):
         required = (tool.parameters or {}).get("required") or ()
         parts = [literal(f"<function={tool.name}>\n")]
         for number, (name, schema) in enumerate(_properties(tool).items()):
-            value = _value(lark, f"value_{index}_{number}", schema, not tool.strict)
+            held = schema if tool.strict else satisfiable(schema)
+            value = _value(lark, f"value_{index}_{number}", held, not tool.strict)
             parameter = f"{literal(f'<parameter={name}>' + chr(10))} {value}"
             parts.append(parameter if name in required else f"({parameter})?")
         return " ".join(parts)
