@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.products import Matrix, pack_matrix, segment_of_part
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import pack_matrix, segment_of_part
 from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
 
