@@ -99,7 +99,7 @@ def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
         assert np.array_equal(head.weights[canonical], there)
     in_draft = tensors.get("t2d", np.ones(TARGET.vocab_size, bool))
     assert np.array_equal(head.token_ids, np.flatnonzero(in_draft))
-    assert head.config.own_head == ("draft_vocab_size" in values)
+    assert head.config.own_output == ("draft_vocab_size" in values)
     assert head.config.layers.facts.qk_norm
 
 
@@ -128,7 +128,7 @@ def test_a_head_of_the_whole_vocabulary_may_bring_its_own(tmp_path: Path) -> Non
     own = np.random.default_rng(1).standard_normal((2, 320, TARGET.hidden_size), np.float32)
     tensors = block_tensors(AUTHORS_CORRECTED) | {"lm_head.weight": own[0], "embed_tokens.weight": own[1]}
     head = load_head(write(tmp_path, AUTHORS_CORRECTED, tensors), TARGET)
-    assert head.config.own_head
+    assert head.config.own_output
     assert np.array_equal(head.weights["head"], own[0])
     assert np.array_equal(head.weights["embed"], own[1])
 

@@ -327,7 +327,7 @@ def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("types", ["f64", "int4"])
 def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
     """Of guesses at three depths some are right: states and tokens come in the places that it was trained for."""
-    loaded = replace(target(types), own_head=trained_mtp(target().decoder))  # type: ignore[arg-type]
+    loaded = replace(target(types), head_within=trained_mtp(target().decoder))  # type: ignore[arg-type]
     backend, limits = "reference" if types == "f64" else "native", Limits(4, 128, 48)
     config = EngineConfig(
         draft="mtp:k=3", backend=backend, weights=types, kv=KV_TYPES[types], kv_tokens=2048, limits=limits

@@ -107,8 +107,8 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     provenance = json.loads((tmp_path / "fourth" / "provenance.json").read_text())
     assert provenance["settings"]["started_from"] == same
     np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
-    assert heads[0].config.own_head
-    assert not heads[1].config.own_head
+    assert heads[0].config.own_output
+    assert not heads[1].config.own_output
     assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
 
 

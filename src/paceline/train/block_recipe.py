@@ -52,7 +52,7 @@ class BlockChoices:
 class BlockRecipe:
     """A block head, see `Recipe`.
 
-    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are ten times as
+    It writes with rows of the target's output matrix, which stay as they are. Taps of deep layers are ten times as
     large as those of early ones. `fc` is trained on taps divided by their usual size, and written for the taps as
     they are.
     """

@@ -139,7 +139,7 @@ class PEagleConfig(HeadOptions):
 class BlockConfig(HeadOptions):
     """`block` or `block:model=FOLDER`, with `k` drafts per step of those in the head's block.
 
-    A head that writes with its target's own head does so among the `vocabulary` lowest token ids.
+    A head that writes with its target's output matrix does so among the `vocabulary` lowest token ids.
     """
 
     name: ClassVar[str] = BLOCK.name
@@ -149,7 +149,7 @@ class BlockConfig(HeadOptions):
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head = self.load(target)
-        has_own = head.config.own_head or head.config.draft_vocab_size != target.config.vocab_size
+        has_own = head.config.own_output or head.config.draft_vocab_size != target.config.vocab_size
         if self.vocabulary is not None and has_own:
             raise ConfigError(f"{self.name}: leave out vocabulary={self.vocabulary}: the head has its own tokens")
         head = head if has_own else _narrow(self, head, target)
@@ -181,7 +181,7 @@ class MtpConfig:
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the layer; embedding and output matrix are the target's."""
-        config = _own_head(load_mtp(target)).config
+        config = _head_within(load_mtp(target)).config
         return sum(prod(shape) for shape in head_shapes(config).values())
 
     @property
@@ -196,7 +196,7 @@ class MtpConfig:
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
-        head, size = _own_head(target.own_head), target.config.vocab_size
+        head, size = _head_within(target.head_within), target.config.vocab_size
         check_numbers(head)
         if self.vocabulary is not None:
             bounded(self, "vocabulary", 1, size)
@@ -213,8 +213,8 @@ def _tell_of_chains(asked: AskedHead, target: Target) -> None:
         log.warning(CHAINS_ONLY, asked.name)
 
 
-def _own_head(head: Head | None) -> Head:
-    """Return a target's own head. Raises `ConfigError` if it has none."""
+def _head_within(head: Head | None) -> Head:
+    """Return the head within a target's files. Raises `ConfigError` if it has none."""
     if head is None:
         raise ConfigError(
             f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, or take the "

@@ -1,8 +1,9 @@
 """Multi-token prediction (MTP): layers in a checkpoint that guess the token after the next.
 
 Such a layer (DeepSeek-V3, arXiv 2412.19437) reads the target's last hidden state beside the embedding of the next
-token, each normed. It is a layer of the target's own kind; a norm and the target's own head follow. What the norm
-makes stands for the next hidden state, so one layer drafts several tokens deep. Of several, the first is read.
+token, each normed. It is a layer of the target's own kind; a norm and the target's output matrix follow. What the
+norm makes stands for the next hidden state, so one layer drafts several tokens deep. Of several layers, the first
+is read.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
         taps=MTP.default_taps(target.num_layers),
         norm_output=True,
         request_tokens=True,
-        own_head=False,
+        own_output=False,
         layernorms=True,
         feature_norm=True,
         target_norm_eps=target.norm_eps,
@@ -160,9 +161,9 @@ def usable_mtp(model: LoadedModel) -> Head | None:
         return None
 
 
-def drafters_within(own_head: Head | None) -> tuple[str, ...]:
+def drafters_within(head: Head | None) -> tuple[str, ...]:
     """Return the names of the drafters that a model's own files hold."""
-    return () if own_head is None else (own_head.config.algorithm.name,)
+    return () if head is None else (head.config.algorithm.name,)
 
 
 def check_numbers(head: Head) -> None:
