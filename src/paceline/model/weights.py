@@ -190,26 +190,27 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> bytes:
-    """Return the JSON of a model's tokenizer, kept or made now."""
-    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str().encode()
+def tokenizer_json(tokenizer: Tokenizer) -> bytes:
+    """Return the JSON of a loaded tokenizer, kept or made now."""
+    return kept_tokenizer(tokenizer.digest) or tokenizer.raw.to_str().encode()
 
 
 def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
-    """Return a tokenizer that is made when it is needed, if kept."""
+    """Return a tokenizer that is made when it is needed, if its table is kept."""
     if not model.text.is_kept:
-        return Tokenizer(model.text.tokenizer())
+        return Tokenizer(model.text.tokenizer(), digest=digest)
     table = kept_table(digest)
-    if table is not None and kept_tokenizer(digest) is not None:
-        return Tokenizer(None, spelling=table, whole=partial(_whole_tokenizer, model.path, digest))
-    tokenizer = Tokenizer(model.text.tokenizer())
+    if table is not None:
+        whole = partial(_whole_tokenizer, model.path, digest)
+        return Tokenizer(None, spelling=table, whole=whole, digest=digest)
+    tokenizer = Tokenizer(model.text.tokenizer(), digest=digest)
     if model.text.tokenizer_digest() == digest:  # else its file was replaced meanwhile
-        keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
+        _keep(digest, tokenizer)
     return tokenizer
 
 
 def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
-    """Return the kept tokenizer; if it is gone, that of the model opened again.
+    """Return the kept tokenizer; if there is none, keep that of the model opened again.
 
     Its header, a whole vocabulary, is not held till then. Raises `ModelNotFound` if another model lies there now.
     """
@@ -219,7 +220,13 @@ def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
     text = load_model(path).text
     if text.tokenizer_digest() != digest:
         raise ModelNotFound(f"{path} was replaced by a model with another tokenizer while in use; start again")
-    return text.tokenizer()
+    whole = text.tokenizer()
+    _keep(digest, Tokenizer(whole))
+    return whole
+
+
+def _keep(digest: str, tokenizer: Tokenizer) -> None:
+    keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
 
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:

@@ -158,7 +158,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
     if on_language is not None:
-        on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
+        on_language(json := tokenizer_json(tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
     kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)
@@ -179,7 +179,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         kv_type=kv_type,
         why_kv=why_kv,
         content=_content(model),
-        language=language_digest(model.text, tokenizer),
+        language=language_digest(tokenizer, template),
         sampling=sampling,
         why_sampling=why_sampling,
     )
