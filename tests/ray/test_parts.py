@@ -103,7 +103,7 @@ def test_the_policy_remembers_half_a_minute() -> None:
     assert [at_s for at_s, _ in state["snapshots"]] == [120.0, 131.0]
 
 
-class OpenAnswers:
+class RunningAnswers:
     """Answers of a request that runs."""
 
     closed = False
@@ -115,7 +115,7 @@ class OpenAnswers:
 def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     async def work() -> tuple[bool, bool]:
         host = EngineHost(EngineConfig())
-        lost, other = OpenAnswers(), OpenAnswers()
+        lost, other = RunningAnswers(), RunningAnswers()
         host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
         host._lines["front"] = older = FrontLine()
         piece = asyncio.ensure_future(anext(aiter(host.attach("front"))))
@@ -132,11 +132,11 @@ def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
     async def work() -> dict[Any, Any]:
         host = EngineHost(EngineConfig())
 
-        class LastAnswers(OpenAnswers):
+        class LastAnswers(RunningAnswers):
             async def close(self) -> None:
                 host._open.pop(("front", "b"), None)
 
-        host._open = {("front", "a"): LastAnswers(), ("front", "b"): OpenAnswers()}  # type: ignore[dict-item]
+        host._open = {("front", "a"): LastAnswers(), ("front", "b"): RunningAnswers()}  # type: ignore[dict-item]
         await host.detach("front")
         return host._open
 
