@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,7 +17,6 @@ from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.experts import DENSE
 from paceline.model.files import gguf_model, hf
-from paceline.model.files.gguf_file import FourBit, GgufTensor
 from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.kept_tokenizers import (
     TokenTable,
@@ -30,9 +29,8 @@ from paceline.model.files.pull import resolve
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.rearranged import divide_logits
-from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
-from paceline.model.files.stored import Stored
+from paceline.model.files.stored import KeepsFourBits, KeepsRaw, Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.tokenizer import Tokenizer
 
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.model.files.gguf_file import GgufFile
     from paceline.model.files.packed_cache import PackedCache, Progress
     from paceline.model.files.source_files import Source
-    from paceline.model.files.stored import RawBlocks
+    from paceline.model.files.stored import FourBit, RawBlocks
     from paceline.model.template import ChatTemplate
     from paceline.model.template_source import TemplateSource
 
@@ -52,14 +50,6 @@ if TYPE_CHECKING:
 StoredT = TypeVar("StoredT", bound=Stored)
 
 _TOKENIZERS: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by `tokenizer_digest`
-
-
-@runtime_checkable
-class KeepsFourBits(Protocol):
-    """A stored matrix that may have four bits of its own."""
-
-    def four_bit(self) -> FourBit | None:
-        """Return them, None if it has others."""
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
@@ -117,7 +107,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def raw(self, name: str) -> RawBlocks | None:
         """Return a matrix as its file's own bytes, None if these will not do."""
         stored = self._counted(name)
-        return stored.raw() if isinstance(stored, GgufTensor | StoredTensor) else None
+        return stored.raw() if isinstance(stored, KeepsRaw) else None
 
     def _counted(self, name: str) -> Stored:
         stored = self._stored[name]

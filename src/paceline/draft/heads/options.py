@@ -20,7 +20,7 @@ from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
 from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
-from paceline.model.heads.mtp import check_numbers, load_mtp
+from paceline.model.heads.mtp import load_mtp
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,7 +197,6 @@ class MtpConfig:
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
         head, size = _head_within(target.head_within), target.config.vocab_size
-        check_numbers(head)
         if self.vocabulary is not None:
             bounded(self, "vocabulary", 1, size)
         asked = AskedHead(self.name, self.k, "within the target's files", self.weights, (), self.branches)

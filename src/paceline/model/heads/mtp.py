@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
 from paceline.model.files import gguf_model, hf
+from paceline.model.files.finite import Finite
 from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
+_BROKEN = "it is broken, use another drafter"
 GGUF_NAMES = {
     "fc": "nextn.eh_proj.weight",
     "embed_norm": "nextn.enorm.weight",
@@ -145,7 +147,8 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
 def load_mtp(model: LoadedModel) -> Head | None:
     """Return the MTP layer of a model's own files, if any; reads no weights.
 
-    Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape.
+    Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape; its weights
+    raise that for NaN and infinity when they are read.
     """
     if model.path.is_dir():
         return _in_folder(model)
@@ -164,15 +167,6 @@ def usable_mtp(model: LoadedModel) -> Head | None:
 def drafters_within(head: Head | None) -> tuple[str, ...]:
     """Return the names of the drafters that a model's own files hold."""
     return () if head is None else (head.config.algorithm.name,)
-
-
-def check_numbers(head: Head) -> None:
-    """Raise `BadModelFile` for NaN or infinity; reads all tensors, one at a time."""
-    for name in head_shapes(head.config):
-        if not np.isfinite(head.weights[name]).all():
-            raise BadModelFile(
-                f"the MTP layer holds NaN or infinity in {name!r}; it is broken: use another drafter"
-            )
 
 
 def _in_folder(model: LoadedModel) -> Head | None:
@@ -212,7 +206,8 @@ def _in_gguf(model: LoadedModel) -> Head | None:
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
     # A cache tells it from the target by its name.
     named: tuple[SourceFile | str, ...] = (*sources, MTP.name) if sources else ()
-    weights = LazyWeights(tensors, named)
+    checked = {name: Finite(tensor, f"{name!r} of the MTP layer: {_BROKEN}") for name, tensor in tensors.items()}
+    weights = LazyWeights(checked, named)
     return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
 
