@@ -12,7 +12,7 @@ from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.model.files.hf import LAYER_NAMES
 from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.checkpoint import head_config, load_head
-from paceline.model.heads.config import BLOCK, head_shapes, read_config
+from paceline.model.heads.config import BLOCK_HEAD, head_shapes, read_config
 from tests.draft.test_head_files import DRAFT_VOCAB, LAYER, TARGET, write
 
 LAYERS = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2, "rope_theta": 5000.0}
@@ -105,7 +105,7 @@ def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
 
 def test_both_formats_say_the_same_in_their_own_words() -> None:
     project, authors = read_config(PROJECT, TARGET), read_config(AUTHORS, TARGET)
-    assert project.algorithm is authors.algorithm is BLOCK
+    assert project.algorithm is authors.algorithm is BLOCK_HEAD
     assert project.taps == authors.taps == (1, 3, 5)
     assert project.mask_token_id == authors.mask_token_id == 7
     assert project.block == authors.block

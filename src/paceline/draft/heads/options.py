@@ -19,7 +19,7 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
-from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
+from paceline.model.heads.config import BLOCK_HEAD, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
 from paceline.model.heads.mtp import load_mtp
 
 if TYPE_CHECKING:
@@ -136,13 +136,13 @@ class PEagleConfig(HeadOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockConfig(HeadOptions):
+class BlockHeadConfig(HeadOptions):
     """`block` or `block:model=FOLDER`, with `k` drafts per step of those in the head's block.
 
     A head that writes with its target's output matrix does so among the `vocabulary` lowest token ids.
     """
 
-    name: ClassVar[str] = BLOCK.name
+    name: ClassVar[str] = BLOCK_HEAD.name
     k: int = 7  # a head with smaller blocks makes fewer
     vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
 
@@ -156,7 +156,7 @@ class BlockConfig(HeadOptions):
         return _drafter(BlockHeadDrafter, self.asked(target), target, head)
 
 
-def _narrow(options: EagleConfig | BlockConfig, head: Head, target: Target) -> Head:
+def _narrow(options: EagleConfig | BlockHeadConfig, head: Head, target: Target) -> Head:
     """Return a head that writes with its target's own, for the tokens asked for."""
     size = target.config.vocab_size
     if options.vocabulary is not None:

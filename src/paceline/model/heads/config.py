@@ -54,7 +54,7 @@ EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
 MTP = Algorithm("mtp", parallel=False, last_tap=0, guesses_features=True)
 EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
 PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
-BLOCK = Algorithm("block", parallel=False, last_tap=3, blocks=True)
+BLOCK_HEAD = Algorithm("block", parallel=False, last_tap=3, blocks=True)
 _ALGORITHMS = {
     "eagle": EAGLE,
     "EagleLlamaForCausalLM": EAGLE,
@@ -64,7 +64,7 @@ _ALGORITHMS = {
     "p-eagle": PEAGLE,
     "LlamaForCausalLMEagle3": EAGLE3,
     "PEagleDraftModel": PEAGLE,
-} | dict.fromkeys(BLOCK_NAMES, BLOCK)
+} | dict.fromkeys(BLOCK_NAMES, BLOCK_HEAD)
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
 RELAY_SIZE = "relay_size"  # likewise
 MOST_RELAYED = 4096
@@ -166,11 +166,11 @@ def _block_head(layers: ModelConfig, values: Mapping[str, Any], target: ModelCon
     taps, block = read_block(values, layers, target)
     size = integer(values, "draft_vocab_size", target.vocab_size)
     return HeadConfig(
-        algorithm=BLOCK,
+        algorithm=BLOCK_HEAD,
         layers=layers,
         draft_vocab_size=size,
         target_hidden_size=integer(values, "target_hidden_size", layers.hidden_size),
-        taps=taps or BLOCK.default_taps(target.num_layers),
+        taps=taps or BLOCK_HEAD.default_taps(target.num_layers),
         mask_token_id=_mask_token(values),
         request_tokens=flag(values, OWN_TOKENS),
         own_output=size != target.vocab_size,  # as files have it, but for some: `load_head` looks
