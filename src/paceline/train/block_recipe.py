@@ -161,7 +161,7 @@ def first_weights(
     weights: dict[str, torch.Tensor] = {}
     for name, shape in head_shapes(config).items():
         weights[name] = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * DEVIATION
-    del weights["head"]
+    weights.pop("head", None)  # the target's rows, which the recipe has; no shape if the vocabulary is whole
     for number, theirs in enumerate(choices.copied):
         for name in layer_shapes(target.config, theirs):
             ours = f"layers.{number}.{name}"
