@@ -258,6 +258,8 @@ class TestArguments:
             ({"insecure": "true", "replicas": "many"}, "replicas is a number from 1 to 256"),
             ({"insecure": "true", "cpus": "0"}, "cpus is a number above 0"),
             ({"insecure": "true", "autoscaling": "1-2", "tpot_ms": "soon"}, "tpot_ms is a number above 0"),
+            ({"insecure": "true", "tpot_ms": "80"}, "goes with autoscaling"),
+            ({"insecure": "true", "autoscaling": "1-2", "replicas": "2"}, "leave out replicas"),
             ({"insecure": "true", "hedge": "p95", "law": "rejection"}, "--hedge needs --law coupled"),
             ({"insecure": "true", "weights": "int3"}, "int3"),
         ],

@@ -136,10 +136,11 @@ def as_messages(prompt: Any) -> Sequence[Message] | None:
     return prompt if is_list and prompt and all(isinstance(m, Mapping) for m in prompt) else None
 
 
-def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+def config_of(model: str, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
     """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`.
 
-    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`; so is `kv_events_config`.
+    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`; so is `kv_events_config`. others: names
+    that the caller takes beside them, for the error about an unknown one.
     """
     options = dict(options)
     if (given := options.pop("speculative_config", None)) is not None:
@@ -151,7 +152,7 @@ def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     limits = {f.name for f in fields(Limits)}
     for name in options:
         if name not in own | limits:
-            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits)}")
+            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits | set(others))}")
     config = EngineConfig(model=model, **{k: v for k, v in options.items() if k in own})
     given = {k: v for k, v in options.items() if k in limits}
     return replace(config, limits=replace(config.usual_limits, **given))
