@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import main, parse, parser_of
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
-from paceline.core.nouns import Outcome
+from paceline.core.nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
@@ -25,6 +25,7 @@ from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
+from paceline.serve.engines import Answers, OnEvent
 from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
@@ -126,6 +127,39 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
         return lost.closed, other.closed
 
     assert asyncio.run(work()) == (True, False)
+
+
+class SlowClient:
+    """Client of an engine whose requests take a while to be sent."""
+
+    ready = None
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    async def submit(self, requests: list[Request], on_event: OnEvent) -> Answers:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return Answers(self, {requests[0].request_id: 0}, on_event)  # type: ignore[arg-type]
+
+    async def cancel(self, answers: Answers) -> None:
+        self.cancelled += answers.index
+        answers.index.clear()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool) -> None:
+    async def work() -> tuple[list[str], dict[Any, Any]]:
+        host, client = EngineHost(EngineConfig()), SlowClient()
+        host._client = client  # type: ignore[assignment]
+        host._lines["front"] = FrontLine()
+        sent = asyncio.ensure_future(host.send("front", encode([Submit("a", (1, 2), {}, 3)])))
+        await asyncio.sleep(0)
+        await (host.detach("front") if leaves else host.send("front", encode([Cancel("a")])))
+        await sent
+        return client.cancelled, host._open
+
+    assert asyncio.run(work()) == (["a"], {})
 
 
 def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
