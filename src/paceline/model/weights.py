@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
@@ -245,17 +245,14 @@ def canonical_names(
 
 
 def choose_tensors(
-    config: ModelConfig,
-    names: Mapping[str, str],
-    found: Mapping[str, StoredT],
-    where: Path,
-    given: Collection[str] = (),
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], found: Mapping[str, StoredT], where: object
 ) -> dict[str, StoredT]:
-    """Choose the config's tensors except `given`. Raises `BadModelFile` if missing or of another shape."""
+    """Return the tensors of some shapes by canonical name.
+
+    Raises `BadModelFile` if one is missing or of another shape. where: what lacks it, for the error.
+    """
     chosen: dict[str, StoredT] = {}
-    for name, shape in tensor_shapes(config).items():
-        if name in given:
-            continue
+    for name, shape in shapes.items():
         stored = found.get(names[name])
         if stored is None:
             raise BadModelFile(f"{where} lacks the tensor {names[name]!r}; the download may be incomplete")
@@ -298,7 +295,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     if hf.reads_images(values):  # the two parts of its config.json may not agree on this
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, hf.parts(config, whole, names), folder)
+    stored = choose_tensors(tensor_shapes(config), names, hf.parts(config, whole, names), folder)
     weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
@@ -309,7 +306,7 @@ def _load_gguf(path: Path) -> LoadedModel:
     config = gguf_model.config_from_gguf(file)
     layer_names = gguf_model.layer_names(config)
     names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
-    stored = choose_tensors(config, names, gguf_model.tensors_for(file, config, names), path)
+    stored = choose_tensors(tensor_shapes(config), names, gguf_model.tensors_for(file, config, names), path)
     weights = LazyWeights(divide_logits(config, stored), (source,))
     return LoadedModel(path, config, weights, gguf_model.GgufText(file))
 

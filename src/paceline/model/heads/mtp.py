@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
+from paceline.core.errors import ModelError, UnsupportedModel
 from paceline.model.files import gguf_model, hf
 from paceline.model.files.finite import Finite
 from paceline.model.files.kept_headers import open_kept
@@ -23,11 +23,10 @@ from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import MTP, HeadConfig, head_shapes
-from paceline.model.weights import LazyWeights, canonical_names
+from paceline.model.weights import LazyWeights, canonical_names, choose_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -182,7 +181,8 @@ def _in_folder(model: LoadedModel) -> Head | None:
     config = mtp_config(target)
     names = canonical_names(config.layers, hf.MODEL_NAMES, hf.layer_names(config.layers), kind.layer)
     names |= {name: kind.beside + there for name, there in kind.names.items()}
-    chosen = _chosen(config, names, hf.parts(config.layers, found, names, kind.layer), folder)
+    parts = hf.parts(config.layers, found, names, kind.layer)
+    chosen = choose_tensors(head_shapes(config), names, parts, f"the MTP layer in {folder}")
     if kind.hidden_first:
         chosen["fc"] = HalvesSwapped(chosen["fc"])
     sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
@@ -200,7 +200,8 @@ def _in_gguf(model: LoadedModel) -> Head | None:
     names = canonical_names(config.layers, gguf_model.MODEL_NAMES, layer_names, prefix)
     names |= {name: prefix + there for name, there in GGUF_NAMES.items()}
     found = gguf_model.tensors_for(file, config.layers, names)
-    return _head(config, _chosen(config, names, found, model.path), (source,))
+    chosen = choose_tensors(head_shapes(config), names, found, f"the MTP layer in {model.path}")
+    return _head(config, chosen, (source,))
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
@@ -215,18 +216,3 @@ def _named(found: Mapping[str, Stored], target: ModelConfig) -> dict[str, Stored
     """Return the tensors of MTP layers, named as in a model of text."""
     tensors = {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
     return {name: tensor for name, tensor in tensors.items() if is_mtp_name(name, target.num_layers)}
-
-
-def _chosen(
-    config: HeadConfig, names: Mapping[str, str], found: Mapping[str, Stored], where: Path
-) -> dict[str, Stored]:
-    """Return the layer's tensors by canonical name. Raises `BadModelFile`."""
-    chosen: dict[str, Stored] = {}
-    for name, shape in head_shapes(config).items():
-        stored = found.get(names[name])
-        if stored is None:
-            raise BadModelFile(f"{where} has an MTP layer that lacks the tensor {names[name]!r}")
-        if stored.shape != shape:
-            raise BadModelFile(f"{where}: {names[name]!r} has shape {stored.shape}, its model asks for {shape}")
-        chosen[name] = stored
-    return chosen
