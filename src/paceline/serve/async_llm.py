@@ -65,7 +65,7 @@ class AsyncLLM(Asking):
         self._client: EngineClient | None = None
         self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
-        self._open_tokens = 0  # of the prompts of open requests
+        self._open_tokens = 0  # of open requests: prompts, and answers so far
         self._freed = asyncio.Event()  # some of them are open no more
         self._turn = asyncio.Lock()
         self._updates = WeightUpdates()
@@ -174,7 +174,7 @@ class AsyncLLM(Asking):
 
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once they have room, and yield what comes."""
-        size = sum(len(request.prompt_ids) for request in requests)
+        size = sum(len(request.prompt_ids) + len(request.told) for request in requests)
         if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
             await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)
