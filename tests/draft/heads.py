@@ -181,7 +181,9 @@ def train_config(config: HeadConfig, target: ReferenceDecoder) -> dict[str, torc
     losses = _peagle_loss if config.algorithm.parallel else _serial_loss
     if config.block:
         losses = partial(_block_loss, text_ids)
-    given = {} if config.own_head else {"head": target.head[ids].float(), "target_norm": target.final_norm.float()}
+    given = (
+        {} if config.own_output else {"head": target.head[ids].float(), "target_norm": target.final_norm.float()}
+    )
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         losses(config, weights | given, embedded, tapped, soft, mask).backward()

@@ -12,7 +12,7 @@ from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.model.files.hf import LAYER_NAMES
 from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.checkpoint import head_config, load_head
-from paceline.model.heads.config import BLOCK, head_shapes, read_config
+from paceline.model.heads.config import BLOCK_HEAD, head_shapes, read_config
 from tests.draft.test_head_files import DRAFT_VOCAB, LAYER, TARGET, write
 
 LAYERS = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2, "rope_theta": 5000.0}
@@ -99,13 +99,13 @@ def test_every_tensor_arrives(name: str, tmp_path: Path) -> None:
         assert np.array_equal(head.weights[canonical], there)
     in_draft = tensors.get("t2d", np.ones(TARGET.vocab_size, bool))
     assert np.array_equal(head.token_ids, np.flatnonzero(in_draft))
-    assert head.config.own_head == ("draft_vocab_size" in values)
+    assert head.config.own_output == ("draft_vocab_size" in values)
     assert head.config.layers.facts.qk_norm
 
 
 def test_both_formats_say_the_same_in_their_own_words() -> None:
     project, authors = read_config(PROJECT, TARGET), read_config(AUTHORS, TARGET)
-    assert project.algorithm is authors.algorithm is BLOCK
+    assert project.algorithm is authors.algorithm is BLOCK_HEAD
     assert project.taps == authors.taps == (1, 3, 5)
     assert project.mask_token_id == authors.mask_token_id == 7
     assert project.block == authors.block
@@ -128,7 +128,7 @@ def test_a_head_of_the_whole_vocabulary_may_bring_its_own(tmp_path: Path) -> Non
     own = np.random.default_rng(1).standard_normal((2, 320, TARGET.hidden_size), np.float32)
     tensors = block_tensors(AUTHORS_CORRECTED) | {"lm_head.weight": own[0], "embed_tokens.weight": own[1]}
     head = load_head(write(tmp_path, AUTHORS_CORRECTED, tensors), TARGET)
-    assert head.config.own_head
+    assert head.config.own_output
     assert np.array_equal(head.weights["head"], own[0])
     assert np.array_equal(head.weights["embed"], own[1])
 

@@ -97,9 +97,9 @@ def _decoder(backend: str, config: Any, weights: Mapping[str, Any]) -> Any:
 @cache
 def loaded(backend: str) -> build.Loaded:
     weights = tiny_weights(CONFIG, seed=4, embed_scale=SHARP)
-    own_head = trained_mtp(target().decoder)  # type: ignore[arg-type]
+    head_within = trained_mtp(target().decoder)  # type: ignore[arg-type]
     return build.Loaded(
-        "tiny", _decoder(backend, CONFIG, weights), tiny_tokenizer(VOCAB), None, "tiny", own_head=own_head
+        "tiny", _decoder(backend, CONFIG, weights), tiny_tokenizer(VOCAB), None, "tiny", head_within=head_within
     )
 
 

@@ -29,7 +29,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.model.config import Sliding
 from paceline.model.files import hf
-from paceline.model.heads.mtp import check_numbers, drafters_within, is_mtp_name, load_mtp, usable_mtp
+from paceline.model.heads.mtp import drafters_within, is_mtp_name, load_mtp, usable_mtp
 from paceline.model.renewed import renewed, with_arrays
 from paceline.model.weights import load_model
 from tests.draft.heads import trained_mtp
@@ -96,7 +96,6 @@ def test_every_guess_is_the_restatements(kind: str, tmp_path: Path) -> None:
     model = load_model(tmp_path)
     head = load_mtp(model)
     assert head is not None
-    check_numbers(head)
     reference = ReferenceHead(head, ReferenceDecoder(model.config, model.weights, torch.float64))
     team = kernels.ThreadPool(2)
     native = load_runner(head, pack_decoder(model.config, model.weights, team, "f32", "f32"), None, "f32")
@@ -158,23 +157,25 @@ def test_what_is_wrong_with_an_mtp_layer_is_said(tmp_path: Path, caplog: pytest.
             load_mtp(model)
         assert usable_mtp(model) is None
         assert "is left out" in caplog.text
-    changed(tmp_path, {name: whole * np.nan})
-    head = load_mtp(model)
-    assert head is not None
-    with pytest.raises(BadModelFile, match="NaN"):
-        check_numbers(head)
 
 
-def test_an_expert_that_holds_no_number_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_expert_that_holds_no_number_is_told_while_it_is_loaded(tmp_path: Path, number: float) -> None:
     write_checkpoint(tmp_path, "glm")
     name = "model.layers.4.mlp.experts.1.down_proj.weight"
     broken = load_file(tmp_path / "model.safetensors")[name]
-    broken[0, 0] = np.inf
+    broken[0, 0] = number
     changed(tmp_path, {name: broken})
-    head = load_mtp(load_model(tmp_path))
+    model = load_model(tmp_path)
+    head, team = load_mtp(model), kernels.ThreadPool(1)
     assert head is not None
-    with pytest.raises(BadModelFile, match=r"experts\.1\.down"):
-        check_numbers(head)
+    told = r"NaN or infinity in 'layers\.0\.experts\.1\.down' of the MTP layer"
+    with pytest.raises(BadModelFile, match=told):
+        ReferenceHead(head, ReferenceDecoder(model.config, model.weights, torch.float32))
+    for weights in ("f32", "int4_row"):
+        target = pack_decoder(model.config, model.weights, team, "f32", "f32")
+        with pytest.raises(BadModelFile, match=told):
+            load_runner(head, target, None, weights)
 
 
 def test_files_without_mtp_have_none(tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("types", ["f64", "int4"])
 def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
     """Of guesses at three depths some are right: states and tokens come in the places that it was trained for."""
-    loaded = replace(target(types), own_head=trained_mtp(target().decoder))  # type: ignore[arg-type]
+    loaded = replace(target(types), head_within=trained_mtp(target().decoder))  # type: ignore[arg-type]
     backend, limits = "reference" if types == "f64" else "native", Limits(4, 128, 48)
     config = EngineConfig(
         draft="mtp:k=3", backend=backend, weights=types, kv=KV_TYPES[types], kv_tokens=2048, limits=limits

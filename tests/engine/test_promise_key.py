@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as RawTokenizer
 
 from paceline.core.promise import Promise, fingerprint
 from paceline.engine.assembly import build, promise_key
@@ -56,27 +54,6 @@ def test_one_weight_that_is_off_is_seen() -> None:
     assert sums[0] != sums[1]
 
 
-class FixedText:
-    """Source of a template."""
-
-    is_kept: ClassVar[bool] = False
-
-    def __init__(self, template: str, special: dict[str, str]) -> None:
-        self._template = TemplateSource(template, special)
-
-    def tokenizer(self) -> RawTokenizer:
-        raise NotImplementedError
-
-    def tokenizer_digest(self) -> str:
-        return "one"
-
-    def template(self) -> TemplateSource:
-        return self._template
-
-    def sampling(self) -> dict[str, object]:
-        return {}
-
-
 def make_config() -> EngineConfig:
     return EngineConfig(draft="off", backend="reference", weights="f64", kv="f64", kv_tokens=512)
 
@@ -98,11 +75,15 @@ def test_the_key_depends_on_every_fact() -> None:
     assert fingerprint("") is None
 
 
-def test_the_digest_of_a_language_has_end_tokens_and_special_tokens() -> None:
-    tokenizer, text = tiny_tokenizer(), FixedText("{{ bos_token }}", {"bos_token": "<s>"})
-    other_end = Tokenizer(tokenizer.raw, eos_ids=(*tokenizer.eos_ids, 7), bos_id=tokenizer.bos_id)
-    other_begin = Tokenizer(tokenizer.raw, eos_ids=tokenizer.eos_ids, bos_id=9)
-    digests = [language_digest(text, one) for one in (tokenizer, other_end, other_begin)]
-    digests.append(language_digest(FixedText("{{ bos_token }}", {"bos_token": "<t>"}), tokenizer))
-    assert len(set(digests)) == 4
-    assert language_digest(text, tokenizer) == digests[0]
+def test_the_digest_of_a_language_has_tokenizer_end_tokens_and_special_tokens() -> None:
+    raw, template = tiny_tokenizer().raw, TemplateSource("{{ bos_token }}", {"bos_token": "<s>"})
+    usual = Tokenizer(raw, eos_ids=(319,), digest="one")
+    others = [
+        Tokenizer(raw, eos_ids=(319,), digest="another"),
+        Tokenizer(raw, eos_ids=(319, 7), digest="one"),
+        Tokenizer(raw, eos_ids=(319,), bos_id=9, digest="one"),
+    ]
+    digests = {language_digest(one, template) for one in (usual, *others)}
+    digests |= {language_digest(usual, None), language_digest(usual, TemplateSource(template.text, {}))}
+    assert len(digests) == 6
+    assert language_digest(Tokenizer(raw, eos_ids=(319,), digest="one"), template) in digests

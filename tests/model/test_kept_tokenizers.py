@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import tokenizers
@@ -16,7 +18,7 @@ from paceline.model.files import kept_data
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
 from paceline.model.tokenizer import raw_spelling
-from paceline.model.weights import load_model, load_tokenizer, tokenizer_json
+from paceline.model.weights import TextSource, load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Language, Ready
 from tests.model.helpers import byte_level_metadata, write_gguf
@@ -45,12 +47,12 @@ def models(tmp_path: Path) -> list[Path]:
 def test_a_kept_tokenizer_reads_and_writes_as_the_first(models: list[Path]) -> None:
     model = load_model(models[0])
     built = load_tokenizer(model)
-    ids, text = built.encode(TEXT), tokenizer_json(model, built)
+    ids, text = built.encode(TEXT), tokenizer_json(built)
     del built
     later = load_tokenizer(model)
     assert later.decode(ids) == TEXT
     assert later._whole is not None, "no text was encoded yet"
-    assert tokenizer_json(model, later) == text
+    assert tokenizer_json(later) == text
     assert later._whole is not None
     assert later.encode(TEXT) == ids
     assert later._whole is None
@@ -93,6 +95,32 @@ def test_models_with_one_tokenizer_share_it(models: list[Path]) -> None:
     assert len(weights._TOKENIZERS) <= before
 
 
+class CountedText:
+    """Text of a model, and how often its tokenizer was digested."""
+
+    is_kept: ClassVar[bool] = True
+
+    def __init__(self, text: TextSource) -> None:
+        self.template, self.sampling, self.tokenizer = text.template, text.sampling, text.tokenizer
+        self.num_digests = 0
+        self._digest = text.tokenizer_digest
+
+    def tokenizer_digest(self) -> str:
+        self.num_digests += 1
+        return self._digest()
+
+
+def test_a_start_digests_a_kept_tokenizer_once(models: list[Path]) -> None:
+    model = load_model(models[0])
+    text = tokenizer_json(load_tokenizer(model))
+    gc.collect()
+    counted = CountedText(model.text)
+    tokenizer = load_tokenizer(replace(model, text=counted))
+    assert tokenizer_json(tokenizer) == text
+    assert tokenizer.ending((1,), None).digest == model.text.tokenizer_digest()
+    assert counted.num_digests == 1
+
+
 def test_a_broken_one_is_built_anew(models: list[Path], tmp_path: Path) -> None:
     model = load_model(models[0])
     ids = load_tokenizer(model).encode(TEXT)
@@ -113,6 +141,7 @@ def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: 
     path.unlink()
     weights.forget_files()
     assert later.encode(TEXT) == ids
+    path.unlink()  # it was kept again
     config = tiny_config()
     tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"][:-1], "another"]
     extra = byte_level_metadata() | {"tokenizer.ggml.tokens": tokens}

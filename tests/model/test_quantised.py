@@ -17,11 +17,11 @@ from tools.measure.quality import QualityText, log_probs
 
 from paceline.backend.native.load import load_decoder
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
-from paceline.model.files.gguf_file import FourBit
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.safetensors_file import open_safetensors
 from paceline.model.files.scaled_tensors import QuantisedMatrix
+from paceline.model.files.stored import FourBit
 from paceline.model.weights import LazyWeights, load_model
 from tests.model import quantised_files as files
 from tests.oracles import quantised as twin

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.cli import main, parse, parser_of
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
-from paceline.core.nouns import Outcome
+from paceline.core.nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
@@ -25,6 +25,7 @@ from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
+from paceline.serve.engines import Answers, OnEvent
 from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
@@ -103,7 +104,7 @@ def test_the_policy_remembers_half_a_minute() -> None:
     assert [at_s for at_s, _ in state["snapshots"]] == [120.0, 131.0]
 
 
-class OpenAnswers:
+class RunningAnswers:
     """Answers of a request that runs."""
 
     closed = False
@@ -115,7 +116,7 @@ class OpenAnswers:
 def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     async def work() -> tuple[bool, bool]:
         host = EngineHost(EngineConfig())
-        lost, other = OpenAnswers(), OpenAnswers()
+        lost, other = RunningAnswers(), RunningAnswers()
         host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
         host._lines["front"] = older = FrontLine()
         piece = asyncio.ensure_future(anext(aiter(host.attach("front"))))
@@ -128,15 +129,48 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     assert asyncio.run(work()) == (True, False)
 
 
+class SlowClient:
+    """Client of an engine whose requests take a while to be sent."""
+
+    ready = None
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    async def submit(self, requests: list[Request], on_event: OnEvent) -> Answers:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return Answers(self, {requests[0].request_id: 0}, on_event)  # type: ignore[arg-type]
+
+    async def cancel(self, answers: Answers) -> None:
+        self.cancelled += answers.index
+        answers.index.clear()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool) -> None:
+    async def work() -> tuple[list[str], dict[Any, Any]]:
+        host, client = EngineHost(EngineConfig()), SlowClient()
+        host._client = client  # type: ignore[assignment]
+        host._lines["front"] = FrontLine()
+        sent = asyncio.ensure_future(host.send("front", encode([Submit("a", (1, 2), {}, 3)])))
+        await asyncio.sleep(0)
+        await (host.detach("front") if leaves else host.send("front", encode([Cancel("a")])))
+        await sent
+        return client.cancelled, host._open
+
+    assert asyncio.run(work()) == (["a"], {})
+
+
 def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
     async def work() -> dict[Any, Any]:
         host = EngineHost(EngineConfig())
 
-        class LastAnswers(OpenAnswers):
+        class LastAnswers(RunningAnswers):
             async def close(self) -> None:
                 host._open.pop(("front", "b"), None)
 
-        host._open = {("front", "a"): LastAnswers(), ("front", "b"): OpenAnswers()}  # type: ignore[dict-item]
+        host._open = {("front", "a"): LastAnswers(), ("front", "b"): RunningAnswers()}  # type: ignore[dict-item]
         await host.detach("front")
         return host._open
 
@@ -258,6 +292,8 @@ class TestArguments:
             ({"insecure": "true", "replicas": "many"}, "replicas is a number from 1 to 256"),
             ({"insecure": "true", "cpus": "0"}, "cpus is a number above 0"),
             ({"insecure": "true", "autoscaling": "1-2", "tpot_ms": "soon"}, "tpot_ms is a number above 0"),
+            ({"insecure": "true", "tpot_ms": "80"}, "goes with autoscaling"),
+            ({"insecure": "true", "autoscaling": "1-2", "replicas": "2"}, "leave out replicas"),
             ({"insecure": "true", "hedge": "p95", "law": "rejection"}, "--hedge needs --law coupled"),
             ({"insecure": "true", "weights": "int3"}, "int3"),
         ],

@@ -87,6 +87,25 @@ def test_a_stream_is_the_whole_answer_in_pieces_and_closing_it_cancels(model: Pa
     run_over(model, work)
 
 
+def test_a_cut_answer_that_goes_on_is_the_whole(model: Path) -> None:
+    two = replace(SHORT, n=2)
+
+    async def work(llm: AsyncLLM) -> None:
+        whole = await llm.generate("the cat", two)
+        told = [answer.token_ids[:count] for answer, count in zip(whole.choices, (5, 0), strict=True)]
+        again = await llm.generate("the cat", two, answer_ids=told)
+        assert [a.token_ids for a in again.choices] == [a.token_ids for a in whole.choices]
+        assert [a.text for a in again.choices] == [a.text for a in whole.choices]
+        behind = [d async for d in llm.stream("the cat", SHORT, answer_ids=told[0])]
+        assert told[0] + tuple(i for d in behind for i in d.token_ids) == whole.token_ids
+        chat = await llm.chat(HI, SHORT)
+        assert (await llm.chat(HI, SHORT, answer_ids=chat.token_ids[:3])).text == chat.text
+        with pytest.raises(RequestError, match="ended"):
+            await anext(llm.stream("the cat", SHORT, answer_ids=[1] * SHORT.max_tokens))
+
+    run_over(model, work)
+
+
 def test_errors_are_those_of_llm(model: Path, tmp_path: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         with pytest.raises(RequestError, match="empty"):

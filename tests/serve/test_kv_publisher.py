@@ -235,6 +235,7 @@ def test_vllms_json_and_an_endpoint_are_read() -> None:
         ("tcp://*:65536", "no place for events"),
         ("inproc://events", "no place for events"),
         ("{", "is no JSON"),
+        ([], "must be a JSON object or an endpoint"),
         ({"enable_kv_cache_events": True}, "needs an endpoint, as whoever reaches it reads"),
         (VLLM | {"enable_kv_cache_events": 1}, "enable_kv_cache_events is true or false"),
         (VLLM | {"publisher": "kafka"}, "publisher is zmq or null, not 'kafka'"),

@@ -7,14 +7,16 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import replace as with_fields
 
 from paceline import LLM, SamplingParams
 from paceline.cli import main
 from paceline.core.errors import ConfigError, EngineDied, PromptTooLong, RequestError
+from paceline.core.params import Grammar
 from paceline.serve.terminal.banner import printable
 from paceline.serve.terminal.chat_commands import obey
 from paceline.serve.terminal.chat_session import Chat
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from paceline.core.nouns import Outcome
+    from paceline.serve.results import Completion
 
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
 NGRAM = "ngram:k=4"  # the usual `auto` first measures what steps cost
@@ -92,6 +95,71 @@ def test_choices_and_logprobs(llm: LLM) -> None:
     for answer in completion.choices:
         assert answer.logprobs is not None
         assert tuple(entry.token_id for entry in answer.logprobs) == answer.token_ids
+
+
+ANSWERS = {
+    "warm": SHORT,
+    "greedy": SamplingParams(max_tokens=12, temperature=0.0, frequency_penalty=0.5),
+    "many": SamplingParams(max_tokens=12, n=3, seed=9, temperature=1.2),
+    "scored": SamplingParams(max_tokens=12, logprobs=2, seed=2, repetition_penalty=1.2),
+    "fixed form": SamplingParams(max_tokens=30, seed=3, grammar=Grammar("regex", "[a-z ]{10,20}")),
+}
+
+
+def told_of(completion: Completion, count: int) -> list[tuple[int, ...]]:
+    """The first tokens of each answer, never all."""
+    return [answer.token_ids[: min(count, len(answer.token_ids) - 1)] for answer in completion.choices]
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_cut_answer_that_goes_on_is_the_whole(llm: LLM, kind: str) -> None:
+    (whole,) = llm.generate("the cat", ANSWERS[kind])
+    for count in (0, 1, 5, 11):
+        told = told_of(whole, count)
+        given = told if len(told) > 1 else told[0]
+        (again,) = llm.generate("the cat", ANSWERS[kind], answer_ids=given)
+        deltas = list(llm.stream("the cat", ANSWERS[kind], answer_ids=given))
+        for index, (new, old, begun) in enumerate(zip(again.choices, whole.choices, told, strict=True)):
+            assert (new.text, new.token_ids, new.finish_reason) == (old.text, old.token_ids, old.finish_reason)
+            assert new.figures.completion_tokens == len(old.token_ids)
+            assert new.logprobs == (old.logprobs and old.logprobs[len(begun) :])
+            behind = [i for d in deltas if d.choice == index for i in d.token_ids]
+            assert (*begun, *behind) == old.token_ids
+
+
+def test_answers_to_several_prompts_go_on(llm: LLM) -> None:
+    prompts, params = ["in", "the cat", "on"], [replace(SHORT, n=n) for n in (1, 2, 1)]
+    wholes = llm.generate(prompts, params)
+    told = [ids for whole, count in zip(wholes, (3, 0, 7), strict=True) for ids in told_of(whole, count)]
+    again = llm.generate(prompts, params, answer_ids=told)
+    assert [[a.text for a in one.choices] for one in again] == [[a.text for a in one.choices] for one in wholes]
+
+
+def test_an_answer_of_a_chat_goes_on(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    whole = llm.chat(messages, SHORT)
+    again = llm.chat(messages, SHORT, answer_ids=whole.token_ids[:4])
+    assert (again.text, again.token_ids, again.message) == (whole.text, whole.token_ids, whole.message)
+
+
+@pytest.mark.parametrize(
+    ("answer_ids", "says"),
+    [
+        ("abc", "must be token ids"),
+        ([1, "a"], "must be token ids"),
+        ([[1], [2]], "a list of token ids"),
+        (5, "must be token ids"),
+        ([1 << 40], "outside the vocabulary"),
+        ([-1], "outside the vocabulary"),
+        ([1] * 13, "max_tokens"),
+        ([1] * 12, "ended"),
+    ],
+)
+def test_bad_answers_so_far(llm: LLM, answer_ids: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.generate("the cat", SHORT, answer_ids=answer_ids)
+    with pytest.raises(RequestError, match="scores of a prompt"):
+        llm.generate("the cat", replace(SHORT, prompt_logprobs=1), answer_ids=[1])
 
 
 def test_streams_may_be_mixed_and_left(llm: LLM) -> None:
@@ -244,7 +312,7 @@ def test_chat_tells_an_answer_that_failed_and_forgets_it(llm: LLM) -> None:
     step = llm.built.engine.step
 
     def failing() -> list[Outcome]:
-        return [replace(o, finish_reason="error", error="no more memory") for o in step()]
+        return [with_fields(o, finish_reason="error", error="no more memory") for o in step()]
 
     llm.built.engine.step = failing  # type: ignore[method-assign]
     try:

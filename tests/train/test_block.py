@@ -12,8 +12,11 @@ import torch
 from paceline.cli import main
 from paceline.model.heads.block_format import BlockShape
 from paceline.model.heads.checkpoint import load_head
+from paceline.model.heads.config import head_shapes, read_config
+from paceline.train.block_recipe import BlockHeadChoices, config_json, first_weights
 from paceline.train.recipe import hash_of
 from paceline.train.run_folder import read_metrics
+from paceline.train.target_model import load_target
 from tests.train.test_run import command
 from tests.train.toy import toy_config, write_answers, write_target
 
@@ -56,7 +59,6 @@ def test_a_toy_block_head_reaches_its_acceptance(toy: Path, tmp_path: Path, caps
 
 
 def toy_rows(toy: Path) -> np.ndarray:
-    from paceline.train.target_model import load_target
 
     return load_target(str(toy / "target"), torch.device("cpu")).head.numpy()
 
@@ -107,9 +109,19 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     provenance = json.loads((tmp_path / "fourth" / "provenance.json").read_text())
     assert provenance["settings"]["started_from"] == same
     np.testing.assert_array_equal(heads[0].token_ids, heads[1].token_ids)
-    assert heads[0].config.own_head
-    assert not heads[1].config.own_head
+    assert heads[0].config.own_output
+    assert not heads[1].config.own_output
     assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
+
+
+def test_a_block_head_may_write_every_token(toy: Path) -> None:
+    target = load_target(str(toy / "target"), torch.device("cpu"))
+    choices = BlockHeadChoices(copied=(), num_layers=1, size=4, taps=(1, 3, 5), mask_token_id=7, rank=8)
+    size = target.config.vocab_size
+    config = read_config(config_json(choices, target, size), target.config)
+    assert not config.own_output
+    weights = first_weights(config, choices, target, seed=1)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == head_shapes(config)
 
 
 def test_weights_of_other_taps_are_left_out(toy: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from scipy import stats
 from paceline.core import noise
 from paceline.core.noise import Lane
 from paceline.core.nouns import RowDraft
-from paceline.verify import block, rejection
+from paceline.verify import block_verification, rejection
 from paceline.verify.law import LAWS, load_law
 from paceline.verify.row_scores import RowScores, draft_probs, excess
 
@@ -39,7 +39,7 @@ DRAFTERS = {
 
 def block_chances(world: World, drafted: RowDraft) -> Iterator[tuple[float, np.ndarray]]:
     row = RowScores(world.scores(0, drafted, w.choose_at(1)), 0, len(drafted) + 1)
-    prefixes = list(block.prefixes(drafted, row))
+    prefixes = list(block_verification.prefixes(drafted, row))
     for kept, (chance, rest) in enumerate(prefixes):
         later = np.prod([1 - c for c, _ in prefixes[kept + 1 :]])
         yield (chance if kept else 1.0) * later, rest / rest.sum() if rest.sum() else rest
@@ -78,18 +78,18 @@ def test_a_step_emits_exactly_the_target(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_block_keeps_no_fewer_than_rejection(seed: int, k: int) -> None:
+def test_block_verification_keeps_no_fewer_than_rejection(seed: int, k: int) -> None:
     world = World.random(seed, 4)
-    (_, by_block), (_, by_token) = (
+    (_, by_draft), (_, by_token) = (
         w.exact(world, lambda d, chances=CHANCES[law]: chances(world, d), w.every_draw, k)
         for law in ("block", "rejection")
     )
-    assert by_block >= by_token - 1e-12
+    assert by_draft >= by_token - 1e-12
     if k == 1:
-        np.testing.assert_allclose(by_block, by_token, atol=1e-12)
+        np.testing.assert_allclose(by_draft, by_token, atol=1e-12)
         np.testing.assert_allclose(by_token, np.minimum(world.p(0), world.q(0)).sum(), atol=1e-12)
     else:
-        assert by_block > by_token + 1e-4
+        assert by_draft > by_token + 1e-4
 
 
 # Counted -----------------------------------------------------------------------------------------
@@ -292,10 +292,10 @@ def test_mutant_residual_not_renormalised(monkeypatch: pytest.MonkeyPatch, law: 
     assert w.law_fit(load_law(law), DRAFTERS["its own draws"]) < WRONG
 
 
-def test_mutant_block_forgets_how_much_is_still_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """c_i of the last draft alone, instead of the product: token-wise chances with block's coins."""
-    real = block._still_wanted
-    monkeypatch.setattr(block, "_still_wanted", lambda wanted, p, q, token: real(1.0, p, q, token))
+def test_mutant_block_verification_forgets_how_much_is_still_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """c_i of the last draft alone, in place of the product: token-wise chances, and coins for the whole draft."""
+    real = block_verification._still_wanted
+    monkeypatch.setattr(block_verification, "_still_wanted", lambda wanted, p, q, token: real(1.0, p, q, token))
     assert w.law_fit(load_law("block"), DRAFTERS["its own draws"]) < WRONG
     world = World.random(0)
     joint, _ = w.exact(world, lambda d: block_chances(world, d), w.every_draw, 2)
@@ -312,7 +312,7 @@ REUSING["choices"] = DRAFTERS["the target's noise"]
 
 
 @pytest.mark.parametrize("what", sorted(SENSITIVE))
-def test_mutant_block_with_noise_that_comes_back(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_mutant_block_verification_with_noise_that_comes_back(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Coins or drafts behind the kept prefix were looked at; the next step meets them again."""
 
     def p_value(drafter: w.Drafter) -> float:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda import kernel_launch
+from paceline.backend.cuda.matrix import Matrix
 from paceline.backend.cuda.products import (
     PLAIN_TYPES,
     ROWS,
     TALL,
-    Matrix,
     Parts,
     Product,
     block_product,

@@ -9,7 +9,7 @@ from paceline.backend.cuda.device_weights import num_bytes as num_bytes_of
 if TYPE_CHECKING:
     from paceline.backend.cuda.decoder import CudaDecoder
     from paceline.backend.cuda.kv_store import DeviceKV
-    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.matrix import Matrix
 
 
 class PassNeeds(NamedTuple):

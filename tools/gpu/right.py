@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 
 from paceline.backend.cuda.kernel_launch import launch, uses_kernels, variant_table
-from paceline.backend.cuda.products import Matrix, finished, kernel_product, multiply
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import finished, kernel_product, multiply
 from tools.gpu.attention_checks import (
     ALL_PARTS,
     ONE_PART,

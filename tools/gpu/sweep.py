@@ -24,7 +24,8 @@ from paceline.backend.cuda.kernel_launch import (
     uses_kernels,
 )
 from paceline.backend.cuda.kv_store import LayerKV
-from paceline.backend.cuda.products import BLOCKS, Matrix, Parts, finished, product_variant, segment_of
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import BLOCKS, Parts, finished, product_variant, segment_of
 from paceline.backend.cuda.tiles import TILES, Tile, best_tile, multiply_by, tile_variant
 from paceline.core.nouns import PAGE_TOKENS
 from tools.gpu.attention_checks import SCALE, attention_case

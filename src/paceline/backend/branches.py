@@ -78,35 +78,29 @@ class BranchPages:
         """
         room = 0 if rows.grammars.states or rows.num_scored(batch) else len(self._free) // PAGES_EACH
         fitted: list[RowDraft] = []
-        branched = False
         for r, d in zip(batch.rows, drafted, strict=True):
-            if d.branches is not None:
-                most = room if r.decodes and rows.may_branch(r.row) else 0
-                d = with_most(d, most)  # noqa: PLW2901
-                room -= d.num_branch_tokens
-                branched = branched or d.branches is not None
-            fitted.append(d)
-        return Draft(tuple(fitted), branched=branched)
+            may = d.branches is not None and r.decodes and rows.may_branch(r.row)
+            fitted.append(with_most(d, room if may else 0))
+            room -= fitted[-1].num_branch_tokens
+        return Draft(tuple(fitted), branched=any(d.branches is not None for d in fitted))
 
     def pack(self, batch: Batch, draft: Draft, packed: Packed) -> Packed:
         """Add a draft's branches to a pass, behind all rows."""
-        more = _Packing(packed)
+        packing = _Packing(packed)
         for index, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
             self.release(r.row)  # of a pass that failed
-            more.want_row(1 + len(d) if r.samples else 0)
+            packing.want_row(1 + len(d) if r.samples else 0)
             if d.branches is not None:
-                self._open[r.row] = found = self._pack_row(r.row, index, d, more)
-                more.wanted += [found.tokens[i] for i in range(d.num_branch_tokens)]
-        return more.packed()
+                self._open[r.row] = found = self._pack_row(r.row, index, d, packing)
+                packing.wanted += [found.tokens[i] for i in range(d.num_branch_tokens)]
+        return packing.packed()
 
-    def _pack_row(self, row: int, index: int, drafted: RowDraft, more: _Packing) -> _RowBranches:
+    def _pack_row(self, row: int, index: int, drafted: RowDraft, packing: _Packing) -> _RowBranches:
         branches, num_chain = drafted.branches, len(drafted)
         assert branches is not None
-        newest = int(more.before.cu_len[index + 1]) - num_chain - 1
-        start = int(more.before.positions[newest])
-        tokens = {
-            node: newest + 1 + node for node in range(ROOT, num_chain)
-        }  # node of the tree -> index in the pass
+        newest = int(packing.before.cu_len[index + 1]) - num_chain - 1
+        start = int(packing.before.positions[newest])
+        tokens = {node: newest + 1 + node for node in range(ROOT, num_chain)}  # of the tree -> index in the pass
         found = _RowBranches(newest, {}, {})
         inner = set(branches.parents)
         for leaf in range(num_chain, num_chain + drafted.num_branch_tokens):
@@ -116,19 +110,19 @@ class BranchPages:
             leaves_at = next(depth for depth, node in enumerate(path) if node >= num_chain)
             first, end = (start + leaves_at) // PAGE_TOKENS, (start + len(path) - 1) // PAGE_TOKENS + 1
             own = self._take(row, end - first)
-            pages = more.before.pages[index].copy()
+            pages = packing.before.pages[index].copy()
             if first * PAGE_TOKENS < start:
                 self._kv.copy_page(int(pages[first]), own[0])
             pages[first:end] = own
-            more.begin_row(pages)
+            packing.begin_row(pages)
             for place, node in enumerate(path, start):
                 if node not in tokens:
-                    tokens[node] = more.add(branches.token_ids[node - num_chain], place)
+                    tokens[node] = packing.add(branches.token_ids[node - num_chain], place)
                 elif place >= first * PAGE_TOKENS:
-                    more.copy(tokens[node], place)
+                    packing.copy(tokens[node], place)
                 if node >= num_chain:
                     found.pages.setdefault(node - num_chain, (first, own))
-            more.end_row()
+            packing.end_row()
         found.tokens.update({node - num_chain: at for node, at in tokens.items() if node >= num_chain})
         return found
 

@@ -108,12 +108,16 @@ class Branching:
         rows = tuple(with_only(d, own.__contains__) for d, own in zip(draft.rows, wanted, strict=True))
         return Draft(rows, draft.budget, branched=count > 0)
 
+    def _drafter(self, drafted: RowDraft) -> int:
+        """Return the index of the drafter that made a draft."""
+        return self._indices[drafted.drafter or ""]
+
     def _alive(self, row: int, drafted: RowDraft) -> list[float]:
         """Return the chance that each draft of a row's chain is kept."""
         if not len(drafted):
             return []
         known = None if drafted.confidence is None else np.array([drafted.confidence])
-        model = self._models[self._indices[drafted.drafter or ""]]
+        model = self._models[self._drafter(drafted)]
         alive: list[float] = model.alive(np.array([row]), len(drafted), known, usual=True)[0].tolist()
         return alive
 
@@ -121,7 +125,7 @@ class Branching:
         """Yield (tokens that it brings, index) of a row's branches."""
         if drafted.branches is None or drafted.confidence is None:
             return
-        chances = self.chances[self._indices[drafted.drafter or ""]]
+        chances = self.chances[self._drafter(drafted)]
         for branch, parent in _rivals(drafted):
             before = 1.0 if parent == ROOT else alive[parent]
             yield before * chances(drafted.confidence[parent + 1]), branch
@@ -151,7 +155,7 @@ class Branching:
             if p.branches is None or p.confidence is None:
                 continue
             known = min(v.num_on_chain, len(d)) + 1  # choices along the chain
-            chances = self.chances[self._indices[p.drafter or ""]]
+            chances = self.chances[self._drafter(p)]
             for branch, parent in _rivals(p):
                 depth = parent + 1
                 if depth < min(known, len(v.token_ids)):

@@ -26,7 +26,7 @@ class GapRecord:
     """Mismatches of the last tokens by their gaps."""
 
     def __init__(self) -> None:
-        self._counts = [PRIOR_RATE * WIDTH * PRIOR_TOKENS] * NUM_BINS  # [NUM_BINS] within the reach of any budget
+        self._counts = [PRIOR_RATE * WIDTH * PRIOR_TOKENS] * NUM_BINS  # [NUM_BINS] faded, by gap
         self._tokens = PRIOR_TOKENS
 
     def learn(self, num_tokens: int, gaps: Iterable[float]) -> None:

@@ -20,4 +20,4 @@ def with_only(draft: RowDraft, wanted: Callable[[int], bool]) -> RowDraft:
 
 def with_most(draft: RowDraft, num_branch_tokens: int) -> RowDraft:
     """Return a chain with the first tokens of its branches."""
-    return draft if draft.branches is None else with_only(draft, num_branch_tokens.__gt__)
+    return with_only(draft, lambda index: index < num_branch_tokens)

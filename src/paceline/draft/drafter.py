@@ -80,7 +80,7 @@ class Target:
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
     local: Memory | None  # None to a drafter in another process
-    own_head: Head | None = None  # that its own files hold
+    head_within: Head | None = None  # a draft head that its own files hold
     apart: bool = False  # drafters have a device of their own, where the target's rows are not
 
     @property

@@ -31,7 +31,7 @@ DRAFTERS = {
     "eagle3": "paceline.draft.heads.options:Eagle3Config",
     "mtp": "paceline.draft.heads.options:MtpConfig",
     "peagle": "paceline.draft.heads.options:PEagleConfig",
-    "block": "paceline.draft.heads.options:BlockConfig",
+    "block": "paceline.draft.heads.options:BlockHeadConfig",
 }
 
 

@@ -37,11 +37,13 @@ class Tokenizer:
         bos_id: int | None = None,
         spelling: Spelling | None = None,
         whole: Callable[[], tokenizers.Tokenizer] | None = None,
+        digest: str = "",
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library, whose truncation and padding are switched off.
 
         spelling, whole: in place of `raw`, its tokens and what makes it when the first text is turned into ids.
-        Raises `UnsupportedModel` if the decoders do not tell how a token is written as bytes.
+        digest: of what it is built from. Raises `UnsupportedModel` if the decoders do not tell how a token is
+        written as bytes.
         """
         if raw is not None:
             _use_whole_texts(raw)
@@ -50,6 +52,7 @@ class Tokenizer:
         self._raw, self._whole = raw, whole
         self.eos_ids = tuple(eos_ids)
         self.bos_id = bos_id
+        self.digest = digest
         self.strips_space = spelling.strips_space
         self.pieces = TokenBytes(spelling)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,7 +17,6 @@ from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model.config import ModelConfig, tensor_shapes
 from paceline.model.experts import DENSE
 from paceline.model.files import gguf_model, hf
-from paceline.model.files.gguf_file import FourBit, GgufTensor
 from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.kept_tokenizers import (
     TokenTable,
@@ -30,9 +29,8 @@ from paceline.model.files.pull import resolve
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.rearranged import divide_logits
-from paceline.model.files.safetensors_file import StoredTensor
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
-from paceline.model.files.stored import Stored
+from paceline.model.files.stored import KeepsFourBits, KeepsRaw, Stored
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.tokenizer import Tokenizer
 
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.model.files.gguf_file import GgufFile
     from paceline.model.files.packed_cache import PackedCache, Progress
     from paceline.model.files.source_files import Source
-    from paceline.model.files.stored import RawBlocks
+    from paceline.model.files.stored import FourBit, RawBlocks
     from paceline.model.template import ChatTemplate
     from paceline.model.template_source import TemplateSource
 
@@ -52,14 +50,6 @@ if TYPE_CHECKING:
 StoredT = TypeVar("StoredT", bound=Stored)
 
 _TOKENIZERS: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()  # by `tokenizer_digest`
-
-
-@runtime_checkable
-class KeepsFourBits(Protocol):
-    """A stored matrix that may have four bits of its own."""
-
-    def four_bit(self) -> FourBit | None:
-        """Return them, None if it has others."""
 
 
 class LazyWeights(Mapping[str, "NDArray[floating]"]):
@@ -117,7 +107,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def raw(self, name: str) -> RawBlocks | None:
         """Return a matrix as its file's own bytes, None if these will not do."""
         stored = self._counted(name)
-        return stored.raw() if isinstance(stored, GgufTensor | StoredTensor) else None
+        return stored.raw() if isinstance(stored, KeepsRaw) else None
 
     def _counted(self, name: str) -> Stored:
         stored = self._stored[name]
@@ -190,26 +180,27 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_json(model: LoadedModel, tokenizer: Tokenizer) -> bytes:
-    """Return the JSON of a model's tokenizer, kept or made now."""
-    return kept_tokenizer(model.text.tokenizer_digest()) or tokenizer.raw.to_str().encode()
+def tokenizer_json(tokenizer: Tokenizer) -> bytes:
+    """Return the JSON of a loaded tokenizer, kept or made now."""
+    return kept_tokenizer(tokenizer.digest) or tokenizer.raw.to_str().encode()
 
 
 def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
-    """Return a tokenizer that is made when it is needed, if kept."""
+    """Return a tokenizer that is made when it is needed, if its table is kept."""
     if not model.text.is_kept:
-        return Tokenizer(model.text.tokenizer())
+        return Tokenizer(model.text.tokenizer(), digest=digest)
     table = kept_table(digest)
-    if table is not None and kept_tokenizer(digest) is not None:
-        return Tokenizer(None, spelling=table, whole=partial(_whole_tokenizer, model.path, digest))
-    tokenizer = Tokenizer(model.text.tokenizer())
+    if table is not None:
+        whole = partial(_whole_tokenizer, model.path, digest)
+        return Tokenizer(None, spelling=table, whole=whole, digest=digest)
+    tokenizer = Tokenizer(model.text.tokenizer(), digest=digest)
     if model.text.tokenizer_digest() == digest:  # else its file was replaced meanwhile
-        keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
+        _keep(digest, tokenizer)
     return tokenizer
 
 
 def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
-    """Return the kept tokenizer; if it is gone, that of the model opened again.
+    """Return the kept tokenizer; if there is none, keep that of the model opened again.
 
     Its header, a whole vocabulary, is not held till then. Raises `ModelNotFound` if another model lies there now.
     """
@@ -219,7 +210,13 @@ def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
     text = load_model(path).text
     if text.tokenizer_digest() != digest:
         raise ModelNotFound(f"{path} was replaced by a model with another tokenizer while in use; start again")
-    return text.tokenizer()
+    whole = text.tokenizer()
+    _keep(digest, Tokenizer(whole))
+    return whole
+
+
+def _keep(digest: str, tokenizer: Tokenizer) -> None:
+    keep_tokenizer(digest, tokenizer.raw.to_str().encode(), TokenTable.of(tokenizer.pieces.spelling))
 
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:
@@ -248,17 +245,14 @@ def canonical_names(
 
 
 def choose_tensors(
-    config: ModelConfig,
-    names: Mapping[str, str],
-    found: Mapping[str, StoredT],
-    where: Path,
-    given: Collection[str] = (),
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], found: Mapping[str, StoredT], where: object
 ) -> dict[str, StoredT]:
-    """Choose the config's tensors except `given`. Raises `BadModelFile` if missing or of another shape."""
+    """Return the tensors of some shapes by canonical name.
+
+    Raises `BadModelFile` if one is missing or of another shape. where: what lacks it, for the error.
+    """
     chosen: dict[str, StoredT] = {}
-    for name, shape in tensor_shapes(config).items():
-        if name in given:
-            continue
+    for name, shape in shapes.items():
         stored = found.get(names[name])
         if stored is None:
             raise BadModelFile(f"{where} lacks the tensor {names[name]!r}; the download may be incomplete")
@@ -301,7 +295,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     if hf.reads_images(values):  # the two parts of its config.json may not agree on this
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
-    stored = choose_tensors(config, names, hf.parts(config, whole, names), folder)
+    stored = choose_tensors(tensor_shapes(config), names, hf.parts(config, whole, names), folder)
     weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
@@ -312,7 +306,7 @@ def _load_gguf(path: Path) -> LoadedModel:
     config = gguf_model.config_from_gguf(file)
     layer_names = gguf_model.layer_names(config)
     names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
-    stored = choose_tensors(config, names, gguf_model.tensors_for(file, config, names), path)
+    stored = choose_tensors(tensor_shapes(config), names, gguf_model.tensors_for(file, config, names), path)
     weights = LazyWeights(divide_logits(config, stored), (source,))
     return LoadedModel(path, config, weights, gguf_model.GgufText(file))
 

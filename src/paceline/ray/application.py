@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, suggest
+from paceline.core.errors import ConfigError
 from paceline.ray.front import Door, FrontReplica
 from paceline.ray.front_options import NAMES, FrontOptions, of_arguments
 from paceline.ray.replica import MAX_CALLS, EngineReplica
@@ -37,14 +37,7 @@ def app(args: Mapping[str, Any]) -> Any:
     front = {name: given.pop(name) for name in NAMES if name in given}
     model, cpus = str(given.pop("model", "default")), _positive(placement, "cpus")
     given.setdefault("threads", max(1, int(cpus)))
-    try:
-        config = config_of(model, given)
-    except ConfigError as error:
-        known = (*PLACEMENT, *NAMES, "model")
-        unknown = next((name for name in given if f"unknown option {name!r}" in str(error)), None)
-        raise ConfigError(
-            f"unknown argument {unknown!r}{suggest(unknown, known)}" if unknown else str(error)
-        ) from None
+    config = config_of(model, given, (*PLACEMENT, *NAMES, "model"))
     options, fronts = of_arguments(front), _count(placement, "fronts")
     options.fleet.check_law(config.law)
     if options.operation.rl and fronts != 1:
@@ -76,7 +69,11 @@ def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many engines there are: a number, or bounds between which headroom decides."""
     bounds = placement.get("autoscaling")
     if bounds is None:
+        if "tpot_ms" in placement:
+            raise ConfigError("tpot_ms decides how many engines there are: it goes with autoscaling, such as 1-4")
         return {"num_replicas": _count(placement, "replicas")}
+    if "replicas" in placement:
+        raise ConfigError("autoscaling chooses the replicas between its bounds: leave out replicas")
     found = _BOUNDS.fullmatch(str(bounds))
     least, most = map(int, found.groups()) if found else (0, 0)
     if not 1 <= least <= most <= MAX_REPLICAS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ class EngineHost:
         self._client: EngineClient | None = None
         self._lines: dict[str, FrontLine] = {}  # by front
         self._open: dict[tuple[str, str], Answers] = {}  # by front and request id
+        self._turn = asyncio.Lock()  # of messages: one that cancels may come while its request is submitted
         self._ready_s = time.monotonic()  # when an engine was last seen ready
         self._restarts = 0  # of the process when it was
 
@@ -98,8 +100,9 @@ class EngineHost:
 
     async def send(self, front: str, data: bytes) -> None:
         """Take messages of a front."""
-        for message in read_to_host(data):
-            await self._take(front, message)
+        async with self._turn:
+            for message in read_to_host(data):
+                await self._take(front, message)
 
     async def command(self, data: bytes) -> bytes:
         """Carry out a trainer's command; return the reply."""
@@ -131,7 +134,9 @@ class EngineHost:
         except PacelineError as error:
             take(error)
         else:
-            if answers.index:  # else it has ended already
+            if front not in self._lines:  # it has left meanwhile
+                await answers.close()
+            elif answers.index:  # else it has ended already
                 self._open[front, request_id] = answers
 
     def _on_event(self, front: str, request_id: str, event: Event) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from paceline.core.errors import EngineDied, PacelineError
+from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
 from paceline.ray.line import BEAT_S, Down, read_from_host, read_reply
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.commands import UpdateWeights
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
+from paceline.serve.worker.open_answers import OpenAnswers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,10 +82,10 @@ class HostEngines:
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self.commands = HostCommands(host, front, lambda: list(self._open))
+        self._open = OpenAnswers()
+        self.commands = HostCommands(host, front, self._open.ids)
         self._host = host
         self._front = front
-        self._open: dict[str, Answers] = {}
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
     @property
@@ -104,17 +105,13 @@ class HostEngines:
         if self.ready is None:
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
-        self._open |= dict.fromkeys(answers.index, answers)
+        self._open.add(answers)
         self._send([Submit.of(request) for request in requests])
         return answers
 
     async def cancel(self, answers: Answers) -> None:
         """End the open ones of these answers; no further event is put."""
-        still_open = list(answers.index)
-        answers.index.clear()
-        for request_id in still_open:
-            if self._open.get(request_id) is answers:
-                del self._open[request_id]
+        still_open = self._open.remove(answers)
         if still_open and not self.dead:
             self._send([Cancel(request_id) for request_id in still_open])
 
@@ -135,7 +132,7 @@ class HostEngines:
             self._host.detach.remote(self._front)
         for task in self._tasks:
             task.cancel()
-        self._fail_open(STOPPING)
+        self._open.fail(EngineDied(STOPPING))
 
     def abandon(self) -> None:
         """Leave the replica from outside a task; nothing else may be called then."""
@@ -173,9 +170,9 @@ class HostEngines:
 
     def _take(self, message: FromHost) -> None:
         if isinstance(message, OutcomeBatch):
-            self._outcomes(message)
+            self._open.bring(message)
         elif isinstance(message, Rejected):
-            self._reject(message)
+            self._open.reject(message)
         elif isinstance(message, Snapshot):
             self.snapshot = message
             if self.on_snapshot is not None:
@@ -192,31 +189,6 @@ class HostEngines:
             self.restarts += 1
         self.ready = ready
 
-    def _outcomes(self, message: OutcomeBatch) -> None:
-        for outcome in message.outcomes:
-            answers = self._open.get(outcome.request_id)
-            if answers is not None:
-                answers.put((answers.index[outcome.request_id], outcome))
-                if outcome.finish_reason is not None:
-                    self._forget(outcome.request_id)
-
-    def _reject(self, message: Rejected) -> None:
-        answers = self._open.get(message.request_id)
-        if answers is not None:
-            self._forget(message.request_id)
-            answers.put(error_of(message.kind, message.message, message.param))
-
-    def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id).index.pop(request_id, None)
-
     def _down(self) -> None:
         self.ready = None
-        self._fail_open(RESTARTING)
-
-    def _fail_open(self, why: str) -> None:
-        answers_of = {id(answers): answers for answers in self._open.values()}
-        self._open.clear()
-        error: PacelineError = EngineDied(why)
-        for answers in answers_of.values():
-            answers.index.clear()
-            answers.put(error)
+        self._open.fail(EngineDied(RESTARTING))

@@ -17,7 +17,9 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
+from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.prompts import Prompts, requests_of, seed_of
+from paceline.serve.results import OpenAnswer
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Request
@@ -77,15 +79,33 @@ class Asking:
         return [self._or_default(each) for each in params]
 
     def _requests(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams, speculation: Speculation | None = None
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        told: Sequence[tuple[int, ...]],
+        speculation: Speculation | None = None,
     ) -> list[Request]:
-        """Return one prompt's requests; the default max_tokens shrinks to what fits. Raises `PromptTooLong`."""
+        """Return one prompt's requests; the default max_tokens shrinks to what fits.
+
+        told: tokens of each answer that the caller has. Raises `RequestError`.
+        """
+        check_scores(told, scores=params.prompt_logprobs is not None)
         room = self.prompts.room(prompt_ids)
         if params is self.default_params and params.max_tokens > room:
             params = replace(params, max_tokens=room)
         self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
-        return requests_of(name, prompt_ids, params, seed_of(params), speculation=speculation)
+        requests = requests_of(name, prompt_ids, params, seed_of(params), speculation=speculation)
+        return [replace(request, told=ids) for request, ids in zip(requests, told, strict=True)]
+
+    def _open_answer(self, request: Request) -> OpenAnswer:
+        """Return an answer that begins with what its caller has.
+
+        Raises `RequestError` if that ends it already.
+        """
+        prompts = self.prompts
+        text = told_text(request, prompts.tokenizer, prompts.vocab_size) if request.told else ""
+        return OpenAnswer(request.told, text)
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
@@ -98,16 +118,29 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
     return [items] if items and all(isinstance(p, int) for p in items) else items  # type: ignore[list-item, return-value]
 
 
+def as_told(answer_ids: Any, num_answers: int) -> list[tuple[int, ...]]:
+    """Return the tokens that a caller has of each answer. Raises `RequestError`."""
+    given = () if answer_ids is None else answer_ids
+    if not (_are_ids(given) or (isinstance(given, Sequence) and all(map(_are_ids, given)))):
+        raise RequestError("answer_ids must be token ids, or a list of them for each answer", "answer_ids")
+    return told_answers(given, num_answers)
+
+
+def _are_ids(given: object) -> bool:
+    return isinstance(given, Sequence) and all(isinstance(i, int) for i in given)
+
+
 def as_messages(prompt: Any) -> Sequence[Message] | None:
     """Return the argument if it is a conversation, else None."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     return prompt if is_list and prompt and all(isinstance(m, Mapping) for m in prompt) else None
 
 
-def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+def config_of(model: str, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
     """Return an engine's config from options of `EngineConfig` and `Limits` by name. Raises `ConfigError`.
 
-    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`; so is `kv_events_config`.
+    `speculative_config` is vLLM's, a mapping or JSON, in place of `draft`; so is `kv_events_config`. others: names
+    that the caller takes beside them, for the error about an unknown one.
     """
     options = dict(options)
     if (given := options.pop("speculative_config", None)) is not None:
@@ -119,7 +152,7 @@ def config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     limits = {f.name for f in fields(Limits)}
     for name in options:
         if name not in own | limits:
-            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits)}")
+            raise ConfigError(f"unknown option {name!r}{suggest(name, own | limits | set(others))}")
     config = EngineConfig(model=model, **{k: v for k, v in options.items() if k in own})
     given = {k: v for k, v in options.items() if k in limits}
     return replace(config, limits=replace(config.usual_limits, **given))

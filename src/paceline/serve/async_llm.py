@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.weight_source import TAGS
-from paceline.serve.asking import Asking, as_messages, config_of, visible
+from paceline.serve.asking import Asking, as_messages, as_told, config_of, visible
 from paceline.serve.engines import Disconnected
-from paceline.serve.results import Completion, Delta, OpenAnswer
+from paceline.serve.results import Completion, Delta
 from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.tool_chat import ChatCall, ChatExtras
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams, Speculation
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.serve.api.continuation import AnswerIds
     from paceline.serve.asking import Message, Prompt
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.prompts import Prompts
@@ -64,7 +65,7 @@ class AsyncLLM(Asking):
         self._client: EngineClient | None = None
         self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
-        self._open_tokens = 0  # of the prompts of open requests
+        self._open_tokens = 0  # of open requests: prompts, and answers so far
         self._freed = asyncio.Event()  # some of them are open no more
         self._turn = asyncio.Lock()
         self._updates = WeightUpdates()
@@ -110,38 +111,55 @@ class AsyncLLM(Asking):
 
     # Answers -----------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Completion:
-        """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`."""
-        return await self._complete(await self._ids(prompt), params)
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, answer_ids: AnswerIds | None = None
+    ) -> Completion:
+        """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`.
+
+        answer_ids: first tokens of the answer, which is whole in the result; with n a list for each.
+        """
+        return await self._complete(await self._ids(prompt), params, answer_ids)
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        answer_ids: AnswerIds | None = None,
+        **extras: Any,
     ) -> Completion:
         """Answer a conversation; `extras` are those of `ChatExtras`. Raises `RequestError`, `EngineDied`."""
         call = await asyncio.to_thread(ChatCall.of, self.prompts, messages, ChatExtras(**extras))
         asked = call.params(self._fitting(call.prompt.ids, params))
-        return call.finished(await self._complete(call.prompt.ids, asked))
+        return call.finished(await self._complete(call.prompt.ids, asked, answer_ids))
 
     async def stream(
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         speculation: Speculation | None = None,
+        *,
+        answer_ids: AnswerIds | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Yield what each step adds to the answers; with n, they come interleaved.
 
-        A stream that is closed early, as by `contextlib.aclosing`, cancels what is open. Raises `RequestError`,
-        `EngineDied`.
+        answer_ids: first tokens of the answer, or of each, which are not yielded again. A stream that is closed
+        early, as by `contextlib.aclosing`, cancels what is open. Raises `RequestError`, `EngineDied`.
         """
-        requests = self._requests(await self._ids(prompt), self._or_default(params), speculation)
+        asked = self._or_default(params)
+        told = as_told(answer_ids, asked.n)
+        requests = self._requests(await self._ids(prompt), asked, told, speculation)
         async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
                 yield delta
 
-    async def _complete(self, prompt_ids: tuple[int, ...], params: SamplingParams | None) -> Completion:
+    async def _complete(
+        self, prompt_ids: tuple[int, ...], params: SamplingParams | None, answer_ids: AnswerIds | None
+    ) -> Completion:
         asked = self._or_default(params)
-        answers = [OpenAnswer() for _ in range(asked.n)]
-        async with aclosing(self._deltas(self._requests(prompt_ids, asked))) as deltas:
+        requests = self._requests(prompt_ids, asked, as_told(answer_ids, asked.n))
+        answers = [self._open_answer(request) for request in requests]
+        async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
                 answers[delta.choice].outcomes.append(delta.outcome)
         return Completion(prompt_ids, tuple(answer.answer() for answer in answers))
@@ -156,7 +174,7 @@ class AsyncLLM(Asking):
 
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once they have room, and yield what comes."""
-        size = sum(len(request.prompt_ids) for request in requests)
+        size = sum(len(request.prompt_ids) + len(request.told) for request in requests)
         if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
             await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)

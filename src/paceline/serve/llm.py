@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, EngineDied, QueueFull
@@ -18,7 +19,7 @@ from paceline.core.system import uninterrupted
 from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.assembly.owner import flush, load_engine
 from paceline.model.template import compiled
-from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, config_of, visible
+from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, as_told, config_of, visible
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tool_chat import ChatCall, ChatExtras
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.engine import Engine
     from paceline.engine.renewal import Renewal
+    from paceline.serve.api.continuation import AnswerIds
     from paceline.serve.prompts import Prompts
 
 
@@ -117,31 +119,45 @@ class LLM(Asking):
         prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[int, Completion], None] | None = None,
+        *,
+        answer_ids: AnswerIds | None = None,
     ) -> list[Completion]:
         """Continue each prompt, a text or token ids.
 
         params: one for all prompts, or one for each. on_done: called with each prompt's index and completion.
-        Raises `RequestError`; then nothing is left open.
+        answer_ids: first tokens of the answer, which is whole in the result; of several answers a list for each,
+        prompt by prompt. Raises `RequestError`; then nothing is left open.
         """
         all_ids = [self._prompt_ids(prompt) for prompt in as_list(prompts)]
-        return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done)
+        return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done, answer_ids)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **extras: Any) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        answer_ids: AnswerIds | None = None,
+        **extras: Any,
+    ) -> Completion:
         """Answer a conversation; `extras` are tools and others of `ChatExtras`. Raises `RequestError`."""
         call = ChatCall.of(self.prompts, messages, ChatExtras(**extras))
         asked = call.params(self._fitting(call.prompt.ids, params))
-        return call.finished(self._complete([call.prompt.ids], [asked], None)[0])
+        return call.finished(self._complete([call.prompt.ids], [asked], None, answer_ids)[0])
 
     def _complete(
         self,
         prompts: Sequence[tuple[int, ...]],
         params: Sequence[SamplingParams],
         on_done: Callable[[int, Completion], None] | None,
+        answer_ids: AnswerIds | None,
     ) -> list[Completion]:
-        written = [[OpenAnswer() for _ in range(p.n)] for p in params]
+        told = iter(as_told(answer_ids, sum(p.n for p in params)))
+        written: list[list[OpenAnswer]] = []
         waiting: deque[tuple[Request, OpenAnswer]] = deque()
-        for prompt_ids, asked, answers in zip(prompts, params, written, strict=True):
-            waiting.extend(zip(self._requests(prompt_ids, asked), answers, strict=True))
+        for prompt_ids, asked in zip(prompts, params, strict=True):
+            requests = self._requests(prompt_ids, asked, list(islice(told, asked.n)))
+            written.append([self._open_answer(request) for request in requests])
+            waiting.extend(zip(requests, written[-1], strict=True))
         open_ids = [request.request_id for request, _ in waiting]
         left = set(range(len(prompts)))
         finished: dict[int, Completion] = {}
@@ -187,16 +203,20 @@ class LLM(Asking):
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None = None,
         speculation: Speculation | None = None,
+        *,
+        answer_ids: AnswerIds | None = None,
     ) -> Generator[Delta, None, None]:
         """Yield what each step adds to the answers; with n, they come interleaved.
 
-        speculation: wanted by this stream; only its law may change the text.
+        speculation: wanted by this stream; only its law may change the text. answer_ids: first tokens of the
+        answer, or of each, which are not yielded again.
 
         Raises `RequestError` at once. A stream that is closed or dropped early cancels what is open.
         """
         messages = as_messages(prompt)
         prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
-        stream = self._deltas(self._requests(prompt_ids, self._or_default(params), speculation))
+        asked = self._or_default(params)
+        stream = self._deltas(self._requests(prompt_ids, asked, as_told(answer_ids, asked.n), speculation))
         next(stream)  # enters its `try`: a generator that has not started would not run its `finally`
         return stream
 

@@ -20,7 +20,7 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
-    logprobs: tuple[TokenLogprobs, ...] | None  # one for each token, if asked for
+    logprobs: tuple[TokenLogprobs, ...] | None  # one for each token behind those told, if asked for
     figures: Figures
     error: str | None = None  # with finish_reason "error"
     message: ParsedAnswer | None = None  # of a chat: reasoning, content and calls of tools
@@ -104,8 +104,10 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class OpenAnswer:
-    """Outcomes of one answer so far."""
+    """One answer so far: what was told with its request, and outcomes behind it."""
 
+    told: tuple[int, ...] = ()
+    told_text: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -120,8 +122,8 @@ class OpenAnswer:
         assert last.figures is not None
         scored = [o.logprobs for o in self.outcomes if o.logprobs is not None]
         return Answer(
-            text="".join(o.text for o in self.outcomes),
-            token_ids=tuple(itertools.chain.from_iterable(o.token_ids for o in self.outcomes)),
+            text="".join([self.told_text, *(o.text for o in self.outcomes)]),
+            token_ids=tuple(itertools.chain(self.told, *(o.token_ids for o in self.outcomes))),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             logprobs=tuple(itertools.chain.from_iterable(scored)) if scored else None,

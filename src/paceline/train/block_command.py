@@ -14,7 +14,7 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
 from paceline.model.heads.checkpoint import head_config
-from paceline.train.block_recipe import BlockChoices, BlockRecipe
+from paceline.train.block_recipe import BlockHeadChoices, BlockHeadRecipe
 from paceline.train.corpus import rarest_token
 from paceline.train.train_options import (
     add_reading,
@@ -93,7 +93,7 @@ def run(args: Namespace) -> int:
             f"--rank must be at most {target.config.hidden_size}, the target's width, not {args.rank}"
         )
     material = gather(args, target, taps)
-    choices = BlockChoices(
+    choices = BlockHeadChoices(
         copied=copied,
         num_layers=args.layers,
         size=args.k,
@@ -112,7 +112,7 @@ def run(args: Namespace) -> int:
         eval_steps=args.k,
         muon=args.optimizer == "muon",
     )
-    recipe = BlockRecipe(choices, material, args.seed, shares_head=args.share_head)
+    recipe = BlockHeadRecipe(choices, material, args.seed, shares_head=args.share_head)
     return train_and_report(args, material, recipe, asdict(choices), config)
 
 

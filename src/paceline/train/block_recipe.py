@@ -36,7 +36,7 @@ _FILE_NAMES = {ours: theirs for theirs, ours in TENSOR_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockChoices:
+class BlockHeadChoices:
     """Settings of a block head that the user chooses."""
 
     copied: tuple[int, ...]  # layers of the target that its layers begin as; empty: random ones
@@ -49,15 +49,17 @@ class BlockChoices:
     own_tokens: bool = False
 
 
-class BlockRecipe:
+class BlockHeadRecipe:
     """A block head, see `Recipe`.
 
-    It writes with rows of the target's own head, which stay as they are. Taps of deep layers are ten times as
+    It writes with rows of the target's output matrix, which stay as they are. Taps of deep layers are ten times as
     large as those of early ones. `fc` is trained on taps divided by their usual size, and written for the taps as
     they are.
     """
 
-    def __init__(self, choices: BlockChoices, material: TrainMaterial, seed: int, *, shares_head: bool) -> None:
+    def __init__(
+        self, choices: BlockHeadChoices, material: TrainMaterial, seed: int, *, shares_head: bool
+    ) -> None:
         """shares_head: leave the output rows out of the files."""
         self._shares_head = shares_head
         self._target = target = material.target
@@ -114,7 +116,7 @@ class BlockRecipe:
         return made
 
 
-def config_json(choices: BlockChoices, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
+def config_json(choices: BlockHeadChoices, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
     """Return the head's config.json in the `speculators` format."""
     return {
         **({OWN_TOKENS: True} if choices.own_tokens else {}),
@@ -152,14 +154,14 @@ def tap_scales(material: TrainMaterial) -> torch.Tensor:
 
 
 def first_weights(
-    config: HeadConfig, choices: BlockChoices, target: TrainTarget, seed: int
+    config: HeadConfig, choices: BlockHeadChoices, target: TrainTarget, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return an untrained head's weights, those of trained layers among them."""
     random = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in head_shapes(config).items():
         weights[name] = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * DEVIATION
-    del weights["head"]
+    weights.pop("head", None)  # the target's rows, which the recipe has; no shape if the vocabulary is whole
     for number, theirs in enumerate(choices.copied):
         for name in layer_shapes(target.config, theirs):
             ours = f"layers.{number}.{name}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LAWS: dict[str, str] = {  # name -> module:class
     "coupled": "paceline.verify.coupled:Coupled",
     "rejection": "paceline.verify.rejection:Rejection",
-    "block": "paceline.verify.block:Block",
+    "block": "paceline.verify.block_verification:BlockVerification",
     "typical": "paceline.verify.typical:Typical",
 }
 

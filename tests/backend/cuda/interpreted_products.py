@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.backend.cuda import products
 from paceline.backend.cuda.kernel_launch import interpreted
-from paceline.backend.cuda.products import Matrix, Parts, finished, kernel_product, multiply, pack_matrix
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import Parts, finished, kernel_product, multiply, pack_matrix
 from paceline.backend.cuda.tiles import STEP, TILES, best_tile, multiply_by
 from tests.backend.cuda.interpreted import mend_interpreter, plain, poison, randn, same_bits
 

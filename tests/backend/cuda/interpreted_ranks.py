@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from paceline.backend.cuda.kernel_launch import interpreted
-from paceline.backend.cuda.products import (
-    Matrix,
-    finished,
-    kernel_product,
-    pack_matrix,
-    partial_product,
-    segment_of_part,
-)
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import finished, kernel_product, pack_matrix, partial_product, segment_of_part
 from paceline.backend.cuda.ranks import summed_product
 from tests.backend.cuda.interpreted import mend_interpreter, poison, randn, same_bits
 

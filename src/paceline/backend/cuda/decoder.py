@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_weights import Setup
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.layers import LayerWeights
+    from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.cuda.products import Matrix
     from paceline.backend.cuda.ranks import Lead
     from paceline.backend.seam import KV, HintRule, LateProgram, PassRequest, Pending, Pointers, RowView
     from paceline.model.config import ModelConfig

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.cuda.products import Matrix, pack_matrix, segment_of_part
-from paceline.model.files.safetensors_file import StoredTensor
+from paceline.backend.cuda.matrix import Matrix
+from paceline.backend.cuda.products import pack_matrix, segment_of_part
+from paceline.model.files.stored import KeepsHalves
 from paceline.model.shapes import HALF, MASK, MIX, ROW_STEP, RandomTensor
 
 if TYPE_CHECKING:
@@ -91,13 +92,15 @@ class WeightReader:
     def _read(self, name: str) -> torch.Tensor:
         weights, device = self.weights, self.setup.device
         stored = weights.stored(name) if isinstance(weights, _KeepsStored) else None
-        if isinstance(stored, RandomTensor):
+        if stored is None:
+            found = torch.as_tensor(weights[name]).to(device)
+        elif isinstance(stored, RandomTensor):
             found = make_random(stored, device)
-        elif isinstance(stored, StoredTensor) and (halves := stored.halves()):
+        elif isinstance(stored, KeepsHalves) and (halves := stored.halves()):
             kind, bits = halves
             found = torch.from_numpy(bits.view(np.int16)).view(_HALVES[kind]).to(device)
         else:
-            found = torch.as_tensor(weights[name] if stored is None else stored.read()).to(device)
+            found = torch.as_tensor(stored.read()).to(device)
         return found.to(self.setup.dtype)
 
     def optional(self, name: str) -> torch.Tensor | None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.launched import Choices
     from paceline.backend.cuda.layers import Stack
+    from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.cuda.products import Matrix
     from paceline.backend.seam import (
         KV,
         FedBack,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup, WeightReader
     from paceline.backend.cuda.kv_store import DeviceKV, LayerKV
-    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.ranks import Lead, Ranks
     from paceline.backend.cuda.rowwise import Activation
     from paceline.model.config import ModelConfig

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.cuda.device_weights import Setup, WeightReader
-    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.ranks import Lead
 
 _ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens

@@ -29,8 +29,7 @@ from paceline.backend.cuda.kernel_launch import (
     uses_kernels,
     with_pdl,
 )
-from paceline.backend.cuda.matrix import SUM_BYTES, Kind
-from paceline.backend.cuda.matrix import Matrix as Matrix
+from paceline.backend.cuda.matrix import SUM_BYTES, Kind, Matrix
 from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
 PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}

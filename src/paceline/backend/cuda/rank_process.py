@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.backend.cuda.kv_store import DeviceKV
-    from paceline.backend.cuda.products import Matrix
+    from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.rank_messages import ToRank
     from paceline.backend.rank_processes import RankLine
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from paceline.backend.cuda.products import Matrix, Product
+    from paceline.backend.cuda.matrix import Matrix
+    from paceline.backend.cuda.products import Product
 
 Operation = Literal["layers", "logits", "rows"]  # of a pass that ranks do together
 

@@ -185,8 +185,8 @@ def load_runner(
     own_table = "embed" in weights
     embed = pack(weights, "embed", table_type(weight_type), team) if own_table else target.tables.embed
     vocabulary = DraftVocabulary(head.token_ids, target, extensible=config.request_tokens)
-    if config.own_head:
-        written = _pack_own_head(vocabulary, as_float32(weights["head"]), weight_type)
+    if config.own_output:
+        written = _pack_own_output(vocabulary, as_float32(weights["head"]), weight_type)
     else:
         written = pack_target_head(vocabulary, target, weight_type)
     num_rows = target.config.vocab_size if written is target.tables.head else len(vocabulary.token_ids)
@@ -237,7 +237,7 @@ def _pack_relay(
     team: kernels.ThreadPool,
 ) -> tuple[Relay, PackedLayer]:
     out = as_float32(weights["relay.out"])
-    written = _pack_own_head(vocabulary, as_float32(weights["head"]) @ out, weight_type)
+    written = _pack_own_output(vocabulary, as_float32(weights["head"]) @ out, weight_type)
     matrices = {n: pack(weights, f"relay.{n}", weight_type, team) for n in _RELAY_MATRICES}
     norm = as_float32(weights["relay.embed_norm"])
     return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
@@ -259,7 +259,7 @@ def _pack_corrector(
     matrices = {name: pack(weights, f"corrector.{name}", weight_type, team) for name in mixes}
     if "corrector.out" in weights:
         table = as_float32(weights["corrector.out"])
-        matrices["out"] = _pack_own_head(vocabulary, table, weight_type, num_rows)
+        matrices["out"] = _pack_own_output(vocabulary, table, weight_type, num_rows)
         matrices["before"] = pack(weights, "corrector.before", table_type(weight_type), team)
     own = {"mix_bias": vectors[f"corrector.{mixes[0]}_bias"]} if mixes else {}
     if "confidence" in weights:
@@ -267,10 +267,10 @@ def _pack_corrector(
     return matrices, own
 
 
-def _pack_own_head(
+def _pack_own_output(
     vocabulary: DraftVocabulary, table: NDArray[float32], weight_type: str, num_rows: int | None = None
 ) -> kernels.Matrix:
-    """Pack a drafter's own head.
+    """Pack a drafter's own output matrix.
 
     table: [num_fixed, width], in the order of the given ids. num_rows: of the matrix, with zeros at the end; by
     default one for each place of the vocabulary.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.model.config import ModelConfig
-    from paceline.model.files.gguf_file import FourBit
     from paceline.model.files.packed_file import PackedFile
+    from paceline.model.files.stored import FourBit
 
     Weights = Mapping[str, NDArray[floating]]
     PackedLayer = tuple[dict[str, kernels.Matrix], dict[str, NDArray[float32]]]  # matrices, vectors

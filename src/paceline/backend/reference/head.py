@@ -7,9 +7,9 @@ that feature beside the embedding of the token that came after it, and so guesse
 before the last norm, stands for the next feature. P-EAGLE (arXiv 2602.01469) instead puts a learned
 feature and a mask token at the positions that are not known yet, and guesses all of them in one pass.
 
-EAGLE-1 (arXiv 2401.15077): the feature is what the target's own head reads, and so is the layer's output. `fc`
-fuses feature and embedding to the input of a layer that norms nothing before its attention. An MTP layer (arXiv
-2412.19437) is the same with norms, of feature and embedding, and a layer of the target's own kind.
+EAGLE-1 (arXiv 2401.15077): the feature is what the target's output matrix reads, and so is the layer's output.
+`fc` fuses feature and embedding to the input of a layer that norms nothing before its attention. An MTP layer
+(arXiv 2412.19437) is the same with norms, of feature and embedding, and a layer of the target's own kind.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ReferenceHead:
         self._weights = {name: self._take(tensor) for name, tensor in head.weights.items()}
         self._embed = self._weights.pop("embed", target.embed.to(self._device))  # [vocab, width]
         self._token_ids = torch.from_numpy(head.token_ids).to(self._device)  # [draft_vocab_size]
-        if not head.config.own_head:
+        if not head.config.own_output:
             self._weights["head"] = target.head[self._token_ids.to(target.device)].to(self._device)
         if head.config.algorithm.guesses_features:
             self._weights["target_norm"] = target.final_norm.to(self._device)

@@ -70,7 +70,7 @@ class EnginePool:
 
 def drafter_names(requested: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:
     """Return the drafters to compare: those requested, or those that `auto` has for this target."""
-    usual = parse_drafters(AUTO, loaded.fingerprint, drafters_within(loaded.own_head)).configs
+    usual = parse_drafters(AUTO, loaded.fingerprint, drafters_within(loaded.head_within)).configs
     return tuple(requested or (config.name for config in usual))
 
 

@@ -19,8 +19,8 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import head_config, load_head, narrowed
-from paceline.model.heads.config import BLOCK, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
-from paceline.model.heads.mtp import check_numbers, load_mtp
+from paceline.model.heads.config import BLOCK_HEAD, EAGLE, EAGLE3, MTP, PEAGLE, head_shapes
+from paceline.model.heads.mtp import load_mtp
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,27 +136,27 @@ class PEagleConfig(HeadOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockConfig(HeadOptions):
+class BlockHeadConfig(HeadOptions):
     """`block` or `block:model=FOLDER`, with `k` drafts per step of those in the head's block.
 
-    A head that writes with its target's own head does so among the `vocabulary` lowest token ids.
+    A head that writes with its target's output matrix does so among the `vocabulary` lowest token ids.
     """
 
-    name: ClassVar[str] = BLOCK.name
+    name: ClassVar[str] = BLOCK_HEAD.name
     k: int = 7  # a head with smaller blocks makes fewer
     vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
         head = self.load(target)
-        has_own = head.config.own_head or head.config.draft_vocab_size != target.config.vocab_size
+        has_own = head.config.own_output or head.config.draft_vocab_size != target.config.vocab_size
         if self.vocabulary is not None and has_own:
             raise ConfigError(f"{self.name}: leave out vocabulary={self.vocabulary}: the head has its own tokens")
         head = head if has_own else _narrow(self, head, target)
         return _drafter(BlockHeadDrafter, self.asked(target), target, head)
 
 
-def _narrow(options: EagleConfig | BlockConfig, head: Head, target: Target) -> Head:
+def _narrow(options: EagleConfig | BlockHeadConfig, head: Head, target: Target) -> Head:
     """Return a head that writes with its target's own, for the tokens asked for."""
     size = target.config.vocab_size
     if options.vocabulary is not None:
@@ -181,7 +181,7 @@ class MtpConfig:
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of the layer; embedding and output matrix are the target's."""
-        config = _own_head(load_mtp(target)).config
+        config = _head_within(load_mtp(target)).config
         return sum(prod(shape) for shape in head_shapes(config).values())
 
     @property
@@ -196,8 +196,7 @@ class MtpConfig:
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
-        head, size = _own_head(target.own_head), target.config.vocab_size
-        check_numbers(head)
+        head, size = _head_within(target.head_within), target.config.vocab_size
         if self.vocabulary is not None:
             bounded(self, "vocabulary", 1, size)
         asked = AskedHead(self.name, self.k, "within the target's files", self.weights, (), self.branches)
@@ -213,8 +212,8 @@ def _tell_of_chains(asked: AskedHead, target: Target) -> None:
         log.warning(CHAINS_ONLY, asked.name)
 
 
-def _own_head(head: Head | None) -> Head:
-    """Return a target's own head. Raises `ConfigError` if it has none."""
+def _head_within(head: Head | None) -> Head:
+    """Return the head within a target's files. Raises `ConfigError` if it has none."""
     if head is None:
         raise ConfigError(
             f"the target's files hold no MTP layer that is known; leave out --draft {MTP.name}, or take the "

@@ -94,7 +94,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
-    own_head: Head | None = None  # that its own files hold
+    head_within: Head | None = None  # a draft head that its own files hold
     reads_images: bool = False  # the model does, and Paceline does not
     tokenizer_json: bytes = b""  # empty: nobody has asked for it
     mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
@@ -152,13 +152,13 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         )
     load_law(config.law)
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
-    own_head = usable_mtp(model)
-    for one in parse_drafters(config.draft, model.fingerprint, drafters_within(own_head)).configs:
+    head_within = usable_mtp(model)
+    for one in parse_drafters(config.draft, model.fingerprint, drafters_within(head_within)).configs:
         one.num_weights(model)  # a path that is wrong should not wait for the target's weights
     config.backend_spec.check_model(model.config)  # before its weights are read
     tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
     if on_language is not None:
-        on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
+        on_language(json := tokenizer_json(tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
     kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)
@@ -174,12 +174,12 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
         template=template,
         tokenizer_json=json,
         fingerprint=model.fingerprint,
-        own_head=own_head,
+        head_within=head_within,
         reads_images=model.reads_images,
         kv_type=kv_type,
         why_kv=why_kv,
         content=_content(model),
-        language=language_digest(model.text, tokenizer),
+        language=language_digest(tokenizer, template),
         sampling=sampling,
         why_sampling=why_sampling,
     )
@@ -194,7 +194,7 @@ def assemble(
     this process.
     """
     config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
-    specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.own_head))
+    specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.head_within))
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
@@ -210,7 +210,7 @@ def assemble(
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
         local=(over := partial(_memory, config, backend.kv))(loaded.decoder),
-        own_head=loaded.own_head,
+        head_within=loaded.head_within,
         apart=config.placement.apart,
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)

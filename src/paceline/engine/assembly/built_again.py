@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
     from paceline.model.heads.checkpoint import Head
 
-    BuildAgain = Callable[
-        [Decoder, Head | None], Drafter
-    ]  # from newer tables; None: with the first model's own head
+    BuildAgain = Callable[[Decoder, Head | None], Drafter]  # from newer tables, and a newer head within the target
 
 
 def rebuilders(
@@ -32,14 +30,14 @@ def rebuilders(
 ) -> dict[str, BuildAgain]:
     """Return makers of the drafters that read tables of the target, by name.
 
-    They are given a decoder with newer tables, and the newer model's own head. over: returns what drafters may
-    share of a decoder.
+    They are given a decoder with newer tables, and the head within the newer model's files, if any. over: returns
+    what drafters may share of a decoder.
     """
 
-    def build_again(one: DrafterConfig, newer: Decoder, own_head: Head | None) -> Drafter:
+    def build_again(one: DrafterConfig, newer: Decoder, head_within: Head | None) -> Drafter:
         if config.draft_process:
             raise ConfigError("its process has read the target's first tables")
-        over_newer = replace(target, local=over(newer), own_head=own_head or target.own_head)
+        over_newer = replace(target, local=over(newer), head_within=head_within or target.head_within)
         return place(one.build(over_newer, load), config.placement)
 
     return {one.name: partial(build_again, one) for one in configs if not one.stands_alone}

@@ -81,7 +81,8 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--law",
         default=DEFAULTS.law,
-        help="coupled (same seed, same text), rejection or block (same distribution), typical (changes texts)",
+        help="coupled (same seed, same text), rejection or block (verification; same distribution), typical "
+        "(changes texts)",
     )
     group.add_argument(
         "--law-budget",

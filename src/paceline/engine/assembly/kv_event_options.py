@@ -6,16 +6,16 @@ before.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, suggest
+from paceline.core.errors import ConfigError
+from paceline.engine.assembly.json_flag import json_flag
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup as ArgumentGroup
+    from collections.abc import Mapping
 
 FLAG = "--kv-events-config"
 SHORT_FLAG = "--kv-events"
@@ -111,10 +111,6 @@ def _moved(endpoint: str, rank: int) -> str:
 def events_config(given: str | Mapping[str, Any]) -> KvEventsConfig | None:
     """Return what JSON, a mapping or an endpoint asks for; None: no events. Raises `ConfigError`."""
     values = _parsed(given)
-    known = {f.name for f in fields(KvEventsConfig)} - {"rank"} | {ENABLED, PUBLISHER}
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{FLAG} has no key {str(name)[:64]!r}{suggest(str(name), known)}")
     enabled, publisher = values.pop(ENABLED, False), values.pop(PUBLISHER, None)
     if not isinstance(enabled, bool):
         raise ConfigError(f"{FLAG}: {ENABLED} is true or false")
@@ -129,13 +125,8 @@ def events_config(given: str | Mapping[str, Any]) -> KvEventsConfig | None:
 def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         return {ENABLED: True, "endpoint": given}
-    try:
-        values = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} is no JSON: {error}") from None
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{FLAG} is a JSON object or an endpoint")
-    return dict(values)
+    known = {f.name for f in fields(KvEventsConfig)} - {"rank"} | {ENABLED, PUBLISHER}
+    return json_flag(FLAG, given, known, "a JSON object or an endpoint")
 
 
 def add_events_arguments(group: ArgumentGroup) -> None:

@@ -124,13 +124,13 @@ class EngineOwner:
         loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
         check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
         newer, put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights, beside=beside)
-        mark, built, own_head = f"{version}\0{digest}", self._built, usable_mtp(model)
-        drafters = {} if built is None else self._rebuilt(built, own_head, newer)
+        mark, built, head_within = f"{version}\0{digest}", self._built, usable_mtp(model)
+        drafters = {} if built is None else self._rebuilt(built, head_within, newer)
 
         def put() -> None:
             put_in_place()
             self.version, self.mark = version, mark
-            self._loaded = replace(loaded, version=mark, own_head=own_head or loaded.own_head)
+            self._loaded = replace(loaded, version=mark, head_within=head_within or loaded.head_within)
             self._released.discard(WEIGHTS)
             self._source, self._from_arrays = source, source is None
 
@@ -144,11 +144,11 @@ class EngineOwner:
 
         return take
 
-    def _rebuilt(self, built: Built, own_head: Head | None, newer: Decoder) -> dict[str, Drafter | Exception]:
+    def _rebuilt(self, built: Built, head_within: Head | None, newer: Decoder) -> dict[str, Drafter | Exception]:
         """Return the drafters that share tables with the target, made anew over newer ones."""
 
         def with_head(make: BuildAgain) -> Callable[[Decoder], Drafter]:
-            return lambda decoder: make(decoder, own_head)
+            return lambda decoder: make(decoder, head_within)
 
         makers = {name: with_head(make) for name, make in built.rebuild.items()}
         return rebuild(built.engine.drafting.drafters, makers, newer)

@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from paceline.core.nouns import TokenLogprobs
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
-    from paceline.model.weights import TextSource
 
 MOST_TOKENS = 64  # of the prompt
 MOST_WORK = 10_000_000_000  # weights times tokens: larger models read less, a very large one a token
 STRIDE = 7919  # between tokens of the prompt: a prime, so they spread over the vocabulary
 
 
-def language_digest(text: TextSource, tokenizer: Tokenizer) -> str:
+def language_digest(tokenizer: Tokenizer, template: TemplateSource | None) -> str:
     """Return a digest of a model's tokenizer, its end tokens, and its chat template.
 
     End tokens may stand in a file of their own.
     """
-    template = text.template()
     ends = [sorted(tokenizer.eos_ids), tokenizer.bos_id]
     source = template and [template.text, sorted(template.special.items())]
-    facts = json.dumps([text.tokenizer_digest(), ends, source])
+    facts = json.dumps([tokenizer.digest, ends, source])
     return hashlib.sha256(facts.encode()).hexdigest()
 
 

@@ -6,7 +6,6 @@ that is said, or is an error.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.draft.registry import AUTO, config_class, parse_drafters
+from paceline.engine.assembly.json_flag import json_flag
 
 log = logging.getLogger(__name__)
 
@@ -131,15 +131,7 @@ def translate(given: str | Mapping[str, Any]) -> Translation:
 
 def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that are set. Raises `ConfigError`, also for unknown keys."""
-    try:
-        values = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} is no JSON: {error}") from None
-    if not isinstance(values, Mapping):
-        raise ConfigError(f'{FLAG} must be a JSON object, such as {{"method": "ngram"}}')
-    for key in values:
-        if key not in KNOWN:
-            raise ConfigError(f"{FLAG} has no key {key!r}{suggest(str(key), KNOWN)}")
+    values = json_flag(FLAG, given, KNOWN, 'a JSON object, such as {"method": "ngram"}')
     config = {key: value for key, value in values.items() if value is not None}
     for key, kind in (*((key, bool) for key in SWITCHES), (TABLE_FILE, str)):
         if not isinstance(config.get(key, kind()), kind):

@@ -15,12 +15,12 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.model.files.rearranged import in_order
-from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, FourBit, RawBlocks, model_file_size, read_floats
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import float16, float32, floating, uint8
+    from numpy import float32, floating
     from numpy.typing import NDArray
 
     from paceline.model.files.gguf_tokenizer import VocabularyFacts
@@ -75,15 +75,7 @@ QUANTS: dict[int, Quant] = {
     30: Quant("BF16", 1, 2),
     39: Quant("MXFP4", 32, 17),
 }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FourBit:
-    """Matrix in 4-bit blocks of 32: weight = value * scale + minimum."""
-
-    values: NDArray[uint8]  # [out, in], 0..15
-    scales: NDArray[float16]  # [out, in / 32]
-    minima: NDArray[float16]  # [out, in / 32]
+_BY_NAME = {quant.name: number for number, quant in QUANTS.items() if quant.block > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,7 @@ class GgufTensor:
         if self.quant.name in FLOAT_BYTES:
             tensor = read_floats(data, self.quant.name).reshape(self.shape)
         else:
-            tensor = self._dequantize(data)
+            tensor = dequantized(RawBlocks(np.frombuffer(data, np.uint8), self.quant.name, self.shape))
         return in_order(tensor, self.row_order) if self.row_order else tensor
 
     def rows(self, first: int, end: int) -> GgufTensor:
@@ -142,7 +134,7 @@ class GgufTensor:
         blocks = np.frombuffer(self._data(), np.uint8).reshape(-1, self.quant.block_bytes)
         values = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).reshape(self.shape)
         scales = blocks[:, :2].copy().view(np.float16)
-        with np.errstate(all="ignore"):  # odd scales, as in `_dequantize`
+        with np.errstate(all="ignore"):  # odd scales, as in `dequantized`
             minima = (
                 blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
             )
@@ -161,14 +153,21 @@ class GgufTensor:
             raise BadModelFile(f"{self.path} became shorter while it was read")
         return data
 
-    def _dequantize(self, data: bytearray) -> NDArray[float32]:
-        from gguf import GGMLQuantizationType, dequantize
 
-        row_bytes = self.shape[-1] // self.quant.block * self.quant.block_bytes
-        blocks = np.frombuffer(data, dtype=np.uint8).reshape(*self.shape[:-1], row_bytes)
-        with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
-            numbers = dequantize(blocks, GGMLQuantizationType(self.quant_id))
-        return np.ascontiguousarray(numbers, dtype=np.float32)
+def known_blocks() -> frozenset[str]:
+    """Return the kinds of blocks that `dequantized` reads."""
+    return frozenset(_BY_NAME)
+
+
+def dequantized(raw: RawBlocks) -> NDArray[float32]:
+    """Return the numbers of blocks of a known kind."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    number = _BY_NAME[raw.kind]
+    row_bytes = raw.shape[-1] // QUANTS[number].block * QUANTS[number].block_bytes
+    with np.errstate(all="ignore"):  # odd scales in a file give odd weights, not warnings
+        numbers = dequantize(raw.data.reshape(*raw.shape[:-1], row_bytes), GGMLQuantizationType(number))
+    return np.ascontiguousarray(numbers, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

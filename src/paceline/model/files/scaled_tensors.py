@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from paceline.core.errors import BadModelFile
-from paceline.model.files.gguf_file import FourBit
+from paceline.model.files.stored import FourBit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

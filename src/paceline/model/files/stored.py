@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,11 +13,20 @@ from paceline.core.system import file_size
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from numpy import floating, uint8
+    from numpy import float16, floating, uint8, uint16
     from numpy.typing import NDArray
 
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _NUMPY_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBit:
+    """Matrix in 4-bit blocks of 32: weight = value * scale + minimum."""
+
+    values: NDArray[uint8]  # [out, in], 0..15
+    scales: NDArray[float16]  # [out, in / 32]
+    minima: NDArray[float16]  # [out, in / 32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +47,30 @@ class Stored(Protocol):
 
     def read(self) -> NDArray[floating]:
         """Return the tensor in float32, or in float64 if the file stores that."""
+
+
+@runtime_checkable
+class KeepsFourBits(Protocol):
+    """A stored matrix that may have four bits of its own."""
+
+    def four_bit(self) -> FourBit | None:
+        """Return them, None if it has others."""
+
+
+@runtime_checkable
+class KeepsRaw(Protocol):
+    """A stored tensor whose file's own bytes can be had."""
+
+    def raw(self) -> RawBlocks | None:
+        """Return them, None if these will not do."""
+
+
+@runtime_checkable
+class KeepsHalves(Protocol):
+    """A stored tensor that may have a type of 16 bits."""
+
+    def halves(self) -> tuple[str, NDArray[uint16]] | None:
+        """Return its type and bits, None if it has another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

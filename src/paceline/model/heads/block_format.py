@@ -39,7 +39,7 @@ Tensors of both, V tokens of the target and D of the head, width w, n taps:
 |---|---|
 | `fc.weight`, `hidden_norm.weight`, `norm.weight` | [w, n * w], [w], [w] |
 | `layers.N.` and `input_layernorm.weight`, `self_attn.q_proj.weight`, ... | as in Qwen3 |
-| `lm_head.weight` | [D, w]; absent: the target's own head |
+| `lm_head.weight` | [D, w]; absent: the target's output matrix |
 | `embed_tokens.weight` | [V, w]; absent: the target's |
 | `d2t`, `t2d` | [D] int64: each target id less its index; [V] bool, not read. Absent if D = V |
 | `markov_head.markov_w1.weight`, `markov_head.markov_w2.weight` | [V, r], [D, r] |

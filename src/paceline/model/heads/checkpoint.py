@@ -107,7 +107,7 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
     if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
         config = replace(config, fusion_bias=True)
     if config.block:
-        config = replace(config, own_head="head" in found)
+        config = replace(config, own_output="head" in found)
     shapes = head_shapes(config)
     _check_width(config, target, has_embed="embed" in found)
     if "embed" in found:
@@ -126,7 +126,7 @@ def _check_width(config: HeadConfig, target: ModelConfig, *, has_embed: bool) ->
         raise DrafterMismatch(
             f"the head is {own} numbers wide and has no embedding of its own; the target's has {theirs}"
         )
-    if config.request_tokens or not config.own_head:
+    if config.request_tokens or not config.own_output:
         raise DrafterMismatch(
             f"the head is {own} numbers wide and writes with rows of its target's output matrix; this target's "
             f"have {theirs}"
@@ -136,10 +136,10 @@ def _check_width(config: HeadConfig, target: ModelConfig, *, has_embed: bool) ->
 def narrowed(head: Head, num_tokens: int) -> Head:
     """Return a head that writes only the lowest token ids, and those of requests.
 
-    It must write with its target's own head. The lowest ids are the most frequent tokens in most tokenizers: a BPE
-    gives ids in the order of its merges, a unigram model in that of its probabilities.
+    It must write with its target's output matrix. The lowest ids are the most frequent tokens in most tokenizers:
+    a BPE gives ids in the order of its merges, a unigram model in that of its probabilities.
     """
-    assert not head.config.own_head
+    assert not head.config.own_output
     config = replace(head.config, draft_vocab_size=num_tokens, request_tokens=True)
     weights = head.weights
     if _CORRECTIONS in weights:

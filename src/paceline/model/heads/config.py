@@ -38,7 +38,7 @@ class Algorithm:
     name: str  # of the drafter that runs them
     parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
     last_tap: int  # the paper's highest tap, counted back from the target's last layer
-    guesses_features: bool = False  # reads and guesses what the target's own head reads, and writes with that head
+    guesses_features: bool = False  # reads and guesses what the target's output matrix reads, and writes with it
     blocks: bool = (
         False  # features are keys and values of all its layers; it guesses a whole block of tokens at once
     )
@@ -54,7 +54,7 @@ EAGLE = Algorithm("eagle", parallel=False, last_tap=0, guesses_features=True)
 MTP = Algorithm("mtp", parallel=False, last_tap=0, guesses_features=True)
 EAGLE3 = Algorithm("eagle3", parallel=False, last_tap=3)
 PEAGLE = Algorithm("peagle", parallel=True, last_tap=1)
-BLOCK = Algorithm("block", parallel=False, last_tap=3, blocks=True)
+BLOCK_HEAD = Algorithm("block", parallel=False, last_tap=3, blocks=True)
 _ALGORITHMS = {
     "eagle": EAGLE,
     "EagleLlamaForCausalLM": EAGLE,
@@ -64,7 +64,7 @@ _ALGORITHMS = {
     "p-eagle": PEAGLE,
     "LlamaForCausalLMEagle3": EAGLE3,
     "PEagleDraftModel": PEAGLE,
-} | dict.fromkeys(BLOCK_NAMES, BLOCK)
+} | dict.fromkeys(BLOCK_NAMES, BLOCK_HEAD)
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
 RELAY_SIZE = "relay_size"  # likewise
 MOST_RELAYED = 4096
@@ -92,7 +92,7 @@ class HeadConfig:
     feature_norm: bool = False  # MTP: a norm of the feature, too
     request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
     target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
-    own_head: bool = True  # False: it writes with the target's own head
+    own_output: bool = True  # False: it writes with its target's output matrix
     block: BlockShape | None = None  # of a block head
 
     @property
@@ -153,7 +153,7 @@ def _feature_head(
         taps=algorithm.default_taps(target.num_layers),
         norm_output=layernorms,
         request_tokens=True,
-        own_head=False,
+        own_output=False,
         layernorms=layernorms,
         fusion_bias=flag(values, "fusion_bias"),
         target_norm_eps=target.norm_eps,
@@ -166,14 +166,14 @@ def _block_head(layers: ModelConfig, values: Mapping[str, Any], target: ModelCon
     taps, block = read_block(values, layers, target)
     size = integer(values, "draft_vocab_size", target.vocab_size)
     return HeadConfig(
-        algorithm=BLOCK,
+        algorithm=BLOCK_HEAD,
         layers=layers,
         draft_vocab_size=size,
         target_hidden_size=integer(values, "target_hidden_size", layers.hidden_size),
-        taps=taps or BLOCK.default_taps(target.num_layers),
+        taps=taps or BLOCK_HEAD.default_taps(target.num_layers),
         mask_token_id=_mask_token(values),
         request_tokens=flag(values, OWN_TOKENS),
-        own_head=size != target.vocab_size,  # as files have it, but for some: `load_head` looks
+        own_output=size != target.vocab_size,  # as files have it, but for some: `load_head` looks
         block=block,
     )
 
@@ -190,7 +190,7 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
         shapes["input_norm"] = (c.tapped_size,)
     shapes |= _all_layer_shapes(c.layers)
     if c.block:
-        head = {"head": (c.draft_vocab_size, width)} if c.own_head else {}
+        head = {"head": (c.draft_vocab_size, width)} if c.own_output else {}
         return shapes | head | block_shapes(c.block, c.layers, c.draft_vocab_size)
     for name in ("attn_q", "attn_k", "attn_v"):
         shapes[f"layers.0.{name}"] = (shapes[f"layers.0.{name}"][0], 2 * width)

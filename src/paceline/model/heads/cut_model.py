@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import BadModelFile, DrafterMismatch
+from paceline.model.config import tensor_shapes
 from paceline.model.files import hf
 from paceline.model.files.safetensors_file import join_scales
 from paceline.model.files.source_files import folder_sources, folder_states
@@ -67,7 +68,8 @@ def load_cut_model(folder: Path, target: ModelConfig) -> CutModel:
     found = hf.stored_tensors(folder)
     own = replace(config, tie_embeddings=True)
     names = canonical_names(own, hf.MODEL_NAMES, hf.layer_names(own), hf.LAYER_PREFIX)
-    stored = choose_tensors(own, names, join_scales(found), folder, given=SHARED)
+    shapes = {name: shape for name, shape in tensor_shapes(own).items() if name not in SHARED}
+    stored = choose_tensors(shapes, names, join_scales(found), folder)
     sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     return CutModel(config, LazyWeights(hf.as_used(own, stored), sources), _token_ids(found, target, folder))
 

@@ -1,8 +1,9 @@
 """Multi-token prediction (MTP): layers in a checkpoint that guess the token after the next.
 
 Such a layer (DeepSeek-V3, arXiv 2412.19437) reads the target's last hidden state beside the embedding of the next
-token, each normed. It is a layer of the target's own kind; a norm and the target's own head follow. What the norm
-makes stands for the next hidden state, so one layer drafts several tokens deep. Of several, the first is read.
+token, each normed. It is a layer of the target's own kind; a norm and the target's output matrix follow. What the
+norm makes stands for the next hidden state, so one layer drafts several tokens deep. Of several layers, the first
+is read.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
+from paceline.core.errors import ModelError, UnsupportedModel
 from paceline.model.files import gguf_model, hf
+from paceline.model.files.finite import Finite
 from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import MTP, HeadConfig, head_shapes
-from paceline.model.weights import LazyWeights, canonical_names
+from paceline.model.weights import LazyWeights, canonical_names, choose_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
+_BROKEN = "it is broken, use another drafter"
 GGUF_NAMES = {
     "fc": "nextn.eh_proj.weight",
     "embed_norm": "nextn.enorm.weight",
@@ -134,7 +136,7 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
         taps=MTP.default_taps(target.num_layers),
         norm_output=True,
         request_tokens=True,
-        own_head=False,
+        own_output=False,
         layernorms=True,
         feature_norm=True,
         target_norm_eps=target.norm_eps,
@@ -144,7 +146,8 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
 def load_mtp(model: LoadedModel) -> Head | None:
     """Return the MTP layer of a model's own files, if any; reads no weights.
 
-    Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape.
+    Raises `UnsupportedModel`, and `BadModelFile` for tensors that are missing or of another shape; its weights
+    raise that for NaN and infinity when they are read.
     """
     if model.path.is_dir():
         return _in_folder(model)
@@ -160,18 +163,9 @@ def usable_mtp(model: LoadedModel) -> Head | None:
         return None
 
 
-def drafters_within(own_head: Head | None) -> tuple[str, ...]:
+def drafters_within(head: Head | None) -> tuple[str, ...]:
     """Return the names of the drafters that a model's own files hold."""
-    return () if own_head is None else (own_head.config.algorithm.name,)
-
-
-def check_numbers(head: Head) -> None:
-    """Raise `BadModelFile` for NaN or infinity; reads all tensors, one at a time."""
-    for name in head_shapes(head.config):
-        if not np.isfinite(head.weights[name]).all():
-            raise BadModelFile(
-                f"the MTP layer holds NaN or infinity in {name!r}; it is broken: use another drafter"
-            )
+    return () if head is None else (head.config.algorithm.name,)
 
 
 def _in_folder(model: LoadedModel) -> Head | None:
@@ -187,7 +181,8 @@ def _in_folder(model: LoadedModel) -> Head | None:
     config = mtp_config(target)
     names = canonical_names(config.layers, hf.MODEL_NAMES, hf.layer_names(config.layers), kind.layer)
     names |= {name: kind.beside + there for name, there in kind.names.items()}
-    chosen = _chosen(config, names, hf.parts(config.layers, found, names, kind.layer), folder)
+    parts = hf.parts(config.layers, found, names, kind.layer)
+    chosen = choose_tensors(head_shapes(config), names, parts, f"the MTP layer in {folder}")
     if kind.hidden_first:
         chosen["fc"] = HalvesSwapped(chosen["fc"])
     sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
@@ -205,13 +200,15 @@ def _in_gguf(model: LoadedModel) -> Head | None:
     names = canonical_names(config.layers, gguf_model.MODEL_NAMES, layer_names, prefix)
     names |= {name: prefix + there for name, there in GGUF_NAMES.items()}
     found = gguf_model.tensors_for(file, config.layers, names)
-    return _head(config, _chosen(config, names, found, model.path), (source,))
+    chosen = choose_tensors(head_shapes(config), names, found, f"the MTP layer in {model.path}")
+    return _head(config, chosen, (source,))
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
     # A cache tells it from the target by its name.
     named: tuple[SourceFile | str, ...] = (*sources, MTP.name) if sources else ()
-    weights = LazyWeights(tensors, named)
+    checked = {name: Finite(tensor, f"{name!r} of the MTP layer: {_BROKEN}") for name, tensor in tensors.items()}
+    weights = LazyWeights(checked, named)
     return Head(config, weights, np.arange(config.draft_vocab_size, dtype=np.int64))
 
 
@@ -219,18 +216,3 @@ def _named(found: Mapping[str, Stored], target: ModelConfig) -> dict[str, Stored
     """Return the tensors of MTP layers, named as in a model of text."""
     tensors = {**hf.text_tensors(found), **{name: t for name, t in found.items() if name.startswith("mtp.")}}
     return {name: tensor for name, tensor in tensors.items() if is_mtp_name(name, target.num_layers)}
-
-
-def _chosen(
-    config: HeadConfig, names: Mapping[str, str], found: Mapping[str, Stored], where: Path
-) -> dict[str, Stored]:
-    """Return the layer's tensors by canonical name. Raises `BadModelFile`."""
-    chosen: dict[str, Stored] = {}
-    for name, shape in head_shapes(config).items():
-        stored = found.get(names[name])
-        if stored is None:
-            raise BadModelFile(f"{where} has an MTP layer that lacks the tensor {names[name]!r}")
-        if stored.shape != shape:
-            raise BadModelFile(f"{where}: {names[name]!r} has shape {stored.shape}, its model asks for {shape}")
-        chosen[name] = stored
-    return chosen

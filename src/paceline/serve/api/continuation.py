@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Request
     from paceline.model.tokenizer import Tokenizer
-    from paceline.serve.api.schema import Sampled
+
+    AnswerIds = Sequence[int | Sequence[int]]  # of the one answer, or a list for each
 
 LAST_EVENT_ID, ACCEPT, EVENT_STREAM = b"last-event-id", b"accept", b"text/event-stream"
 NOT_REPEATED = (
@@ -35,9 +36,8 @@ NOT_REPEATED = (
 _COUNTS = re.compile(r"[0-9]{1,7}(,[0-9]{1,7})*")
 
 
-def told_answers(body: Sampled, num_answers: int) -> list[tuple[int, ...]]:
+def told_answers(given: AnswerIds | None, num_answers: int) -> list[tuple[int, ...]]:
     """Return the tokens that a client has of each answer. Raises `RequestError`."""
-    given = body.answer_ids or []
     if not given:
         return [()] * num_answers
     if num_answers == 1 and all(isinstance(one, int) for one in given):

@@ -217,7 +217,7 @@ def _requests(
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
     for ids, asked in zip(all_ids, params, strict=True):
         prompts.check_room(ids, asked.max_tokens)
-    told = told_answers(body, len(all_ids) * params[0].n)
+    told = told_answers(body.answer_ids, len(all_ids) * params[0].n)
     check_scores(told, scores=body.prompt_logprobs is not None)
     seed = seed_of(params[0])
     name = secrets.token_hex(12)

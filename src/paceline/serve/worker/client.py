@@ -40,6 +40,7 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_server,
 )
+from paceline.serve.worker.open_answers import OpenAnswers
 from paceline.serve.worker.socket_folder import socket_folder
 from paceline.serve.worker.watchdog import SHOW_THREADS, TICK_S, Watchdog
 
@@ -107,12 +108,12 @@ class EngineClient:
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
         self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
-        self.commands = CommandSender(self._send_to_ready, lambda: list(self._open))
+        self._open = OpenAnswers()
+        self.commands = CommandSender(self._send_to_ready, self._open.ids)
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
         self._context = zmq.asyncio.Context()
         self._engine: EngineProcess | None = None
-        self._open: dict[str, Answers] = {}
         self._stopping = False
         self._supervisor = asyncio.create_task(self._supervise(begun))
 
@@ -140,7 +141,7 @@ class EngineClient:
         if engine is None or self.ready is None or engine.process.returncode is not None:  # ended just now
             raise EngineDied(NOT_READY)
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
-        self._open |= dict.fromkeys(answers.index, answers)
+        self._open.add(answers)
         try:
             for request in requests:
                 await _send_now(engine.socket, Submit.of(request))
@@ -151,12 +152,7 @@ class EngineClient:
 
     async def cancel(self, answers: Answers) -> None:
         """End the open ones of these answers; no further event is put into their queue."""
-        still_open = list(answers.index)
-        answers.index.clear()
-        for request_id in still_open:
-            if self._open.get(request_id) is answers:
-                del self._open[request_id]
-        for request_id in still_open:
+        for request_id in self._open.remove(answers):
             if self._engine is not None:
                 with suppress(EngineDied):
                     await _send_now(self._engine.socket, Cancel(request_id))
@@ -189,7 +185,7 @@ class EngineClient:
     def kill(self) -> None:
         """End the engine and all that is open at once; `stop` must still be called."""
         self._stopping = True
-        self._fail_open(EngineDied(STOPPING))
+        self._open.fail(EngineDied(STOPPING))
         self._supervisor.cancel()  # its `finally` kills the process
 
     def abandon(self) -> None:
@@ -219,7 +215,7 @@ class EngineClient:
                 log.exception("the engine's messages could not be handled")
                 failed = EngineDied(f"internal error: {type(error).__name__}")
             begun = None
-            self._fail_open(EngineDied(STOPPING if self._stopping else RESTARTING))
+            self._open.fail(EngineDied(STOPPING if self._stopping else RESTARTING))
             if self._stopping:
                 return
             if not self.first_ready.done() and not self._setup.patient:
@@ -299,18 +295,10 @@ class EngineClient:
     # Messages ----------------------------------------------------------------------------------------
 
     def _outcomes(self, _: EngineProcess, message: OutcomeBatch) -> None:
-        for outcome in message.outcomes:
-            answers = self._open.get(outcome.request_id)
-            if answers is not None:
-                answers.put((answers.index[outcome.request_id], outcome))
-                if outcome.finish_reason is not None:
-                    self._forget(outcome.request_id)
+        self._open.bring(message)
 
     def _rejected(self, _: EngineProcess, message: Rejected) -> None:
-        answers = self._open.get(message.request_id)
-        if answers is not None:
-            self._forget(message.request_id)
-            answers.put(error_of(message.kind, message.message, message.param))
+        self._open.reject(message)
 
     def _snapshot(self, _: EngineProcess, message: Snapshot) -> None:
         self.snapshot = message
@@ -343,17 +331,6 @@ class EngineClient:
 
     def _failed(self, engine: EngineProcess, message: Failed) -> None:
         engine.failed = error_of(message.kind, message.message)
-
-    def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id).index.pop(request_id)
-
-    def _fail_open(self, error: PacelineError) -> None:
-        """End every open request with an error."""
-        answers_of = {id(a): a for a in self._open.values()}
-        self._open.clear()
-        for answers in answers_of.values():
-            answers.index.clear()
-            answers.put(error)
 
 
 _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], None]] = {

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
 
 
-class Block:
+class BlockVerification:
     """Promises the target's distribution, not the same text. Equal to `Coupled` at temperature 0."""
 
     name = "block"
@@ -44,7 +44,7 @@ class Block:
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
         """Keep each row's longest prefix of drafts that a coin keeps."""
-        return judge_rows(_block_row, draft, scores)
+        return judge_rows(_verify_row, draft, scores)
 
 
 def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
@@ -74,7 +74,7 @@ def _still_wanted(wanted: float, p: NDArray[float64], q: NDArray[floating], toke
     return 0.0 if target == 0.0 else 1.0 if target >= given else target / given
 
 
-def _block_row(drafted: RowDraft, row: RowScores) -> list[int]:
+def _verify_row(drafted: RowDraft, row: RowScores) -> list[int]:
     if row.choose(0).params.greedy:
         return coupled_row(drafted, row)
     kept, weights = 0, None
