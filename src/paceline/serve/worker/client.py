@@ -18,6 +18,7 @@ import zmq.asyncio
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
+from paceline.core.watchdog import SHOW_THREADS, TICK_S, WATCHDOG_S, Watchdog
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.child import EngineChild
@@ -41,7 +42,6 @@ from paceline.serve.worker.messages import (
     decode_to_server,
 )
 from paceline.serve.worker.socket_folder import socket_folder
-from paceline.serve.worker.watchdog import SHOW_THREADS, TICK_S, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 MAX_OBEYING_S = 3600.0  # that a command may take in silence, as long as the engine computes
 SHOWN_S = 0.3  # for a hung engine to show its threads
-WATCHDOG_S = 8.0  # without a beat of a ready engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -245,7 +244,7 @@ class EngineClient:
         _without_limits(socket).bind(address)
         process = begun or EngineChild()
         process.connect(address, os.environ.get(logs.FORMAT, ""), self._setup.cores)
-        engine = EngineProcess(socket, process, Watchdog(process.pid, self._setup.watchdog_s))
+        engine = EngineProcess(socket, process, Watchdog((process.pid,), self._setup.watchdog_s))
         try:
             self._engine = engine
             await self._listen(engine, folder)
@@ -275,7 +274,8 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        load = Load(self._setup.config, self.commands.weights, self.commands.paused)
+        commands, setup = self.commands, self._setup
+        load = Load(setup.config, commands.weights, commands.paused, setup.watchdog_s)
         await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)

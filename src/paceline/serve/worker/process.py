@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from paceline.backend.rank_processes import LIMIT
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
@@ -25,6 +26,7 @@ from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, give_memory_back, stay_on
+from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
@@ -53,7 +55,6 @@ from paceline.serve.worker.messages import (
     decode_to_engine,
 )
 from paceline.serve.worker.obey import Commands, Preparation
-from paceline.serve.worker.watchdog import SHOW_THREADS
 
 if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
@@ -330,7 +331,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
-    publisher = None
+    publisher, LIMIT.seconds = None, message.watchdog_s
     try:
         if message.config.kv_events is not None:  # before the model, as its place may be taken
             publisher = KvPublisher(message.config.kv_events)
