@@ -30,6 +30,7 @@ from tests.engine.test_overlapped_loop import overlapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from paceline.engine.assembly.build import Progress
     from paceline.engine.engine import Engine
     from paceline.serve.worker.messages import ToEngine, ToServer
 
@@ -58,7 +59,7 @@ def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
     owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
-    EngineWorker(Commands(owner), line).run()  # type: ignore[arg-type]
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 
@@ -84,10 +85,16 @@ class SlowOwner(EngineOwner):
     def __init__(self, engine: Engine, error: Exception | None = None) -> None:
         super().__init__(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
         self.may, self.error, self.put_at = Event(), error, -1
+        self.heard = Event()
 
-    def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
+    def prepare(
+        self, source: WeightSource, version: str, progress: Progress | None = None, *, beside: bool = False
+    ) -> Callable[[], Renewal]:
         assert beside
         assert self.may.wait(20)
+        assert progress is not None
+        progress("packing", 1, 2)
+        assert self.heard.wait(20), "who waits for it gives a sign of life at each of its own"
         if self.error is not None:
             raise self.error
 
@@ -103,12 +110,14 @@ class SlowOwner(EngineOwner):
 def test_newer_weights_are_made_ready_while_answers_go_on(error: Exception | None, hurry: bool) -> None:
     engine = make_engine("off", PLAIN)
     owner = SlowOwner(engine, error)
-    commands = Commands(owner)
+    commands = Commands(owner, lambda *_: owner.heard.set())
 
     def messages() -> Iterator[ToEngine | None]:
         yield from (submit("a"), None, UpdateWeights(WeightSource("newer"), "v1"), None, None, None)
         assert engine.stats().steps == 4, "a step for each look"
         assert owner.put_at < 0
+        if not hurry:
+            owner.heard.set()
         owner.may.set()
         preparing = commands.preparing
         assert preparing is not None

@@ -200,7 +200,10 @@ LIMIT = HangLimit()
 
 
 class RankSilence:
-    """Signs that a pool's ranks hang: one is stopped, or they wait for one another and none computes."""
+    """Signs that a pool's ranks hang.
+
+    One is stopped, or they wait for one another and none computes.
+    """
 
     def __init__(self, pool: Watched) -> None:
         self._limit_s = HANG_SHARE * LIMIT.seconds

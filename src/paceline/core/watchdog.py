@@ -1,8 +1,8 @@
 """Watch over processes: notice that they hang, by beats that do not come.
 
-A beat of an engine is any message; its step loop sends one every second at least. A beat of ranks is a meeting.
-A long pass is no hang: the system says of the process that it computes, or waits for a disk or a core. A hang does
-none of that.
+A beat of an engine is any message: its step loop sends one every second at least, and it tells of every tensor of
+newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says of the process that it computes,
+or waits for a disk or a core. A hang does none of that.
 """
 
 from __future__ import annotations
@@ -49,14 +49,10 @@ class Watchdog:
         """Note a message of the engine."""
         self._still_s = self._silent_s = 0.0
 
-    def tick(self, elapsed_s: float, *, obeying: bool = False) -> None:
-        """Note that time has passed.
-
-        A long tick counts as a short one: this process was late itself. obeying: it carries out a command, of
-        which it tells nothing, so that silence is no sign as long as it computes.
-        """
+    def tick(self, elapsed_s: float) -> None:
+        """Note that time has passed. A long tick counts as a short one: this process was late itself."""
         elapsed_s = min(elapsed_s, 2 * TICK_S)
-        self._silent_s = 0.0 if obeying else self._silent_s + elapsed_s
+        self._silent_s += elapsed_s
         states, times = zip(*map(process_work, self.pids), strict=True)
         cpu_s = sum(times)
         computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or not WAITS_FOR_MACHINE.isdisjoint(states)

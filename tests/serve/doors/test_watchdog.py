@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from paceline.core import watchdog
 from paceline.core.errors import ConfigError
 from paceline.core.watchdog import PATIENCE, TICK_S, Watchdog
 from paceline.serve.server import HttpConfig
@@ -125,25 +124,3 @@ def test_a_pause_of_the_server_blames_nobody() -> None:
 def test_limits_without_sense_are_refused(limit_s: float) -> None:
     with pytest.raises(ConfigError, match="--watchdog-seconds"):
         HttpConfig(watchdog_s=limit_s)
-
-
-def test_a_command_that_is_obeyed_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    dog, work = Watchdog((os.getpid(),), 5.0), [0.0]
-
-    def computes(_: int) -> tuple[str, float]:
-        work[0] += TICK_S
-        return "S", work[0]
-
-    monkeypatch.setattr(watchdog, "process_work", computes)
-    ticks = int(2 * PATIENCE * 5.0 / TICK_S)
-    for _ in range(ticks):
-        dog.tick(TICK_S, obeying=True)
-    assert not dog.late, "an update reads, digests and packs all weights"
-    for _ in range(ticks):
-        dog.tick(TICK_S)
-    assert dog.hung
-    still = Watchdog((os.getpid(),), 5.0)
-    monkeypatch.setattr(watchdog, "process_work", lambda _: ("S", 0.0))
-    for _ in range(ticks):
-        still.tick(TICK_S, obeying=True)
-    assert still.hung, "one that does not compute hangs all the same"

@@ -205,7 +205,7 @@ class RankPool:
 
     @property
     def awaited(self) -> int | None:
-        """Number of the exchange that goes on, but for those that are answered; None: there is none."""
+        """Number of the exchange without an answer that goes on; None: none does."""
         return self._num_begun + self._num_over if self._num_begun > self._num_over else None
 
     def new_number(self) -> int:

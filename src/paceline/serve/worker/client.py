@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
-MAX_OBEYING_S = 3600.0  # that a command may take in silence, as long as the engine computes
 SHOWN_S = 0.3  # for a hung engine to show its threads
 
 
@@ -260,7 +259,7 @@ class EngineClient:
         """Handle the process's messages until it has ended and the last one is read."""
         ended = asyncio.create_task(engine.process.wait())
         listening = asyncio.create_task(self._load_and_handle(engine, folder))
-        watching = asyncio.create_task(_watch(engine, self.commands))
+        watching = asyncio.create_task(_watch(engine))
         try:
             await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
@@ -317,8 +316,8 @@ class EngineClient:
         if self.on_snapshot is not None:
             self.on_snapshot(message)
 
-    def _progress(self, _: EngineProcess, message: Progress) -> None:
-        if self._on_progress is not None:
+    def _progress(self, engine: EngineProcess, message: Progress) -> None:
+        if self._on_progress is not None and engine.ready is None:  # from one that is, it is a sign of life only
             self._on_progress(message)
 
     def _language(self, _: EngineProcess, message: Language) -> None:
@@ -369,15 +368,14 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 }
 
 
-async def _watch(engine: EngineProcess, commands: CommandSender) -> None:
+async def _watch(engine: EngineProcess) -> None:
     """Kill a ready engine that hangs; it is then replaced like a dead one."""
-    was_late, last_s, obeying_s = False, time.monotonic(), 0.0
+    was_late, last_s = False, time.monotonic()
     while not engine.watchdog.hung:
         await asyncio.sleep(TICK_S)
         now_s = time.monotonic()
-        obeying_s = obeying_s + now_s - last_s if commands.obeying else 0.0
         if engine.ready is not None:
-            engine.watchdog.tick(now_s - last_s, obeying=0.0 < obeying_s < MAX_OBEYING_S)
+            engine.watchdog.tick(now_s - last_s)
         last_s, late = now_s, engine.watchdog.late
         if late and not was_late and engine.process.returncode is None:
             log.error("the engine process hangs: no sign of it; new requests get 503")

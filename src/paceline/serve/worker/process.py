@@ -54,7 +54,7 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_engine,
 )
-from paceline.serve.worker.obey import Commands, Preparation
+from paceline.serve.worker.obey import BEAT_S, Commands, Preparation
 
 if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
@@ -68,7 +68,6 @@ log = logging.getLogger(__name__)
 IDLE_MS = 500  # wait for a message before checking whether to stop
 PREPARING_MS = 2  # ... or whether newer weights are ready
 SNAPSHOT_S = 0.25  # between two snapshots of the counters while there is work
-BEAT_S = 0.5  # between two of them without work; the server takes an engine without any for hung
 PROGRESS_S = 0.1  # between two progress messages
 SEND_MS = 30_000  # a server that accepts no message for this long is gone
 WARM_UP_PROMPT_TOKENS = 16
@@ -335,9 +334,10 @@ def _load(server: ServerConnection) -> EngineWorker | None:
     try:
         if message.config.kv_events is not None:  # before the model, as its place may be taken
             publisher = KvPublisher(message.config.kv_events)
+        progress = _progress_sender(server)
         owner = load_engine(
             message.config,
-            _progress_sender(server),
+            progress,
             lambda json, tokenizer, template: server.send(
                 Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
             ),
@@ -345,7 +345,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
         if publisher is not None:
             publisher.send(owner.built.engine.scheduler.pool)
         warm_up(owner.built)
-        commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
+        commands = Commands(owner, progress, owner.built.promise.key(self_test(owner.built.engine)))
         commands.begin(message)
         if commands.lost:
             server.send(Obeyed(owner.version, commands.promise))
