@@ -1,8 +1,8 @@
 """Watch over processes: notice that they hang, by beats that do not come.
 
-A beat of an engine is any message: its step loop sends one every second at least, and it tells of every tensor of
-newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says of the process that it computes,
-or waits for a disk or a core. A hang does none of that.
+A beat of an engine is any message: its step loop sends one every second at least, and it tells of every tensor
+of newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says of the process that it
+computes, or waits for a disk or a core. A hang does none of that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Watchdog:
         self._still_s = self._silent_s = 0.0
 
     def tick(self, elapsed_s: float) -> None:
-        """Note that time has passed. A long tick counts as a short one: this process was late itself."""
+        """Note that time has passed.
+
+        A long tick counts as a short one: this process was late itself.
+        """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
         self._silent_s += elapsed_s
         states, times = zip(*map(process_work, self.pids), strict=True)
