@@ -44,12 +44,12 @@ def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **op
 
 
 def ray_folder() -> AbstractContextManager[Path]:
-    """Make a folder for a Ray; remove those of dead owners, and what of their Rays still runs."""
+    """Make a folder for a Ray, and remove what dead owners left."""
     return socket_folder(PREFIX, MAX_FOLDER_BYTES, _end_ray_in)
 
 
 def _end_ray_in(folder: Path) -> None:
-    """End the processes of a Ray: they write their logs to a session in its folder."""
+    """End processes of a Ray, which write their logs to its folder."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             said = (process / "cmdline").read_bytes()

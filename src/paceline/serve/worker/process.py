@@ -23,7 +23,7 @@ from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
-from paceline.core.nouns import Request
+from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, give_memory_back, stay_on
 from paceline.core.watchdog import SHOW_THREADS
@@ -223,6 +223,7 @@ class EngineWorker:
                 raise EngineDied("the engine is stopping; try again")
             if self.commands.lost:
                 raise EngineDied(self.commands.lost)
+            self.engine.outputs.on_start = self._tell_start
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
@@ -230,6 +231,9 @@ class EngineWorker:
         except Exception:  # one request's error never ends another's
             log.exception("request %s could not be taken", message.request_id)
             self.server.send(Rejected(message.request_id, "", INTERNAL))
+
+    def _tell_start(self, outcome: Outcome) -> None:
+        self.server.send(OutcomeBatch((outcome,)))
 
     def _cancel(self, message: Cancel) -> None:
         if not self.commands.owner.asleep:
