@@ -37,8 +37,12 @@ if TYPE_CHECKING:
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
 
 
+def request_of(name: str) -> Request:
+    return Request(name, (40, 50, 60), PARAMS, seed=1)
+
+
 def submit(name: str) -> Submit:
-    return Submit.of(Request(name, (40, 50, 60), PARAMS, seed=1))
+    return Submit.of(request_of(name))
 
 
 class Line:
@@ -77,6 +81,29 @@ def test_outcomes_survive_their_message() -> None:
 def test_a_server_looks_once_for_each_serial_step() -> None:
     looks = [submit("a"), None, None, submit("b"), None, StopEngine()]
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
+
+
+def test_who_asked_is_told_of_a_step_before_it() -> None:
+    """So a server knows which requests were in a step that ended the process."""
+    engine = make_engine("off", PLAIN)
+    heard: list[tuple[str, int, int, int]] = []  # request, tokens, the first one's place, steps so far
+
+    class Hearing(Line):
+        def send(self, message: ToServer) -> None:
+            if isinstance(message, OutcomeBatch):
+                steps = engine.stats().steps
+                heard.extend((o.request_id, len(o.token_ids), o.start, steps) for o in message.outcomes)
+
+    asks = replace(request_of("asks"), told=(70, 80), tells_start=True)
+    line = Hearing(iter([submit("does not"), None, Submit.of(asks), None, None, None, StopEngine()]))
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
+    of_it = [told for told in heard if told[0] == "asks"]
+    ((_, tokens, start, steps), (_, next_tokens, next_start, next_steps), *_) = of_it
+    assert (tokens, start, next_start) == (0, 2, 2)
+    assert next_tokens > 0
+    assert next_steps > steps
+    assert all(told[1] for told in heard if told[0] == "does not")
 
 
 class SlowOwner(EngineOwner):
