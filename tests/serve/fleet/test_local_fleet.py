@@ -144,7 +144,7 @@ class LocalFleet:
 @pytest.fixture(scope="module")
 def fleet(model: Path) -> Iterator[LocalFleet]:
     """Three replicas: a poison pill ends three."""
-    with running(model, "--replicas", "3") as server:
+    with running(model, "--replicas", "3", "--prefill-tokens", "64") as server:  # a long prompt takes long
         found = LocalFleet(server)
         assert eventually(found.all_up, 60.0)
         assert len(found.whole) == len(KINDS)
@@ -217,7 +217,7 @@ def test_a_poison_pill_gets_its_500_after_three_replicas(fleet: LocalFleet) -> N
     """Killing replicas one by one while each reads a long prompt looks as if the request did it."""
     streamed = Streamed()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fleet.stream, {"prompt": [40] * 16_000, "seed": 1, "max_tokens": 300}, streamed)
+        future = pool.submit(fleet.stream, {"prompt": [40] * 14_000, "seed": 1, "max_tokens": 2000}, streamed)
         killed: set[int] = set()
         while not future.done() and len(killed) < 12:  # one that gave a word counts from one again
             time.sleep(0.005)
