@@ -112,15 +112,15 @@ class RollOutClient:
     async def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: str) -> None:
         """Send tensors by their names in files, in chunks; the update follows the last."""
         chunk: dict[str, torch.Tensor] = {}
-        num_bytes = 0
+        num_bytes, number = 0, 1
         for name, tensor in tensors:
             size = tensor.numel() * tensor.element_size()
             if chunk and num_bytes + size > CHUNK_BYTES:
-                await self._send(chunk, more="true")
-                chunk, num_bytes = {}, 0
+                await self._send(chunk, chunk=number)
+                chunk, num_bytes, number = {}, 0, number + 1
             chunk[name] = tensor.detach().to("cpu").clone().contiguous()
             num_bytes += size
-        await self._send(chunk, weight_version=version)
+        await self._send(chunk, chunk=number, chunks=number, weight_version=version)
 
     async def version(self) -> str:
         """Return the version of the weights."""
@@ -132,7 +132,7 @@ class RollOutClient:
         if self._http is not None:
             await self._http.aclose()
 
-    async def _send(self, tensors: Mapping[str, torch.Tensor], **asked: str) -> None:
+    async def _send(self, tensors: Mapping[str, torch.Tensor], **asked: str | int) -> None:
         data = await asyncio.to_thread(save, dict(tensors))
         headers = {"content-type": "application/octet-stream"}
         response = await self._client().post(

@@ -6,10 +6,12 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from threading import Thread
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -20,10 +22,11 @@ from paceline.backend import rank_processes
 from paceline.backend.native.load import repack
 from paceline.backend.native.ranked import RankedDecoder, load_decoder
 from paceline.backend.native.shares import FollowRows, decode_to_rank
-from paceline.backend.rank_processes import RankLine, encode_message
+from paceline.backend.rank_processes import RankLine, RankSilence, encode_message
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.watchdog import PATIENCE, TICK_S
 from paceline.engine.assembly.config import MAX_ROWS, EngineConfig
 from paceline.model.config import Rope, Sliding
 from tests.model.helpers import pack, run_pass
@@ -143,20 +146,65 @@ def test_stores_are_forgotten_and_ranks_end_with_their_decoder() -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """Rank 0 may wait for it in a pass; the engine is started anew by whoever started it."""
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(rank_processes, "ENDED_S", 0.1)
     monkeypatch.setattr(rank_processes, "WATCH_S", 0.01)
+    monkeypatch.setattr(rank_processes.LIMIT, "seconds", 0.5)
     decoder = decoder_of(2)
     assert isinstance(decoder, RankedDecoder)
     assert not left
-    os.kill(decoder.ranks.pids[0], signal.SIGKILL)
+    os.kill(decoder.ranks.pids[0], number)
     end_s = time.monotonic() + PATIENCE_S
     while not left and time.monotonic() < end_s:
         time.sleep(0.01)
     assert left == [rank_processes.EXIT_STATUS]
+    assert decoder.ranks.processes[0].process.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+class Waiting:
+    """Ranks, one of them a process that does nothing, that wait for one another."""
+
+    def __init__(self, code: str) -> None:
+        self.close, self.awaited = None, 7
+        process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        self.processes: Any = [SimpleNamespace(rank=1, process=process)]
+
+    def hang(self, ticks: int, *, go_on: bool = False) -> str:
+        """What is seen in so many looks by a thread; this one waits, as rank 0 would in a pass."""
+        found: list[str] = []
+
+        def look() -> None:
+            silence = RankSilence(self)
+            for _ in range(ticks):
+                self.awaited += go_on
+                time.sleep(0.005)  # the process may just begin to wait
+                found.append(silence.hang(self, 2 * TICK_S))
+
+        thread = Thread(target=look)
+        thread.start()
+        thread.join()
+        return found[-1]
+
+
+@pytest.mark.parametrize(("code", "hangs"), [("import time; time.sleep(60)", True), ("while True: pass", False)])
+def test_ranks_that_wait_and_compute_nothing_hang(
+    monkeypatch: pytest.MonkeyPatch, code: str, *, hangs: bool
+) -> None:
+    monkeypatch.setattr(rank_processes.LIMIT, "seconds", 2.0)
+    ranks, ticks = Waiting(code), int(rank_processes.LIMIT.seconds / TICK_S)
+    try:
+        assert bool(ranks.hang(ticks)) == hangs
+        assert not ranks.hang(ticks, go_on=True)
+        assert ranks.hang(PATIENCE * ticks)
+    finally:
+        with ranks.processes[0].process as process:
+            process.kill()
 
 
 def test_what_ends_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,13 +30,29 @@ from paceline.draft.heads.head_drafter import HeadDrafter
 from paceline.draft.heads.parallel import BLIND_GAIN
 from paceline.draft.hints import MAX_MATCH, MIN_MATCH, Hints
 from paceline.draft.registry import parse_spec
+from paceline.engine.assembly import build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.kv_choices import KV_SHARE
 from paceline.engine.drafters import DrafterPool
+from paceline.engine.scheduler import Limits
 from paceline.model.heads.checkpoint import Head, load_head
 from paceline.model.heads.config import read_config
 from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
-from tests.engine.same_text import PLAIN, RestlessK, Settings, assert_same, make_engine, plain_answers, run, target
+from tests.engine.same_text import (
+    BACKEND_OF,
+    KV_TYPES,
+    MAX_LEN,
+    PLAIN,
+    RestlessK,
+    Settings,
+    assert_same,
+    make_engine,
+    plain_answers,
+    run,
+    target,
+)
 from tests.model.helpers import pack
 from tests.oracles.lookup import propose
 
@@ -505,6 +521,28 @@ def test_the_pages_that_blocks_reach_into_are_counted() -> None:
     assert drafter.needs.bytes_per_row == PAGE_TOKENS * drafter._kv.bytes_per_token
     (other,) = make_engine(spec("eagle3"), PLAIN).drafting.drafters.values()
     assert other.needs.bytes_per_row == 0
+
+
+@pytest.mark.parametrize("types", ["f64", "int8"])
+def test_they_are_in_the_memory_that_is_promised(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's pages and what blocks keep for rows are one share of the free memory, to a page."""
+    own, limits = target(types), Limits(16, MAX_LEN, 512)
+    page = PAGE_TOKENS * own.decoder.new_kv(1).bytes_per_token
+    free = 40 * page
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: free)
+    plain, drafting = (
+        EngineConfig(
+            draft=draft, backend=BACKEND_OF.get(types, "native"), weights=types, kv=KV_TYPES[types], limits=limits
+        )
+        for draft in ("off", spec("block"))
+    )
+    assert build.assemble(plain, own).engine.scheduler.pool.num_pages == 20
+    engine = build.assemble(drafting, own).engine
+    (drafter,) = engine.drafting.drafters.values()
+    beside = limits.num_rows * drafter.needs.bytes_per_row
+    assert beside > page
+    left = free * KV_SHARE - engine.scheduler.pool.num_pages * page - beside
+    assert 0 <= left < page
 
 
 def test_a_map_to_the_lowest_tokens_fits_the_corrector(tmp_path: Path) -> None:

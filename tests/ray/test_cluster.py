@@ -10,8 +10,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
+from paceline.ray.local_ray import PREFIX, ray_folder
 from tests.serve.conftest import write_model
 
 MOST_MB = 1500.0
@@ -49,3 +51,32 @@ def test_answers_go_on_when_a_replica_is_killed_and_a_data_set_is_answered(tmp_p
     assert found["data_same"], "a row of the data set has another answer than over HTTP"
     assert found["listens"] == [], "nothing of it may be reached from outside"
     assert found["pss_mb"] <= MOST_MB
+
+
+def test_a_killed_server_leaves_nothing_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Ray's agents go on, and its folder stays, until another one starts."""
+    (tmp_path / "model").mkdir()
+    model, log = write_model(tmp_path / "model"), tmp_path / "log"
+    flags = "--on ray --threads 1 --port 0 --draft ngram:k=4 --max-len 4096 --packed-cache-bytes 0"
+    command = [sys.executable, "-m", "paceline.cli", "serve", *flags.split(), "--model", str(model)]
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as parent, log.open("w") as file:
+        environment = os.environ | {"HOME": str(tmp_path), "TMPDIR": parent}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, env=environment, text=True)
+        try:
+            assert process.stdout is not None
+            assert any("serves at" in line for line in process.stdout), log.read_text()[-3000:]
+            (folder,) = Path(parent).glob(f"{PREFIX}*")
+            of_ray = psutil.Process(process.pid).children(recursive=True)
+            monkeypatch.setattr(tempfile, "tempdir", parent)
+            with ray_folder():
+                assert folder.exists(), "its owner lives"
+                assert all(one.is_running() for one in of_ray if "raylet" in one.name())
+        finally:
+            process.kill()
+            process.communicate()
+        assert folder.exists()
+        with ray_folder():
+            assert not folder.exists()
+            psutil.wait_procs(of_ray, 20)
+            left = [one.cmdline() for one in of_ray if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            assert left == []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from paceline.cli import main, parse, parser_of
@@ -22,6 +26,7 @@ from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.front_options import of_arguments, of_server
 from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
+from paceline.ray.local_ray import ray_folder
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
@@ -216,7 +221,7 @@ def test_flags_of_a_server_are_options_of_a_front() -> None:
 
 
 def test_what_was_not_deployed_is_not_removed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be another command's, and without Ray Serve its error would hide the own one."""
     called: list[str] = []
@@ -232,9 +237,8 @@ def test_what_was_not_deployed_is_not_removed(
     ray.shutdown = notes("ray")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(serve_command, "find_spec", lambda _: True)
-    folder = tmp_path / "ray"
-    folder.mkdir()
-    monkeypatch.setattr(serve_command, "_join_or_start", lambda: str(folder))
+    folders: list[Path] = []
+    monkeypatch.setattr(serve_command, "start_local_ray", lambda _, folder, **__: folders.append(Path(folder)))
     monkeypatch.setattr(serve_command, "deploy", refused)
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -243,7 +247,60 @@ def test_what_was_not_deployed_is_not_removed(
         signal.signal(signal.SIGTERM, handler)
     assert "they do not fit" in capsys.readouterr().err
     assert called == ["serve", "ray"]
+    (folder,) = folders
     assert not folder.exists()
+
+
+OWNER = """
+import subprocess, sys
+from paceline.ray.local_ray import ray_folder
+work = "import sys, time; file = open(sys.argv[1], 'w'); print(flush=True); time.sleep(600)"
+with ray_folder() as folder:
+    (folder / "session_1").mkdir()
+    child = [sys.executable, "-c", work, f"{folder}/session_1/agent.log", "ray::Agent"]
+    process = subprocess.Popen(child, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    print(process.pid, folder, flush=True)
+    sys.stdin.read()
+    process.kill()
+    process.wait()
+"""
+
+
+def test_what_a_dead_ray_left_goes_and_what_a_living_one_owns_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        owners = [
+            subprocess.Popen(
+                [sys.executable, "-c", OWNER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"TMPDIR": parent},
+            )
+            for _ in range(2)
+        ]
+        try:
+            (dead, dead_folder), (lives, its_folder) = (one.stdout.readline().split() for one in owners)  # type: ignore[union-attr]
+            owners[0].kill()
+            owners[0].wait()
+            with ray_folder() as own:
+                assert own.is_dir()
+                assert not Path(os.fsdecode(dead_folder)).exists()
+                assert Path(os.fsdecode(its_folder)).is_dir()
+                assert until_gone(int(dead))
+                assert psutil.Process(int(lives)).status() != psutil.STATUS_ZOMBIE
+        finally:
+            for one in owners:
+                one.communicate()
+        assert list(Path(parent).iterdir()) == []
+
+
+def until_gone(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(20)
+    return not psutil.pid_exists(pid)
 
 
 def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:

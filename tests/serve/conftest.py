@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -33,8 +33,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    config = tiny_config(max_context=MAX_LEN)
+def write_model(folder: Path, seed: int = 0, **sizes: Any) -> Path:
+    config = tiny_config(max_context=MAX_LEN, **sizes)
     names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
     weights = tiny_weights(config, seed, embed_scale=3.0, dtype=torch.float32)
     save_file({names[name]: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")

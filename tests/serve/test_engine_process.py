@@ -30,14 +30,19 @@ from tests.engine.test_overlapped_loop import overlapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from paceline.engine.assembly.build import Progress
     from paceline.engine.engine import Engine
     from paceline.serve.worker.messages import ToEngine, ToServer
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
 
 
+def request_of(name: str) -> Request:
+    return Request(name, (40, 50, 60), PARAMS, seed=1)
+
+
 def submit(name: str) -> Submit:
-    return Submit.of(Request(name, (40, 50, 60), PARAMS, seed=1))
+    return Submit.of(request_of(name))
 
 
 class Line:
@@ -58,7 +63,7 @@ def serve(engine: Engine, messages: Iterator[ToEngine | None]) -> list[list[str]
     """Serve until told to stop; return who was told of tokens, message by message."""
     line = Line(messages)
     owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
-    EngineWorker(Commands(owner), line).run()  # type: ignore[arg-type]
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
     return [[o.request_id for o in m.outcomes] for m in line.sent if isinstance(m, OutcomeBatch)]
 
 
@@ -78,16 +83,45 @@ def test_a_server_looks_once_for_each_serial_step() -> None:
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
 
 
+def test_who_asked_is_told_of_a_step_before_it() -> None:
+    """So a server knows which requests were in a step that ended the process."""
+    engine = make_engine("off", PLAIN)
+    heard: list[tuple[str, int, int, int]] = []  # request, tokens, the first one's place, steps so far
+
+    class Hearing(Line):
+        def send(self, message: ToServer) -> None:
+            if isinstance(message, OutcomeBatch):
+                steps = engine.stats().steps
+                heard.extend((o.request_id, len(o.token_ids), o.start, steps) for o in message.outcomes)
+
+    asks = replace(request_of("asks"), told=(70, 80), tells_start=True)
+    line = Hearing(iter([submit("does not"), None, Submit.of(asks), None, None, None, StopEngine()]))
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
+    of_it = [told for told in heard if told[0] == "asks"]
+    ((_, tokens, start, steps), (_, next_tokens, next_start, next_steps), *_) = of_it
+    assert (tokens, start, next_start) == (0, 2, 2)
+    assert next_tokens > 0
+    assert next_steps > steps
+    assert all(told[1] for told in heard if told[0] == "does not")
+
+
 class SlowOwner(EngineOwner):
     """Makes newer weights ready once it may, and has none."""
 
     def __init__(self, engine: Engine, error: Exception | None = None) -> None:
         super().__init__(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
         self.may, self.error, self.put_at = Event(), error, -1
+        self.heard = Event()
 
-    def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
+    def prepare(
+        self, source: WeightSource, version: str, progress: Progress | None = None, *, beside: bool = False
+    ) -> Callable[[], Renewal]:
         assert beside
         assert self.may.wait(20)
+        assert progress is not None
+        progress("packing", 1, 2)
+        assert self.heard.wait(20), "who waits for it gives a sign of life at each of its own"
         if self.error is not None:
             raise self.error
 
@@ -103,12 +137,14 @@ class SlowOwner(EngineOwner):
 def test_newer_weights_are_made_ready_while_answers_go_on(error: Exception | None, hurry: bool) -> None:
     engine = make_engine("off", PLAIN)
     owner = SlowOwner(engine, error)
-    commands = Commands(owner)
+    commands = Commands(owner, lambda *_: owner.heard.set())
 
     def messages() -> Iterator[ToEngine | None]:
         yield from (submit("a"), None, UpdateWeights(WeightSource("newer"), "v1"), None, None, None)
         assert engine.stats().steps == 4, "a step for each look"
         assert owner.put_at < 0
+        if not hurry:
+            owner.heard.set()
         owner.may.set()
         preparing = commands.preparing
         assert preparing is not None

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
-from paceline.core.weight_source import WeightSource
+from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.wire import Submit
+from paceline.model.config import tensor_shapes
 from paceline.serve.asking import config_of
 from paceline.serve.worker import process
-from paceline.serve.worker.commands import Obeyed, UpdateWeights
-from paceline.serve.worker.messages import Load, Rejected
+from paceline.serve.worker.commands import Obeyed, ReleaseMemory, ResumeMemory, UpdateWeights
+from paceline.serve.worker.messages import Load, Progress, Rejected
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+OPTIONS = {"threads": 1, "num_rows": 2, "max_len": 256, "draft": "off"}
 
 
 class FakeServer:
@@ -31,9 +37,8 @@ class FakeServer:
 
 
 def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> None:
-    options = {"threads": 1, "num_rows": 2, "max_len": 256, "draft": "off"}
     gone = UpdateWeights(WeightSource(model=str(tmp_path / "step100")), "v7")
-    server: Any = FakeServer(Load(config_of(str(model), options), gone, paused=True))
+    server: Any = FakeServer(Load(config_of(str(model), OPTIONS), gone, paused=True))
     worker = process._load(server)
     assert worker is not None, "it does not end, only to end again"
     commands = worker.commands
@@ -47,4 +52,24 @@ def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> 
     commands.obey(UpdateWeights(WeightSource(model=str(model)), "v8"))
     worker._submit(submit)
     assert worker.engine.has_work
+    commands.owner.close()
+
+
+@pytest.mark.parametrize("command", ["update", "resume"])
+def test_a_sign_of_life_comes_with_each_tensor(model: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """So the watchdog need not take a long update for a hang, nor a hang for a long update."""
+    monkeypatch.setattr(process, "PROGRESS_S", 0.0)
+    server: Any = FakeServer(Load(config_of(str(model), OPTIONS)))
+    worker = process._load(server)
+    assert worker is not None
+    commands = worker.commands
+    if command == "resume":
+        commands.obey(ReleaseMemory(TAGS))
+    server.sent.clear()
+    reply = commands.obey(
+        ResumeMemory(TAGS) if command == "resume" else UpdateWeights(WeightSource(model=str(model)), "v1")
+    )
+    assert reply.error is None
+    signs = [message.done for message in server.sent if isinstance(message, Progress)]
+    assert len(set(signs)) > len(tensor_shapes(commands.owner.built.engine.target.config)) // 2
     commands.owner.close()

@@ -189,8 +189,8 @@ def test_newer_weights_come_from_disk_and_from_tensors(trained: Server, rl: http
     with safe_open(model / "model.safetensors", "pt") as file:
         names = sorted(file.keys())
         for i, name in enumerate(names):
-            more = {"more": "true"} if i + 1 < len(names) else {"weight_version": "v2"}
-            answer = send_tensors(rl, {name: file.get_tensor(name)}, **more)
+            last = {"chunks": str(len(names)), "weight_version": "v2"} if i + 1 == len(names) else {}
+            answer = send_tensors(rl, {name: file.get_tensor(name)}, chunk=str(i + 1), **last)
             assert answer.status_code == 200, answer.text
     again = generate(rl)
     assert again["output_ids"] == old["output_ids"]

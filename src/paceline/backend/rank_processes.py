@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol
 
 import msgspec
@@ -18,12 +19,15 @@ from msgspec import Meta, Struct
 from paceline.core import logs
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
 from paceline.core.system import end_with_parent
+from paceline.core.watchdog import WATCHDOG_S, Watchdog, process_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
 WATCH_S = 0.5
+HANG_SHARE = 0.5  # of the limit: ranks that hang are told of before the engine itself is replaced for it
+STOPPED = frozenset("Tt")  # states of a process that a signal or a debugger has stopped
 EXIT_STATUS = 70  # EX_SOFTWARE
 MAX_MESSAGE_BYTES = 1 << 28  # the pages of a pass are the longest: each row has as many as the longest one
 _HEAD_BYTES = 4  # length of a message, little endian, before it
@@ -116,6 +120,10 @@ class Watched(Protocol):
     processes: Sequence[RankProcess]
     close: Any  # the finalizer that ends them
 
+    @property
+    def awaited(self) -> int | None:
+        """Number of what ranks wait for one another for; None: nobody waits."""
+
 
 class RankProcess:
     """One rank's process. It ends with rank 0's, however that ends."""
@@ -181,25 +189,73 @@ def end_all(processes: Sequence[RankProcess]) -> None:
         one.end()
 
 
-def watch(pool_ref: Callable[[], Watched | None], leave: Callable[[int], object]) -> None:
-    """End this process soon after a rank has ended.
+@dataclass(slots=True)
+class HangLimit:
+    """Silence of this process's ranks, after which they hang."""
 
-    Who waits for the rank may wait for ever.
+    seconds: float = WATCHDOG_S  # 0: they are waited for
+
+
+LIMIT = HangLimit()
+
+
+class RankSilence:
+    """Signs that a pool's ranks hang.
+
+    One is stopped, or they wait for one another and none computes.
     """
+
+    def __init__(self, pool: Watched) -> None:
+        self._limit_s = HANG_SHARE * LIMIT.seconds
+        self._dog = Watchdog((os.getpid(), *(one.process.pid for one in pool.processes)), self._limit_s)
+        self._awaited: int | None = None
+        self._stopped_s = 0.0
+
+    def hang(self, pool: Watched, elapsed_s: float) -> str:
+        """Return how the ranks hang; nothing if they do not. elapsed_s: since the last call."""
+        if (awaited := pool.awaited) is None or awaited != self._awaited:
+            self._dog.beat()
+        self._awaited = awaited
+        self._dog.tick(elapsed_s)
+        stopped = [one.rank for one in pool.processes if process_work(one.process.pid)[0] in STOPPED]
+        self._stopped_s = self._stopped_s + min(elapsed_s, 2 * WATCH_S) if stopped else 0.0
+        if stopped and 0 < self._limit_s < self._stopped_s:
+            return f"rank {stopped[0]} is stopped"
+        return "they wait for one another, and none computes" if self._dog.hung else ""
+
+
+def watch(pool_ref: Callable[[], Watched | None], leave: Callable[[int], object] | None) -> None:
+    """End this process soon after a rank has ended, or ranks that hang.
+
+    Who waits for the rank may wait for ever. leave: ends this process; None: an exchange with a rank that is gone
+    fails, so that only those that hang are ended.
+    """
+    silence, last_s = None, time.monotonic()
     while (pool := pool_ref()) is not None and pool.close.alive:
-        ended = [one for one in pool.processes if one.process.poll() is not None]
-        if ended and pool.close.alive:
-            time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
-            if pool.close.alive:
-                kind, what = ended[0].last_words()
-                why = "" if kind == "end" else f": {what}"
-                log.critical(
-                    "tensor parallel: rank %d has ended%s; so ends this%s", ended[0].rank, ended[0].how(), why
-                )
+        silence, now_s = silence or RankSilence(pool), time.monotonic()
+        if how := silence.hang(pool, now_s - last_s):
+            log.critical("tensor parallel: ranks hang, as %s; they are ended", how)
+            for one in pool.processes:  # now: a stopped process does not notice the end of this one
+                one.process.kill()
+            if leave is not None:
                 leave(EXIT_STATUS)
             return
+        ended = [one for one in pool.processes if one.process.poll() is not None]
+        if ended and leave is not None:
+            _leave_after(pool, ended[0], leave)
+            return
+        last_s = now_s
         del pool
         time.sleep(WATCH_S)
+
+
+def _leave_after(pool: Watched, ended: RankProcess, leave: Callable[[int], object]) -> None:
+    time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
+    if pool.close.alive:
+        kind, what = ended.last_words()
+        why = "" if kind == "end" else f": {what}"
+        log.critical("tensor parallel: rank %d has ended%s; so ends this%s", ended.rank, ended.how(), why)
+        leave(EXIT_STATUS)
 
 
 # In a rank's process ------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Request:
     salt: str = ""  # requests of different salts share no cached pages
     speculation: Speculation | None = None  # None: the engine's own
     told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
+    tells_start: bool = False  # an outcome without words comes before the first step in which it takes part
 
     def check(self) -> None:
         """Assert what every package may rely on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints, runtime_checkable
 
 from paceline.core.errors import ConfigError, suggest
 from paceline.draft.shipped import ships
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.draft.drafter import Drafter, DraftWeights, Target
+    from paceline.model.config import ModelConfig
     from paceline.model.weights import LoadedModel
 
     Loader = Callable[[str], DraftWeights]  # from a model's name or path
@@ -64,6 +65,15 @@ class DrafterConfig(Protocol):
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
+        ...
+
+
+@runtime_checkable
+class KeepsForRows(Protocol):
+    """Config of a drafter that keeps keys and values for each row beside pages."""
+
+    def row_numbers(self, target: ModelConfig, fingerprint: str) -> int:
+        """Return how many numbers that are, by its files. Raises `PacelineError`."""
         ...
 
 

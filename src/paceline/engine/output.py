@@ -190,6 +190,7 @@ class OutputQueue:
         self.changeable: dict[str, Response] = {}  # of `responses`, those with a change budget
         self.book = NoteBook()
         self.weight_version = FIRST_VERSION
+        self.on_start: Callable[[Outcome], object] | None = None  # of those that ask for it
         self._end_request = end_request
 
     def open(self, state: RequestState, checker: StopChecker) -> None:
@@ -202,6 +203,14 @@ class OutputQueue:
             self.changeable[request_id] = response
         if state.scores_prompt:
             response.prompt_logprobs = []
+
+    def tell_start(self, request: Request) -> None:
+        """Tell that a request takes part in a step, if it asked for that.
+
+        The step may end this process.
+        """
+        if request.tells_start and self.on_start is not None:
+            self.on_start(Outcome(request.request_id, (), "", start=len(request.told)))
 
     def renew(self, version: str) -> None:
         """Note that newer weights write from here on."""

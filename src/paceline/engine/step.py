@@ -188,6 +188,7 @@ class Verbs:
             valid_lens = self.scheduler.pool.valid_lens(admission.pages)
             self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
             self.controller.admit(admission.row)
+            self.outputs.tell_start(admission.request)
         return batch
 
     def release_rows(self) -> None:

@@ -52,6 +52,7 @@ class Submit(Message, frozen=True):
     choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)] = 0
     salt: Salt = ""
     told: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
+    tells_start: bool = False
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = (
         None  # of `Speculation`; None: the request has none
     )
@@ -75,6 +76,7 @@ class Submit(Message, frozen=True):
             r.choice,
             r.salt,
             r.told,
+            r.tells_start,
             *speculation,
         )
 
@@ -90,6 +92,7 @@ class Submit(Message, frozen=True):
             self.salt,
             None if self.draft is None else Speculation(self.draft, *asked),
             self.told,
+            self.tells_start,
         )
 
 

@@ -20,27 +20,29 @@ from paceline.model.files.pull import cache_folder
 from paceline.model.files.source_files import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from paceline.model.files.source_files import Source
+
+    Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's step
 MAX_REMEMBERED = 4096  # digests
 _CHUNK = 16 << 20  # bytes that one thread digests
 
 
-def content_key(sources: Iterable[Source]) -> str:
+def content_key(sources: Iterable[Source], progress: Progress | None = None) -> str:
     """Return a key of files, and of texts that stand for themselves. Raises `OSError`."""
-    content = [one if isinstance(one, str) else digest_of(one.path) for one in sources]
+    content = [one if isinstance(one, str) else digest_of(one.path, progress) for one in sources]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def digest_of(path: Path) -> str:
+def digest_of(path: Path, progress: Progress | None = None) -> str:
     """Return the digest of a file's bytes, remembered or made now. Raises `OSError`."""
     state, remembered = state_of(path.stat()), _remembered()
     if state in remembered:
         return remembered[state]
-    digest = file_digest(path)
+    digest = file_digest(path, progress)
     if settled(path, state):
         kept = dict(list(remembered.items())[-MAX_REMEMBERED:]) | {state: digest}
         file = contents_file()
@@ -73,14 +75,19 @@ def _remembered() -> dict[str, str]:
     return values if texts else {}
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path: Path, progress: Progress | None = None) -> str:
     """Return the SHA-256 of the SHA-256 of a file's chunks, made on several cores."""
-    size = file_size(path)
+    size, whole = file_size(path), hashlib.sha256()
 
     def digest(start: int) -> bytes:
         with path.open("rb") as file:
             file.seek(start)
             return hashlib.sha256(file.read(_CHUNK)).digest()
 
+    starts = range(0, size, _CHUNK)
     with ThreadPoolExecutor() as threads:
-        return hashlib.sha256(b"".join(threads.map(digest, range(0, size, _CHUNK)))).hexdigest()
+        for start, part in zip(starts, threads.map(digest, starts), strict=True):
+            whole.update(part)
+            if progress is not None:
+                progress("digesting the model", min(start + _CHUNK, size), size)
+    return whole.hexdigest()

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import tempfile
+import signal
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
 from typing import Any
+
+from paceline.serve.worker.socket_folder import socket_folder
 
 # Unless clusters are off, Ray replaces 127.0.0.1 by the machine's address. The variable's name is historic.
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _ALONE = {CLUSTERS: "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _USUAL = {"RAY_AUTH_MODE": "disabled"}  # nobody else can connect
+PREFIX = "paceline-ray-"
+MAX_FOLDER_BYTES = 40  # of its folder's path: names of sockets in it have 64
 OBJECT_BYTES = 128 << 20  # of Ray's object store: requests and answers are small
 
 
 def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **options: Any) -> None:
     """Start a Ray that listens on loopback only. Ray must not have been imported before.
 
-    folder: of its sockets, whose name must be short; None: a new one. options: further ones of `ray.init`.
+    folder: of its sockets, whose name must be short; None: a new one, which goes with this process. options:
+    further ones of `ray.init`.
     """
+    if folder is None:
+        atexit.register((owned := ExitStack()).close)  # behind Ray's own end, which is registered later
+        folder = str(owned.enter_context(ray_folder()))
     os.environ.update(_ALONE)
     for name, value in _USUAL.items():
         os.environ.setdefault(name, value)
@@ -25,11 +36,27 @@ def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **op
 
     ray.init(
         _node_ip_address="127.0.0.1",
-        _temp_dir=folder or tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+        _temp_dir=folder,
         include_dashboard=False,
         num_cpus=num_cpus,
         **{"object_store_memory": OBJECT_BYTES, **options},
     )
+
+
+def ray_folder() -> AbstractContextManager[Path]:
+    """Make a folder for a Ray, and remove what dead owners left."""
+    return socket_folder(PREFIX, MAX_FOLDER_BYTES, _end_ray_in)
+
+
+def _end_ray_in(folder: Path) -> None:
+    """End processes of a Ray, which write their logs to its folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            said = (process / "cmdline").read_bytes()
+            if (b"ray::" in said or b"/ray/" in said) and any(
+                str(file.readlink()).startswith(f"{folder}/session_") for file in (process / "fd").iterdir()
+            ):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def stay_on_loopback() -> None:

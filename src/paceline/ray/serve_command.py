@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from argparse import ArgumentParser
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from paceline.core.system import usable_cores
 from paceline.engine.assembly.cli_options import engine_config
 from paceline.engine.wire import error_of
 from paceline.ray.front_options import of_server
+from paceline.ray.local_ray import ray_folder, start_local_ray
 from paceline.serve.chat_options import chat_options
 from paceline.serve.operation import configure_logs
 from paceline.serve.server import add_arguments, http_config, listen, url_of
@@ -62,26 +61,13 @@ def run(args: Namespace) -> int:
         raise ConfigError("--on ray needs Ray: pip install 'paceline[ray]'")
     configure_logs(args)
     began_s = getattr(args, "began_s", time.monotonic())
-    folder = _join_or_start()
-    import ray
-    from ray import serve
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
-        signal.signal(number, signal.default_int_handler)
-    try:
-        with suppress(KeyboardInterrupt):  # models may take long to load
-            found = deploy(http, engine, chat_options(args), args.threads, joined=folder is None)
-            with _removed_at_end():
-                show_choices(found.choices, sys.stdout)
-                ready_s = time.monotonic() - began_s
-                show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
-                threading.Event().wait()
-    finally:
-        if folder is not None:
-            serve.shutdown()
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+    with _joined_or_started() as joined, suppress(KeyboardInterrupt):  # models may take long to load
+        found = deploy(http, engine, chat_options(args), args.threads, joined=joined)
+        with _removed_at_end():
+            show_choices(found.choices, sys.stdout)
+            ready_s = time.monotonic() - began_s
+            show_url(ServerFacts(found.url, found.chats, http.has_keys, ready_s, http.page), sys.stdout)
+            threading.Event().wait()
     return 0
 
 
@@ -105,21 +91,30 @@ def check(args: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --on ray: {why}")
 
 
-def _join_or_start() -> str | None:
-    """Join the cluster that `RAY_ADDRESS` names, or start Ray here.
+@contextmanager
+def _joined_or_started() -> Iterator[bool]:
+    """Join the cluster that `RAY_ADDRESS` names, or start Ray for this block.
 
-    Returns the folder of the one that was started.
+    Yields True if it was joined.
     """
-    if os.environ.get(ADDRESS):
+    joined = bool(os.environ.get(ADDRESS))
+    with nullcontext() if joined else ray_folder() as folder:
+        if folder is not None:
+            start_local_ray(len(usable_cores()), str(folder), log_to_driver=False)
         import ray
 
-        ray.init(log_to_driver=False)
-        return None
-    from paceline.ray.local_ray import start_local_ray
+        if joined:
+            ray.init(log_to_driver=False)
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
+            signal.signal(number, signal.default_int_handler)
+        try:
+            yield joined
+        finally:
+            if not joined:
+                from ray import serve
 
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets have short names
-    start_local_ray(len(usable_cores()), folder, log_to_driver=False)
-    return folder
+                serve.shutdown()
+            ray.shutdown()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import uvicorn
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError
+from paceline.core.watchdog import WATCHDOG_S, check_limit
 from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.engine.assembly.kv_event_options import add_events_arguments
 from paceline.serve.api.auth import LOOPBACK, check_exposure, check_key
@@ -42,8 +43,7 @@ from paceline.serve.observe.traces import Traces
 from paceline.serve.operation import OperationOptions, add_operation_arguments, configure_logs, operation_of
 from paceline.serve.terminal.banner import LoadingBar, ServerFacts, show_choices, show_url
 from paceline.serve.tokenizer_cache import TokenizerCache
-from paceline.serve.worker.client import WATCHDOG_S, EngineClient
-from paceline.serve.worker.watchdog import check_limit
+from paceline.serve.worker.client import EngineClient
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

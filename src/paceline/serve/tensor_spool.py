@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+MAX_CHUNKS = 4096  # of an update
+
+
+class Chunk(NamedTuple):
+    """Place of a file among those of its update."""
+
+    number: int = 1  # from 1 on
+    total: int | None = 1  # None: it does not say
+
+
+WHOLE = Chunk()
+
+
 class TensorSpool:
     """A folder of safetensors files.
 
@@ -34,7 +47,8 @@ class TensorSpool:
         self._remove_folder: finalize[..., TensorSpool] | None = None  # called with this object's end, too
         self._number = 0
         self._sizes: dict[Path, int] = {}  # bytes of files that come, or wait for the end of their update
-        self._staged: list[Path] = []  # whole files whose update has not begun
+        self._staged: list[Path] = []  # whole files whose update has not begun, one for each chunk
+        self._total: int | None = None  # of its chunks, as far as it is told
         self._names: dict[Path, Collection[str]] = {}  # tensors that count, by file
 
     @property
@@ -46,20 +60,38 @@ class TensorSpool:
         return self._folder
 
     @contextmanager
-    def coming(self) -> Iterator[Path]:
+    def coming(self, chunk: Chunk = WHOLE) -> Iterator[Path]:
         """Take the file that this block writes into the next update.
 
-        A block that fails leaves none.
+        A block that fails leaves none. The first chunk begins an update anew, and the last one that came may come
+        again. Raises `RequestError` if one before is missing: then none of them waits any more.
         """
+        self._check_order(chunk)
         self._number += 1
         path = self.folder / f"{self._number:09}.part"
         self._sizes[path] = 0
         try:
             yield path
+            self._check_order(chunk)  # others may have come meanwhile
         except BaseException:
             self.drop([path])
             raise
-        self._staged.append(path)
+        self.drop(self._staged[chunk.number - 1 :])
+        self._staged[chunk.number - 1 :] = [path]
+        self._total = chunk.total if chunk.number == 1 else chunk.total or self._total
+
+    def _check_order(self, chunk: Chunk) -> None:
+        here, same = len(self._staged), None in (self._total, chunk.total) or self._total == chunk.total
+        if chunk.number == 1 or (here and same and chunk.number in (here, here + 1)):
+            return
+        what = f"chunk {chunk.number} of {chunk.total or '?'} came behind {here} of {self._total or '?'}"
+        self.drop(self.take_staged())
+        raise RequestError(f"{what}: one is missing, so send the update again from its first chunk", "chunk")
+
+    @property
+    def complete(self) -> bool:
+        """True once all chunks of the next update are here."""
+        return len(self._staged) == self._total
 
     def count(self, path: Path, num_bytes: int, most_bytes: int) -> None:
         """Count bytes of a file that comes. Raises `RequestError` if more than `most_bytes` wait."""
@@ -71,7 +103,7 @@ class TensorSpool:
 
     def take_staged(self) -> Sequence[Path]:
         """Return the files of an update that begins; later ones are the next update's."""
-        files, self._staged = self._staged, []
+        files, self._staged, self._total = self._staged, [], None
         return files
 
     def offer(self, files: Sequence[Path]) -> str:

@@ -35,8 +35,12 @@ class WeightUpdates:
         return await to_its_end(self._from_place(commands, place, version))
 
     async def from_staged(self, commands: Commanded, version: str) -> Obeyed:
-        """Take the tensors of staged files. Raises `PacelineError`."""
-        return await to_its_end(self._from_files(commands, self.spool.take_staged(), version))
+        """Take the tensors of all staged files. Raises `PacelineError`."""
+        return await self.from_files(commands, self.spool.take_staged(), version)
+
+    async def from_files(self, commands: Commanded, files: Sequence[Path], version: str) -> Obeyed:
+        """Take the tensors of files that were staged. Raises `PacelineError`."""
+        return await to_its_end(self._from_files(commands, files, version))
 
     async def _from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
         async with self._turn:

@@ -451,6 +451,17 @@ def test_ranks_end_with_rank_0_however_that_ends() -> None:
     until(lambda: is_gone(pid))
 
 
+def test_a_rank_that_is_stopped_is_ended_long_before_an_exchange_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "WATCH_S", 0.01)
+    monkeypatch.setattr(rank_processes.LIMIT, "seconds", 0.5)
+    with fresh_pool(2, timeout_s=10 * PATIENCE_S) as own:
+        decoder = loaded_on(own, 2)
+        kv, asked = decoder.new_kv(6), upload(pack(PIECES), HOST)
+        os.kill(own.pids[0], signal.SIGSTOP)
+        with pytest.raises(EngineDied, match="rank 1 has ended, killed by signal 9"):
+            decoder.forward(asked, kv)
+
+
 def test_on_a_gpu_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can be told there: whoever waits for the device waits for ever."""
     left: list[int] = []

@@ -175,6 +175,10 @@ class FakeEngines:
         self.tell(outcome)
         return outcome
 
+    def start(self, request_id: str) -> None:
+        """Tell that a first step of it begins."""
+        self.tell(Outcome(request_id, (), "", start=len(self.rows[request_id].told)))
+
     def tell(self, outcome: Outcome) -> None:
         name = answer_id(outcome.request_id)
         answers = self._answers.get(name)

@@ -21,7 +21,8 @@ from paceline.serve.fleet import tail as tail_module
 from paceline.serve.fleet.engine_fleet import TOGETHER_S, EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
-from paceline.serve.fleet.journal import AnswerLeg
+from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
+from paceline.serve.fleet.legs import MOST_STRIKES
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
 from paceline.serve.worker.messages import Ready
@@ -237,7 +238,8 @@ def test_a_poison_pill_ends_after_three_replicas() -> None:
             bench.writer("r").say("r", 2)
             for _ in range(3):
                 await until(lambda: any("r" in fake.rows for fake in bench.fakes))
-                bench.writer("r").die()
+                (writer := bench.writer("r")).start("r")
+                writer.die()
             assert heard.last is not None
             assert heard.last.finish_reason == "error"
             await settle()
@@ -263,6 +265,42 @@ def test_replicas_that_die_together_are_not_blamed_on_an_answer() -> None:
             assert bench.fleet.num_open == 1
             first.revive()
             await until(lambda: "r" in first.rows)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("deaths", [MOST_UNSTARTED, MOST_UNSTARTED + MOST_STRIKES])
+def test_replicas_that_die_before_a_step_of_an_answer_are_not_blamed_on_it(deaths: int) -> None:
+    """They are killed one by one, each as it gets the answer. An answer that kills at once looks so, too."""
+
+    async def scenario() -> None:
+        async with fleet_of(deaths + 1) as bench:
+            heard = await bench.ask(request := request_of("r"))
+            for _ in range(deaths):
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                bench.writer("r").die()
+            if deaths == MOST_UNSTARTED:
+                await bench.finish(request)
+            else:
+                assert heard.last is not None and heard.last.finish_reason == "error"
+
+    run(scenario)
+
+
+def test_a_step_that_begins_is_no_word() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request := request_of("r", prompt=40))
+            member = bench.fleet.members[str(bench.fakes.index(bench.writer("r")))]
+            (answer,) = bench.fleet._legs.journal.open.values()
+            answer.deadline_s = 1e9
+            for _ in range(2):  # again after a preemption
+                bench.writer("r").start("r")
+            assert answer.legs[0].started
+            assert (answer.deadline_s, member.backlog, heard.token_ids) == (1e9, 40, [])
+            await bench.finish(request)
+            assert heard.last is not None and heard.last.figures is not None
+            assert (heard.last.figures.legs, member.backlog) == (1, 0)
 
     run(scenario)
 
@@ -724,6 +762,7 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
             member.silent_s = 45.0
             member.tick(0.0)
             assert member.state == "silent"
+            leg.spoke = True
             member.heard(leg)
             member.silent_s = SILENT_STEPS * 0.12 + TICK_S
             member.tick(0.0)

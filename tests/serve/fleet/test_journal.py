@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -13,7 +13,8 @@ from paceline.core.figures import Spent
 from paceline.core.nouns import Outcome, TokenLogprobs
 from paceline.engine.wire import MAX_ID_CHARS
 from paceline.serve.engines import Answers
-from paceline.serve.fleet.journal import Journal, WordsMissing, answer_id
+from paceline.serve.fleet.journal import DEATH, MOST_UNSTARTED, Journal, WordsMissing, answer_id
+from paceline.serve.fleet.legs import MOST_STRIKES
 from tests.serve.fleet.fake_engines import Heard, Row, request_of
 
 if TYPE_CHECKING:
@@ -112,6 +113,35 @@ class AnAnswer(RuleBasedStateMachine):
 
 AnAnswer.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 TestAnAnswer = AnAnswer.TestCase
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20))
+def test_only_deaths_in_its_steps_are_strikes(deaths: list[tuple[bool, bool]]) -> None:
+    """Each death is one of a replica that had begun a step of it or not, and had given words or not."""
+    answer = Journal().begin(request_of("r", max_tokens=100), NO_ANSWERS)
+    seen: list[str] = []
+    for number, (started, gives) in enumerate(deaths):
+        leg = answer.begin_leg(str(number))
+        row = Row(request_of("r", max_tokens=100), list(answer.continued(leg).told))
+        assert answer.continued(leg).tells_start
+        if started or gives:
+            assert answer.news(leg, Outcome("r", (), "", start=len(row.told))) is None
+        if gives:
+            assert answer.news(leg, row.more(1)) is not None
+        answer.end_leg(leg)
+        answer.strike(leg, DEATH, (str(number), 0))
+        seen.append("gave" if gives else "started" if started else "early")
+        fresh = seen[last_index(seen, "gave") :]
+        early = len(seen) - 1 - max(last_index(seen, "gave", -1), last_index(seen, "started", -1))
+        assert answer.strikes >= sum(kind != "early" for kind in fresh)
+        if all(kind != "early" for kind in fresh) or len(seen) <= MOST_UNSTARTED:
+            assert answer.strikes == sum(kind != "early" for kind in fresh)
+        if early >= MOST_UNSTARTED + MOST_STRIKES:
+            assert answer.strikes >= MOST_STRIKES, "what ends replicas at once is given up, too"
+
+
+def last_index(seen: list[str], kind: str, otherwise: int = 0) -> int:
+    return max((index for index, one in enumerate(seen) if one == kind), default=otherwise)
 
 
 def test_what_one_replica_says_is_passed_on_as_it_is() -> None:

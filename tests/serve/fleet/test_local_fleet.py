@@ -144,7 +144,7 @@ class LocalFleet:
 @pytest.fixture(scope="module")
 def fleet(model: Path) -> Iterator[LocalFleet]:
     """Three replicas: a poison pill ends three."""
-    with running(model, "--replicas", "3") as server:
+    with running(model, "--replicas", "3", "--prefill-tokens", "64") as server:  # a long prompt takes long
         found = LocalFleet(server)
         assert eventually(found.all_up, 60.0)
         assert len(found.whole) == len(KINDS)
@@ -214,23 +214,35 @@ def test_operators_drain_move_and_look(fleet: LocalFleet, capsys: pytest.Capture
 
 
 def test_a_poison_pill_gets_its_500_after_three_replicas(fleet: LocalFleet) -> None:
-    """Replicas that are stopped give nothing, so that killing them one by one looks as if the request did it."""
+    """Killing replicas one by one while each reads a long prompt looks as if the request did it."""
+    streamed = Streamed()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fleet.stream, {"prompt": [40] * 14_000, "seed": 1, "max_tokens": 2000}, streamed)
+        killed: set[int] = set()
+        while not future.done() and len(killed) < 12:  # one that gave a word counts from one again
+            time.sleep(0.005)
+            for line in fleet.replicas():
+                if line["rows"] and line["pid"] and line["pid"] not in killed:
+                    killed.add(line["pid"])
+                    os.kill(line["pid"], signal.SIGKILL)
+        future.result()
+    assert streamed.error is not None
+    assert "every engine" in streamed.error["message"]
+    assert len(killed) >= 3
+
+
+def test_replicas_that_are_killed_before_they_begin_are_not_blamed_on_an_answer(fleet: LocalFleet) -> None:
+    """They are stopped, and killed one by one as each gets the answer."""
     lines = {line["replica"]: line["pid"] for line in fleet.replicas()}
     for pid in lines.values():
         os.kill(pid, signal.SIGSTOP)
-    streamed = Streamed()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fleet.stream, KINDS["warm"], streamed)
-        for _ in range(3):
-            assert eventually(
-                lambda: any(line["rows"] and line["pid"] in lines.values() for line in fleet.replicas())
-            )
-            taken = next(line for line in fleet.replicas() if line["rows"] and line["pid"] in lines.values())
+    running_streams = fleet.streams(["warm"])
+    while lines:
+        time.sleep(0.005)
+        found = (line for line in fleet.replicas() if line["rows"] and line["pid"] == lines.get(line["replica"]))
+        if (taken := next(found, None)) is not None:
             os.kill(lines.pop(taken["replica"]), signal.SIGKILL)
-        future.result()
-    assert streamed.error is not None
-    assert streamed.error["status"] == 500
-    assert "every engine" in streamed.error["message"]
+    fleet.check(*running_streams)
 
 
 def test_all_dead_is_503_for_new_requests_and_a_pause_for_open_ones(fleet: LocalFleet) -> None:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from safetensors.numpy import save
 
-from paceline.core.errors import BadModelFile, EngineDied, PacelineError, PartlyObeyed
+from paceline.core.errors import BadModelFile, EngineDied, PacelineError, PartlyObeyed, RequestError
 from paceline.core.weight_source import WeightSource
 from paceline.serve.api import roll_outs
 from paceline.serve.app import make_app
@@ -20,7 +23,7 @@ from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.member import SILENT_S, TICK_S, Member
 from paceline.serve.operation import OperationOptions
-from paceline.serve.tensor_spool import write_tensors
+from paceline.serve.tensor_spool import Chunk, TensorSpool, write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.weight_updates import WeightUpdates
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, UpdateWeights
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 PATH = "/update_weights_from_tensor"
-MORE = {"more": "true"}
+LAST = {"chunk": 3, "chunks": 3}
 BINARY = {"content-type": "application/octet-stream"}
 
 
@@ -67,11 +70,11 @@ def test_a_chunk_that_breaks_takes_no_other_with_it() -> None:
     async def scenario() -> list[list[str]]:
         commands = FakeCommands()
         async with client_of(commands) as http:
-            await http.post(PATH, content=body("a"), params=MORE)
+            await http.post(PATH, content=body("a"), params={"chunk": 1})
             with pytest.raises(OSError, match="broke"):
-                await http.post(PATH, content=broken(), params=MORE)
-            await http.post(PATH, content=body("b"), params=MORE)
-            assert (await http.post(PATH, content=body("c"))).status_code == 200
+                await http.post(PATH, content=broken(), params={"chunk": 2})
+            await http.post(PATH, content=body("b"), params={"chunk": 2})
+            assert (await http.post(PATH, content=body("c"), params=LAST)).status_code == 200
         return commands.taken
 
     assert asyncio.run(scenario()) == [["a", "b", "c"]]
@@ -82,11 +85,95 @@ def test_tensors_that_wait_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def scenario() -> list[int]:
         async with client_of(FakeCommands()) as http:
-            sent = [await http.post(PATH, content=body(name), params=MORE) for name in "abc"]
-            sent += [await http.post(PATH, content=body("b")) for _ in range(2)]
+            sent = [await http.post(PATH, content=body(c), params={"chunk": i}) for i, c in enumerate("abc", 1)]
+            sent += [await http.post(PATH, content=body("c"), params=LAST) for _ in range(2)]
             return [response.status_code for response in sent]
 
     assert asyncio.run(scenario()) == [200, 200, 400, 400, 400]
+
+
+class AnUpdate(RuleBasedStateMachine):
+    """Chunks in any order, lost, sent twice or from the first anew: an engine takes a whole update, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spool = TensorSpool()
+        self.sent: list[int] = []  # of the update that is under way, as a trainer means it
+        self.total = 0
+
+    @rule(total=st.integers(1, 4))
+    def begin(self, total: int) -> None:
+        self.total = total
+        self.sent = [1] if self.send(1) else []
+
+    @precondition(lambda self: self.sent)
+    @rule(skipped=st.integers(-1, 2))
+    def go_on(self, skipped: int) -> None:
+        """With the next chunk, the last one again, or one behind that which is lost."""
+        number = self.sent[-1] + 1 + skipped
+        if not 2 <= number <= self.total:
+            return
+        if skipped <= 0:
+            assert self.send(number)
+            self.sent = [*dict.fromkeys([*self.sent, number])]
+        else:
+            with pytest.raises(RequestError, match="send the update again from its first chunk"):
+                self.send(number)
+            self.sent = []
+
+    @precondition(lambda self: self.sent)
+    @rule()
+    def count_otherwise(self) -> None:
+        with pytest.raises(RequestError, match=f"came behind {len(self.sent)} of {self.total}"):
+            self.send(self.sent[-1] + 1, self.total + 1)
+        self.sent = []
+
+    def send(self, number: int, total: int = 0) -> bool:
+        with self.spool.coming(Chunk(number, total or self.total)) as path:
+            path.touch()
+        return True
+
+    @invariant()
+    def it_is_whole_or_waits(self) -> None:
+        assert self.spool.complete == (bool(self.sent) and len(self.sent) == self.total)
+        if self.spool.complete:
+            assert len(self.spool.take_staged()) == self.total
+            self.sent = []
+        assert len(list(self.spool.folder.glob("*.part"))) >= len(self.sent)
+
+    def teardown(self) -> None:
+        self.spool.clear()
+
+
+AnUpdate.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestAnUpdate = AnUpdate.TestCase
+
+
+@pytest.mark.parametrize(
+    ("queries", "statuses", "said"),
+    [
+        (["chunk=1", "chunk=3&chunks=3"], [200, 400], "chunk 3 of 3 came behind 1 of ?: one is missing"),
+        (["chunk=2&chunks=2"], [400], "chunk 2 of 2 came behind 0 of ?"),
+        (["chunk=1&chunks=3", "chunk=2&chunks=2"], [200, 400], "chunk 2 of 2 came behind 1 of 3"),
+        (["chunk=1&chunks=2", "chunk=2", "chunk=2&chunks=2"], [200, 200, 400], "came behind 0"),
+        (["chunk=0"], [400], "chunk is a number from 1 to 4096, not '0'"),
+        (["chunk=1&chunks=many"], [400], "chunks is a number"),
+        (["chunks=2"], [400], "chunks=2 wants chunk=1 to 2"),
+        (["chunk=3&chunks=2"], [400], "chunks=2 wants chunk=1 to 2"),
+        (["more=true"], [400], "number the chunks instead"),
+    ],
+)
+def test_updates_that_lack_a_chunk_are_refused(queries: list[str], statuses: list[int], said: str) -> None:
+    async def scenario() -> tuple[list[httpx.Response], list[list[str]]]:
+        commands = FakeCommands()
+        async with client_of(commands) as http:
+            sent = [await http.post(f"{PATH}?{query}", content=body("a")) for query in queries]
+        return sent, commands.taken
+
+    sent, taken = asyncio.run(scenario())
+    assert [response.status_code for response in sent] == statuses
+    assert said in sent[-1].text
+    assert taken == ([["a", "a"]] if statuses.count(200) == 2 else [])
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ class RankPool:
         self._dropped: list[int] = []  # numbers that other ranks may forget
         self._silent = False  # a graph is replayed: messages were told when it was captured
         self._num_passes = 0  # that were told
+        self._num_begun = self._num_over = 0  # exchanges that are not answered
         self._groups: dict[int, Any] = {}
         self._timeout_s = timeout_s
         self.processes: list[RankProcess] = []
@@ -194,13 +195,18 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-        if device.type != "cpu":
-            Thread(target=watch, args=(ref(self), os._exit), daemon=True, name="ranks-watch").start()
+        leave = None if device.type == "cpu" else os._exit
+        Thread(target=watch, args=(ref(self), leave), daemon=True, name="ranks-watch").start()
 
     @property
     def pids(self) -> list[int]:
         """Ids of the processes, from rank 1 on."""
         return [one.process.pid for one in self.processes]
+
+    @property
+    def awaited(self) -> int | None:
+        """Number of the exchange without an answer that goes on; None: none does."""
+        return self._num_begun + self._num_over if self._num_begun > self._num_over else None
 
     def new_number(self) -> int:
         """Return a number for a stack, a store or a graph."""
@@ -242,6 +248,7 @@ class RankPool:
             if self._silent:
                 yield
                 return
+            self._num_begun += not answered
             try:
                 self._send_dropped()
                 self.send(size, message)
@@ -259,6 +266,8 @@ class RankPool:
             except BaseException as error:
                 self._lose(f"rank 0 failed: {error}")
                 raise
+            finally:
+                self._num_over += not answered
 
     def send(self, size: int, message: ToRank) -> None:
         """Send a message to the first `size` ranks. Raises `LineEnded`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
@@ -62,6 +63,7 @@ MODULE = "paceline.backend.native.follower"
 PANEL = 32  # rows of a matrix that lie together
 START_S = 120.0  # for a process to start and copy its share
 STORE_S = 60.0  # for a rank to make a store
+_ARRIVED, _ROUNDS = 0, 64  # places of numbers of uint32 in the memory, see `csrc/base/rank_memory.h`
 # Of `ModelConfig.needs`: what is computed from all heads or inner columns together, and experts.
 _UNSHARED = (
     "norms over all heads together",
@@ -182,6 +184,7 @@ class CoreRanks:
         self.close = finalize(self, end_all, self.processes)
         self._file = new_memory(kernels.RANK_MEMORY_BYTES)
         self.memory = kernels.RankMemory(self._file, 0, size)
+        self._head = mmap.mmap(self._file, mmap.PAGESIZE)
         self._lock = RLock()
         self._next = 1
         self._dropped: list[int] = []  # numbers that other ranks may forget
@@ -190,6 +193,12 @@ class CoreRanks:
     def pids(self) -> list[int]:
         """Ids of the processes, from rank 1 on."""
         return [one.process.pid for one in self.processes]
+
+    @property
+    def awaited(self) -> int | None:
+        """Number of the meeting to which some ranks have come; None: nobody waits."""
+        arrived, rounds = (int.from_bytes(self._head[at : at + 4], sys.byteorder) for at in (_ARRIVED, _ROUNDS))
+        return rounds if arrived else None
 
     def start(self, begin: BeginShare, share: int) -> None:
         """Start a rank's process. share: file of its weights, which is closed."""

@@ -44,8 +44,7 @@ class BlockHeadDrafter(RelayHeadDrafter):
 
     @property
     def _spare_of_row(self) -> int:
-        """Pages that a block reaches beyond that of its first token."""
-        return (PAGE_TOKENS + self._block.size - 2) // PAGE_TOKENS
+        return spare_pages(self._block.size)
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         if missing := {row: count for row in starts if (count := self._entries.missing(row)) > 0}:
@@ -102,3 +101,8 @@ class BlockHeadDrafter(RelayHeadDrafter):
         result = self._head.relay(RelayRequest(self._hidden, first, first, specs, (newest, nothing)))
         self._keep_messages(rows, result)
         return result
+
+
+def spare_pages(size: int) -> int:
+    """Return the pages that a block reaches into beyond that of its first token."""
+    return (PAGE_TOKENS + size - 2) // PAGE_TOKENS

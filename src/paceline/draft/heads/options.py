@@ -8,8 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from paceline.core.errors import ConfigError, DrafterMismatch
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import MAX_BRANCHES, MAX_K
-from paceline.draft.heads.block_drafter import BlockHeadDrafter
+from paceline.draft.heads.block_drafter import BlockHeadDrafter, spare_pages
 from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.heads.head_drafter import HeadDrafter
     from paceline.draft.registry import Loader
+    from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
     from paceline.model.weights import LoadedModel
 
@@ -145,6 +147,13 @@ class BlockHeadConfig(HeadOptions):
     name: ClassVar[str] = BLOCK_HEAD.name
     k: int = 7  # a head with smaller blocks makes fewer
     vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
+
+    def row_numbers(self, target: ModelConfig, fingerprint: str) -> int:
+        """Return the keys and values in pages that a row's block reaches into."""
+        folder = resolve(self.model) if self.model else shipped_folder(self.name, fingerprint)
+        config = head_config(folder, target)
+        per_token = 2 * sum(heads.kv_size for heads in config.layers.kv_heads())
+        return PAGE_TOKENS * per_token * spare_pages(config.block.size) if config.block else 0
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""

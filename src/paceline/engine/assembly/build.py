@@ -21,13 +21,21 @@ from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.built_again import rebuilders
 from paceline.engine.assembly.config import OFF, ON, Settled
-from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
+from paceline.engine.assembly.kv_choices import (
+    choose_kv_type,
+    choose_num_pages,
+    describe_disk,
+    disk_of,
+    identity,
+    open_folder,
+    row_bytes,
+)
 from paceline.engine.assembly.placement import place
 from paceline.engine.assembly.promise_key import language_digest, promise_of
 from paceline.engine.engine import Engine
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.pages import PagePool, pages_for
+from paceline.engine.pages import PagePool
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.renewal import versioned
@@ -70,10 +78,6 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
     OnLanguage = Callable[[bytes, Tokenizer, TemplateSource | None], None]
-
-KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
-MIN_PAGES = 4
-UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     if on_language is not None:
         on_language(json := tokenizer_json(tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
-    kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
+    kv_type, why_kv = choose_kv_type(config, model.config)
     config = replace(config, kv=kv_type if why_kv else config.kv)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
@@ -198,7 +202,8 @@ def assemble(
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
-    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
+    beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
+    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes, beside)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
     backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
@@ -293,41 +298,6 @@ def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None
                 "process; ngram, suffix and draft-model can have one of their own, as in "
                 "--draft auto:suffix+draft-model"
             )
-
-
-def choose_num_pages(
-    config: EngineConfig, limits: Limits, bytes_per_token: int, mapped_bytes: int = 0
-) -> tuple[int, str]:
-    """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
-
-    mapped_bytes: of the memory that counts as free, those that weights need.
-    """
-    if config.kv_tokens is not None:
-        return max(pages_for(config.kv_tokens), 1), "as asked"
-    wanted = limits.num_rows * pages_for(limits.max_len)
-    share, most = _kv_share(config), wanted
-    if config.device_defaults is None:
-        most = pages_for(max(UNASKED_TOKENS, limits.max_len))
-    free = max(config.free_bytes() - mapped_bytes, 0)
-    affordable = int(free * share) // (bytes_per_token * PAGE_TOKENS)
-    if affordable < MIN_PAGES:
-        raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
-    num_pages = min(wanted, affordable, most)
-    if num_pages == wanted:
-        return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
-    if num_pages == affordable:
-        return num_pages, f"{share:.0%} of the free memory"
-    return num_pages, "enough for most loads; --kv-tokens sets more"
-
-
-def _kv_share(config: EngineConfig) -> float:
-    """Return the share of the free memory that the target's KV may take."""
-    usual = config.device_defaults
-    if usual is None:
-        share = KV_SHARE
-    else:
-        share = usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
-    return share / config.sharers
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:

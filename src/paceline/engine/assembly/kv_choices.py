@@ -1,28 +1,39 @@
-"""Choices about the KV cache: its type where memory decides, and its disk."""
+"""Choices about the KV cache: type and pages, where memory decides, and its disk."""
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import AUTO, MAX_INT_KV_HEAD, NUM_BYTES
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import commit, machine
+from paceline.draft.registry import KeepsForRows, parse_drafters
 from paceline.engine.kv_disk import KvDisk
 from paceline.engine.kv_files import PageFiles
+from paceline.engine.pages import pages_for
 from paceline.model.config import num_weights
 from paceline.model.files.packed_cache import build_mark
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.backend.page_bytes import PageBytes
     from paceline.backend.seam import Decoder
+    from paceline.draft.registry import DrafterConfig
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.scheduler import Limits
     from paceline.model.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30
+KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
+MIN_PAGES = 4
+UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
 
 
-def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tuple[str, str]:
+def choose_kv_type(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
     """Return the type of KV, and why if it is not the usual one.
 
     It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
@@ -37,7 +48,7 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
     numbers = 2 * sum(heads.kv_size for heads in model.kv_heads())  # of a token
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
     free = config.free_bytes() - num_weights(model) * NUM_BYTES[config.weight_type]
-    most = max(free, 0) * (1.0 if config.kv_tokens else share)
+    most = max(free, 0) * (1.0 if config.kv_tokens else _kv_share(config))
     needed = tokens * numbers * NUM_BYTES[usual]
     if needed <= most:
         return usual, ""
@@ -45,6 +56,54 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
         small,
         f"{tokens} tokens in {usual} take {needed / MIB:.0f} MiB, and there are {most / MIB:.0f} for them",
     )
+
+
+def row_bytes(config: EngineConfig, target: Decoder, fingerprint: str, drafters: Sequence[DrafterConfig]) -> int:
+    """Return the memory that drafters keep for a row beside pages.
+
+    0 for those on another device. fingerprint: of the target. Raises `PacelineError`.
+    """
+    if config.device_defaults is not None and config.placement.apart:
+        return 0
+    model, own = target.config, target.new_kv(1).bytes_per_token * config.tensor_parallel
+    numbers = sum(one.row_numbers(model, fingerprint) for one in drafters if isinstance(one, KeepsForRows))
+    return ceil(numbers * own / (2 * sum(heads.kv_size for heads in model.kv_heads())))
+
+
+def choose_num_pages(
+    config: EngineConfig, limits: Limits, bytes_per_token: int, mapped_bytes: int = 0, row_bytes: int = 0
+) -> tuple[int, str]:
+    """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
+
+    mapped_bytes: of the memory that counts as free, those that weights need. row_bytes: of the KV's share, those
+    that drafters take beside its pages, see `row_bytes`.
+    """
+    if config.kv_tokens is not None:
+        return max(pages_for(config.kv_tokens), 1), "as asked"
+    wanted = limits.num_rows * pages_for(limits.max_len)
+    share, most = _kv_share(config), wanted
+    if config.device_defaults is None:
+        most = pages_for(max(UNASKED_TOKENS, limits.max_len))
+    free = max(config.free_bytes() - mapped_bytes, 0)
+    affordable = max(int(free * share) - row_bytes, 0) // (bytes_per_token * PAGE_TOKENS)
+    if affordable < MIN_PAGES:
+        raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
+    num_pages = min(wanted, affordable, most)
+    if num_pages == wanted:
+        return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
+    if num_pages == affordable:
+        return num_pages, f"{share:.0%} of the free memory"
+    return num_pages, "enough for most loads; --kv-tokens sets more"
+
+
+def _kv_share(config: EngineConfig) -> float:
+    """Return the share of the free memory that the target's KV may take."""
+    usual = config.device_defaults
+    if usual is None:
+        share = KV_SHARE
+    else:
+        share = usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
+    return share / config.sharers
 
 
 def open_folder(config: EngineConfig, decoder: Decoder) -> PageFiles | None:

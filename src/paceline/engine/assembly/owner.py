@@ -81,11 +81,13 @@ class EngineOwner:
 
     # Weights -----------------------------------------------------------------------------------------
 
-    def update(self, source: WeightSource, version: str) -> Renewal:
+    def update(self, source: WeightSource, version: str, progress: Progress | None = None) -> Renewal:
         """Take the weights of a source. Raises `ModelError`, `ConfigError`; then nothing has changed."""
-        return self.prepare(source, version)()
+        return self.prepare(source, version, progress)()
 
-    def prepare(self, source: WeightSource, version: str, *, beside: bool = False) -> Callable[[], Renewal]:
+    def prepare(
+        self, source: WeightSource, version: str, progress: Progress | None = None, *, beside: bool = False
+    ) -> Callable[[], Renewal]:
         """Make a source's weights ready; return what puts them in place.
 
         That is called between two steps. beside: the engine steps meanwhile, in another thread.
@@ -94,7 +96,9 @@ class EngineOwner:
         check_version(version)
         newer = renewed(self._first_model, source)
         assert isinstance(newer.weights, LazyWeights)
-        return self._prepared(newer, version, content_key(newer.weights.sources), source, beside=beside)
+        digest = content_key(newer.weights.sources, progress)
+        told = replace(newer, weights=newer.weights.kept_in(None, progress))
+        return self._prepared(told, version, digest, source, progress, beside=beside)
 
     def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
         """Take all weights from arrays, by their names in files.
@@ -117,11 +121,12 @@ class EngineOwner:
         version: str,
         digest: str,
         source: WeightSource | None,
+        progress: Progress | None = None,
         *,
         beside: bool = False,
     ) -> Callable[[], Renewal]:
         """Make a model's numbers ready, see `prepare`. source: None for arrays."""
-        loaded = self._loaded or load(self.config)  # in that case with weights that are replaced at once
+        loaded = self._loaded or load(self.config, progress)  # in that case with weights that are replaced at once
         check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
         newer, put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights, beside=beside)
         mark, built, head_within = f"{version}\0{digest}", self._built, usable_mtp(model)
@@ -178,21 +183,22 @@ class EngineOwner:
             self._loaded = None
         gc.collect()  # engine, loop and drafters refer to each other
 
-    def resume(self, tags: Collection[str]) -> None:
+    def resume(self, tags: Collection[str], progress: Progress | None = None) -> None:
         """Take memory again; the engine is back with the last part. Raises `PacelineError`."""
         tags = _checked(tags)
         if WEIGHTS in tags & self._released:
             if self._from_arrays:
                 raise ConfigError("these weights came from arrays, which are gone: update the weights instead")
-            loaded = load(self.config)
+            loaded = load(self.config, progress)
             if self._source is not None:
                 model = renewed(self._first_model, self._source)
                 assert isinstance(model.weights, LazyWeights)
-                self.config.backend_spec.repack(loaded.decoder, model.weights)[1]()
-                self._mark_anew(content_key(model.weights.sources))
+                told = model.weights.kept_in(None, progress)
+                self.config.backend_spec.repack(loaded.decoder, told)[1]()
+                self._mark_anew(content_key(model.weights.sources, progress))
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
-        self._wake()
+        self._wake(progress)
 
     def _mark_anew(self, digest: str) -> None:
         """Note what the files hold now: a trainer may have written them again."""
@@ -201,10 +207,10 @@ class EngineOwner:
             log.warning("the files of version %s are others than they were at the update", self.version)
         self.mark = mark
 
-    def _wake(self) -> None:
+    def _wake(self, progress: Progress | None = None) -> None:
         """Make the engine again if nothing is given back any more."""
         if self._built is None and self._loaded is not None and not self._released:
-            self._built = assemble(self.config, self._loaded)
+            self._built = assemble(self.config, self._loaded, progress=progress)
             self._built.engine.outputs.weight_version = self.version
             forget_files()
 

@@ -22,6 +22,7 @@ from paceline.serve.api.fields import Body
 from paceline.serve.api.generate_format import RollOutId, named
 from paceline.serve.api.parse import read_body
 from paceline.serve.engines import NOT_READY
+from paceline.serve.tensor_spool import MAX_CHUNKS, WHOLE, Chunk
 from paceline.serve.weight_updates import WeightUpdates
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
@@ -137,19 +138,25 @@ class RollOuts:
         return await _told(self._updates.from_place(self._client.commands, body.model_path, version))
 
     async def _update_from_tensor(self, request: HttpRequest) -> Response:
-        """Take one chunk; the update follows the last, which is the one without `more=true`."""
+        """Take one chunk; the update follows once all are here."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != TENSORS:
             raise ApiError(415, PICKLES)
-        asked = request.query_params
-        await self._save(request.stream())
-        if asked.get("more", "").lower() in ("1", "true"):
-            return _done(message="waiting for more tensors")
-        if asked.get("abort_all_requests", "").lower() in ("1", "true"):
-            await self._abort_all()
+        asked, spool = request.query_params, self._updates.spool
+        chunk = _chunk_of(asked)
+        await self._save(request.stream(), chunk)
+        if not spool.complete:
+            return _done(message=f"chunk {chunk.number} is here, and the update waits for more")
+        files = spool.take_staged()  # before anything else may be staged
+        try:
+            if asked.get("abort_all_requests", "").lower() in ("1", "true"):
+                await self._abort_all()
+        except BaseException:
+            spool.drop(files)
+            raise
         version = self._version_of(asked.get("weight_version"))
-        return await _told(self._updates.from_staged(self._client.commands, version))
+        return await _told(self._updates.from_files(self._client.commands, files, version))
 
-    async def _save(self, chunks: AsyncIterator[bytes]) -> None:
+    async def _save(self, body: AsyncIterator[bytes], chunk: Chunk) -> None:
         """Write a body to a file, off the event loop. Raises `RequestError`.
 
         A body that breaks off leaves no file.
@@ -157,10 +164,10 @@ class RollOuts:
         if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
             self._num_weights = ready.num_weights
         spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights
-        with spool.coming() as path, path.open("wb") as file:
-            async for chunk in chunks:
-                spool.count(path, len(chunk), most_bytes)
-                await asyncio.to_thread(file.write, chunk)
+        with spool.coming(chunk) as path, path.open("wb") as file:
+            async for piece in body:
+                spool.count(path, len(piece), most_bytes)
+                await asyncio.to_thread(file.write, piece)
 
     def _version_of(self, given: str | None) -> str:
         self._number += 1
@@ -201,6 +208,22 @@ class RollOuts:
         except PacelineError as error:
             return _failed(error)
         return _done()
+
+
+def _chunk_of(asked: Mapping[str, str]) -> Chunk:
+    """Return which chunk of an update a query names. Raises `RequestError`."""
+    if "more" in asked:
+        raise RequestError("number the chunks instead: chunk=1, chunk=2 and so on, the last with chunks=N", "more")
+    numbers = {name: asked[name] for name in ("chunk", "chunks") if name in asked}
+    for name, text in numbers.items():
+        if not (text.isascii() and text.isdecimal() and len(text) < 5 and 1 <= int(text) <= MAX_CHUNKS):
+            raise RequestError(f"{name} is a number from 1 to {MAX_CHUNKS}, not {text[:64]!r}", name)
+    if not numbers:
+        return WHOLE
+    number, total = (int(numbers[name]) if name in numbers else None for name in ("chunk", "chunks"))
+    if number is None or number > (total or MAX_CHUNKS):
+        raise RequestError(f"chunks={total} wants chunk=1 to {total}, the number of this one", "chunk")
+    return Chunk(number, total)
 
 
 async def _told(update: Coroutine[Any, Any, Obeyed]) -> Response:

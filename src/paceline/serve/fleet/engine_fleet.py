@@ -316,17 +316,17 @@ class EngineFleet:
             answer.broken = True
             self._lost(answer, leg, "broken", outcome)
             return
-        spoke = leg.spoke
+        before = leg.spoke
         try:
             news = answer.news(leg, outcome)
         except WordsMissing as error:
             log.warning("%s", error)
             self._lost(answer, leg, DEATH, error)
             return
-        if not spoke:
+        if spoke := leg.spoke and not before:
             answer.forget_refusals()
             answer.deadline_s = None
-        if not spoke and self._hedging is not None:
+        if spoke and self._hedging is not None:
             self._hedging.first_token(leg.wait_s, time.monotonic() - leg.began_s)
         if news is not None:
             self._send_on(answer, leg, news)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEATH = "death"
 FAULTS = frozenset({DEATH, "broken"})  # reasons to blame a request
+MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
 HANG = "hang"  # is one only if the process was then replaced
 LEG_MARK = "~"  # before the number of a leg in its id
 MOST_LISTED = 200  # open requests in a table
@@ -55,6 +56,7 @@ class AnswerLeg:
     backlog: int = 0  # prompt tokens that it brought to the replica and that are not known to be computed
     answers: Answers | None = None  # at the replica; None until it has taken the request
     spent: Spent = field(default_factory=Spent)
+    started: bool = False  # it took part in a step
     spoke: bool = False  # it has told an outcome
     gave: bool = False  # one that was ahead
 
@@ -77,7 +79,8 @@ class OngoingAnswer:
     banned: set[tuple[str, int]] = field(
         default_factory=set
     )  # (replica, its restarts) that must not have it again
-    strikes: int = 0  # replicas in a row that ended with it and gave nothing
+    strikes: int = 0  # replicas in a row that ended in a step of it and gave nothing
+    num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
     hung: set[tuple[str, int]] = field(default_factory=set)  # that were silent with it; no strikes while they live
     broken: bool = False  # a replica found no finite logit
     refused: PacelineError | None = None  # by a replica that is full
@@ -112,15 +115,19 @@ class OngoingAnswer:
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
 
     def strike(self, leg: AnswerLeg, why: str, process: tuple[str, int]) -> None:
-        """Count a strike if its replica has ended with it.
+        """Count a strike if its replica has ended in a step of it.
 
-        A slow one is none. process: replica and its restarts.
+        A slow one is none. One that ended before counts only behind many: what it did to the replica may not have
+        been told in time. process: replica and its restarts.
         """
         if why == HANG:
             self.strikes *= not leg.gave
             self.hung = (set() if leg.gave else self.hung) | {process}
         elif why in FAULTS:
-            self.strikes = 1 if leg.gave else self.strikes + 1
+            started = leg.started or why != DEATH
+            self.num_unstarted = 0 if started else self.num_unstarted + 1
+            if started or self.num_unstarted > MOST_UNSTARTED:
+                self.strikes = 1 if leg.gave else self.strikes + 1
 
     def forget_refusals(self) -> None:
         """Note that replicas that were full need not be so any more."""
@@ -129,13 +136,17 @@ class OngoingAnswer:
 
     def continued(self, leg: AnswerLeg) -> Request:
         """Return the request of a leg, which goes on where the client is."""
-        return replace(self.request, request_id=leg.request_id, told=self.request.told + tuple(self.told))
+        told = self.request.told + tuple(self.told)
+        return replace(self.request, request_id=leg.request_id, told=told, tells_start=True)
 
     def news(self, leg: AnswerLeg, outcome: Outcome) -> Outcome | None:
         """Return what an outcome adds, and count it as sent; None if nothing.
 
         Raises `WordsMissing`.
         """
+        leg.started = True
+        if not (outcome.token_ids or outcome.text or outcome.finish_reason or outcome.prompt_logprobs):
+            return None  # a step of it begins
         start = outcome.start - len(self.request.told)
         if start > leg.num_tokens:
             raise WordsMissing(f"replica {leg.replica} told token {start} after {leg.num_tokens}")

@@ -148,10 +148,11 @@ class Member:
         self.backlog += leg.backlog
 
     def heard(self, leg: AnswerLeg) -> None:
-        """Note a message about a leg: its prompt is computed."""
+        """Note a message about a leg: its prompt is computed once it spoke."""
         self._beat()
-        self.backlog -= leg.backlog
-        leg.backlog = 0
+        if leg.spoke:
+            self.backlog -= leg.backlog
+            leg.backlog = 0
 
     def end(self, leg: AnswerLeg) -> None:
         """Count a leg that has ended."""

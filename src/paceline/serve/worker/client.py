@@ -18,6 +18,7 @@ import zmq.asyncio
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
+from paceline.core.watchdog import SHOW_THREADS, TICK_S, WATCHDOG_S, Watchdog
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.child import EngineChild
@@ -42,7 +43,6 @@ from paceline.serve.worker.messages import (
 )
 from paceline.serve.worker.open_answers import OpenAnswers
 from paceline.serve.worker.socket_folder import socket_folder
-from paceline.serve.worker.watchdog import SHOW_THREADS, TICK_S, Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
-MAX_OBEYING_S = 3600.0  # that a command may take in silence, as long as the engine computes
 SHOWN_S = 0.3  # for a hung engine to show its threads
-WATCHDOG_S = 8.0  # without a beat of a ready engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,7 +239,7 @@ class EngineClient:
         _without_limits(socket).bind(address)
         process = begun or EngineChild()
         process.connect(address, os.environ.get(logs.FORMAT, ""), self._setup.cores)
-        engine = EngineProcess(socket, process, Watchdog(process.pid, self._setup.watchdog_s))
+        engine = EngineProcess(socket, process, Watchdog((process.pid,), self._setup.watchdog_s))
         try:
             self._engine = engine
             await self._listen(engine, folder)
@@ -257,7 +255,7 @@ class EngineClient:
         """Handle the process's messages until it has ended and the last one is read."""
         ended = asyncio.create_task(engine.process.wait())
         listening = asyncio.create_task(self._load_and_handle(engine, folder))
-        watching = asyncio.create_task(_watch(engine, self.commands))
+        watching = asyncio.create_task(_watch(engine))
         try:
             await asyncio.wait({ended, listening}, return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
@@ -271,7 +269,8 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        load = Load(self._setup.config, self.commands.weights, self.commands.paused)
+        commands, setup = self.commands, self._setup
+        load = Load(setup.config, commands.weights, commands.paused, setup.watchdog_s)
         await engine.socket.send(encode(load))  # waits until the process has connected
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
@@ -305,8 +304,8 @@ class EngineClient:
         if self.on_snapshot is not None:
             self.on_snapshot(message)
 
-    def _progress(self, _: EngineProcess, message: Progress) -> None:
-        if self._on_progress is not None:
+    def _progress(self, engine: EngineProcess, message: Progress) -> None:
+        if self._on_progress is not None and engine.ready is None:  # from one that is, it is a sign of life only
             self._on_progress(message)
 
     def _language(self, _: EngineProcess, message: Language) -> None:
@@ -346,15 +345,14 @@ _HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], Non
 }
 
 
-async def _watch(engine: EngineProcess, commands: CommandSender) -> None:
+async def _watch(engine: EngineProcess) -> None:
     """Kill a ready engine that hangs; it is then replaced like a dead one."""
-    was_late, last_s, obeying_s = False, time.monotonic(), 0.0
+    was_late, last_s = False, time.monotonic()
     while not engine.watchdog.hung:
         await asyncio.sleep(TICK_S)
         now_s = time.monotonic()
-        obeying_s = obeying_s + now_s - last_s if commands.obeying else 0.0
         if engine.ready is not None:
-            engine.watchdog.tick(now_s - last_s, obeying=0.0 < obeying_s < MAX_OBEYING_S)
+            engine.watchdog.tick(now_s - last_s)
         last_s, late = now_s, engine.watchdog.late
         if late and not was_late and engine.process.returncode is None:
             log.error("the engine process hangs: no sign of it; new requests get 503")

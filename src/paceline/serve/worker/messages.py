@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from paceline.core.nouns import Outcome
 from paceline.core.pass_notes import StepNote
+from paceline.core.watchdog import WATCHDOG_S
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.stats import Gauges, Stats
 from paceline.engine.wire import Failed, Message, RequestId, Submit
@@ -25,6 +26,7 @@ class Load(Message, frozen=True):
     config: EngineConfig
     weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
     paused: bool = False  # so was that one
+    watchdog_s: float = WATCHDOG_S  # silence of its ranks, if it has any; 0: they are waited for
 
 
 class Cancel(Message, frozen=True):

@@ -23,6 +23,7 @@ from paceline.serve.worker.commands import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.owner import EngineOwner
     from paceline.engine.renewal import Renewal
     from paceline.serve.worker.commands import Command
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOST = "the engine's process was replaced, and its weights of version {} are gone ({}): send weights again"
+BEAT_S = 0.5  # between two signs of life without work; the server takes an engine without any for hung
 Drafters = dict[str, tuple[str, ...]]
 
 
@@ -41,6 +43,7 @@ class Preparation:
         self.command = command
         self._owner = owner
         self._put: Callable[[], Renewal] | Exception = RuntimeError("the thread did not run")
+        self._last: tuple[str, int, int] = ("", 0, 0)  # progress, which the thread must not send itself
         self._thread = Thread(target=self._run, name="newer weights", daemon=True)
         self._thread.start()
 
@@ -49,9 +52,17 @@ class Preparation:
         """True once `take` need not wait."""
         return not self._thread.is_alive()
 
-    def take(self) -> Renewal:
-        """Put the weights in place, between two steps. Raises what making them ready raised."""
-        self._thread.join()
+    def take(self, progress: Progress) -> Renewal:
+        """Put the weights in place, between two steps. Raises what making them ready raised.
+
+        progress: told of what the thread does while it is waited for.
+        """
+        told = self._last
+        while self._thread.is_alive():
+            self._thread.join(BEAT_S)
+            if told != self._last:
+                told = self._last
+                progress(*told)
         if isinstance(self._put, Exception):
             raise self._put
         return self._put()
@@ -59,17 +70,20 @@ class Preparation:
     def _run(self) -> None:
         source, version = self.command.source, self.command.version
         try:
-            self._put = self._owner.prepare(source, version, beside=True)
+            self._put = self._owner.prepare(source, version, self._note, beside=True)
         except Exception as error:
             self._put = error
+
+    def _note(self, what: str, done: int, total: int) -> None:
+        self._last = what, done, total
 
 
 class Commands:
     """Obeys a trainer's commands over one engine."""
 
-    def __init__(self, owner: EngineOwner, promise: str = "") -> None:
-        """promise: key of the engine with its first weights."""
-        self.owner = owner
+    def __init__(self, owner: EngineOwner, progress: Progress, promise: str = "") -> None:
+        """progress: a sign of life. promise: key of the engine with its first weights."""
+        self.owner, self._progress = owner, progress
         self.paused = False
         self.lost = ""  # why weights that the engine before this one had are not here; it then takes no requests
         self.preparing: Preparation | None = None  # of an update, beside the steps
@@ -91,7 +105,7 @@ class Commands:
             return
         version = load.weights.version
         try:
-            self.owner.update(load.weights.source, version)
+            self.owner.update(load.weights.source, version, self._progress)
         except (PacelineError, OSError) as error:
             self.lost = LOST.format(version, error)
             log.error(self.lost)
@@ -130,7 +144,10 @@ class Commands:
 
     def _update(self, command: UpdateWeights) -> Drafters:
         ready, self.preparing = self.preparing, None
-        report = self.owner.update(command.source, command.version) if ready is None else ready.take()
+        if ready is None:
+            report = self.owner.update(command.source, command.version, self._progress)
+        else:
+            report = ready.take(self._progress)
         self.lost = ""
         return {"rebuilt": report.rebuilt, "kept": report.kept, "unloaded": report.unloaded}
 
@@ -138,7 +155,7 @@ class Commands:
         self.owner.release(command.tags)
 
     def _resume(self, command: ResumeMemory) -> None:
-        self.owner.resume(command.tags)
+        self.owner.resume(command.tags, self._progress)
 
 
 _HANDLERS: dict[type[Command], Callable[[Commands, Any], Drafters | None]] = {

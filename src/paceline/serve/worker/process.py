@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from paceline.backend.rank_processes import LIMIT
 from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
-from paceline.core.nouns import Request
+from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import end_with_parent, give_memory_back, stay_on
+from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
 from paceline.engine.stats import Gauges, Stats
@@ -52,8 +54,7 @@ from paceline.serve.worker.messages import (
     Watch,
     decode_to_engine,
 )
-from paceline.serve.worker.obey import Commands, Preparation
-from paceline.serve.worker.watchdog import SHOW_THREADS
+from paceline.serve.worker.obey import BEAT_S, Commands, Preparation
 
 if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
@@ -67,7 +68,6 @@ log = logging.getLogger(__name__)
 IDLE_MS = 500  # wait for a message before checking whether to stop
 PREPARING_MS = 2  # ... or whether newer weights are ready
 SNAPSHOT_S = 0.25  # between two snapshots of the counters while there is work
-BEAT_S = 0.5  # between two of them without work; the server takes an engine without any for hung
 PROGRESS_S = 0.1  # between two progress messages
 SEND_MS = 30_000  # a server that accepts no message for this long is gone
 WARM_UP_PROMPT_TOKENS = 16
@@ -223,6 +223,7 @@ class EngineWorker:
                 raise EngineDied("the engine is stopping; try again")
             if self.commands.lost:
                 raise EngineDied(self.commands.lost)
+            self.engine.outputs.on_start = self._tell_start
             self.engine.add(message.request())
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
@@ -230,6 +231,9 @@ class EngineWorker:
         except Exception:  # one request's error never ends another's
             log.exception("request %s could not be taken", message.request_id)
             self.server.send(Rejected(message.request_id, "", INTERNAL))
+
+    def _tell_start(self, outcome: Outcome) -> None:
+        self.server.send(OutcomeBatch((outcome,)))
 
     def _cancel(self, message: Cancel) -> None:
         if not self.commands.owner.asleep:
@@ -330,13 +334,14 @@ def _load(server: ServerConnection) -> EngineWorker | None:
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
-    publisher = None
+    publisher, LIMIT.seconds = None, message.watchdog_s
     try:
         if message.config.kv_events is not None:  # before the model, as its place may be taken
             publisher = KvPublisher(message.config.kv_events)
+        progress = _progress_sender(server)
         owner = load_engine(
             message.config,
-            _progress_sender(server),
+            progress,
             lambda json, tokenizer, template: server.send(
                 Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
             ),
@@ -344,7 +349,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
         if publisher is not None:
             publisher.send(owner.built.engine.scheduler.pool)
         warm_up(owner.built)
-        commands = Commands(owner, owner.built.promise.key(self_test(owner.built.engine)))
+        commands = Commands(owner, progress, owner.built.promise.key(self_test(owner.built.engine)))
         commands.begin(message)
         if commands.lost:
             server.send(Obeyed(owner.version, commands.promise))

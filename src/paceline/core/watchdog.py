@@ -1,7 +1,8 @@
-"""Watch over one engine process: notice that it hangs, by beats that do not come.
+"""Watch over processes: notice that they hang, by beats that do not come.
 
-A beat is any message of the engine; its step loop sends one every second at least. A long pass is no hang: the
-system says of the process that it computes, or waits for a disk or a core. A hang does none of that.
+A beat of an engine is any message: its step loop sends one every second at least, and it tells of every tensor
+of newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says of the process that it
+computes, or waits for a disk or a core. A hang does none of that.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
+WATCHDOG_S = 8.0  # without a beat of a ready engine
 TICK_S = 0.25  # between two looks at the process
 PATIENCE = 15  # a process that computes without a beat has this many times as long
 LATE_SHARE = 0.4  # of the limit; an engine that is silent for longer is taken out of service
 BUSY_SHARE = 0.02  # of a core, from which on a process counts as computing
-WAITS_FOR_MACHINE = "RD"  # states of a process that runs, or waits for a core or a disk
+WAITS_FOR_MACHINE = frozenset("RD")  # states of a process that runs, or waits for a core or a disk
 MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 86400.0
 SHOW_THREADS = signal.SIGUSR1  # makes the engine's process write where each of its threads is
 
@@ -32,31 +34,31 @@ def check_limit(limit_s: float) -> None:
 
 @dataclass(slots=True, eq=False)
 class Watchdog:
-    """Silence of one process.
+    """Silence of one process, or of several that wait for one another.
 
     It is counted in ticks of this process, so that a pause of ours blames nobody.
     """
 
-    pid: int
+    pids: tuple[int, ...]
     limit_s: float  # of silence; 0: none
     _still_s: float = 0.0  # without a beat and without work
     _silent_s: float = 0.0  # without a beat
-    _cpu_s: float = 0.0  # that the process has computed
+    _cpu_s: float = 0.0  # that they have computed
 
     def beat(self) -> None:
         """Note a message of the engine."""
         self._still_s = self._silent_s = 0.0
 
-    def tick(self, elapsed_s: float, *, obeying: bool = False) -> None:
+    def tick(self, elapsed_s: float) -> None:
         """Note that time has passed.
 
-        A long tick counts as a short one: this process was late itself. obeying: it carries out a command, of
-        which it tells nothing, so that silence is no sign as long as it computes.
+        A long tick counts as a short one: this process was late itself.
         """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
-        self._silent_s = 0.0 if obeying else self._silent_s + elapsed_s
-        state, cpu_s = process_work(self.pid)
-        computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or state in WAITS_FOR_MACHINE
+        self._silent_s += elapsed_s
+        states, times = zip(*map(process_work, self.pids), strict=True)
+        cpu_s = sum(times)
+        computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or not WAITS_FOR_MACHINE.isdisjoint(states)
         self._still_s = 0.0 if computes else self._still_s + elapsed_s
         self._cpu_s = cpu_s
 
