@@ -24,9 +24,7 @@ from tests.engine.same_text import STAIRCASE
 PROFILE = replace(of_drafter(read_profile(Path(STAIRCASE)), None), accepted_at=(0.5,))
 KIND = kind_of(PROFILE, SimulatedReplica(4), lambda: Static(0), None)
 COUNT = 12
-TRACE = FleetTrace(
-    np.zeros(COUNT), np.arange(20, 20 + 5 * COUNT, 5), np.arange(10, 10 + COUNT), [()] * COUNT
-)
+TRACE = FleetTrace(np.zeros(COUNT), np.arange(20, 20 + 5 * COUNT, 5), np.arange(10, 10 + COUNT), [()] * COUNT)
 ANSWERS = int(TRACE.output_lens.sum())
 
 
@@ -69,7 +67,7 @@ def test_a_process_does_its_jobs_in_turn() -> None:
 
 
 def test_engines_slow_each_other_and_are_slower_beside_others() -> None:
-    """A step of 1 s alone, 2 s beside an engine: half is done at 1 s, when the other ends; the rest takes 0.5 s."""
+    """A step of 1 s alone, 2 s beside an engine: half is done when the other ends; the rest takes 0.5 s."""
     cores = SharedCores(4, 2, 1, 1.5)
     cores.add(0.0, 0, job("long", 1.0, 2.0))
     cores.add(0.0, 1, job("short", 0.5, 1.0))
@@ -104,7 +102,10 @@ def test_so_many_are_in_flight(in_flight: int) -> None:
 def test_what_front_and_client_do_is_waited_for_and_counted() -> None:
     """One request at a time on free cores: every request and every token waits for both."""
     front, client = Handling(0.01, 2e-3, 1e-3), Handling(0.02, 1e-3, 3e-3)
-    free, slow = ran(SharedMachine(64), in_flight=1), ran(SharedMachine(64, front=front, client=client), in_flight=1)
+    free, slow = (
+        ran(SharedMachine(64), in_flight=1),
+        ran(SharedMachine(64, front=front, client=client), in_flight=1),
+    )
     tokens_s = 3e-3 + 4e-3
     added = slow[0].ttft_s - free[0].ttft_s
     np.testing.assert_allclose(added, 0.03 + tokens_s, rtol=1e-6)
@@ -113,7 +114,9 @@ def test_what_front_and_client_do_is_waited_for_and_counted() -> None:
 
 
 def test_one_core_does_the_work_of_all() -> None:
-    machine = SharedMachine(1, front=Handling(1e-3, 0.0, 2e-4), client=Handling(1e-3, 0.0, 2e-4), loop_s=1e-4)
+    machine = SharedMachine(
+        1, front=Handling(1e-3, 0.0, 2e-4), client=Handling(1e-3, 0.0, 2e-4), engine=Handling(0.0, 1e-4)
+    )
     found, used_s = ran(machine, 2, 8)
     assert sum(used_s) == pytest.approx(found.ends.end_s.max(), rel=0.01)
     assert found.ends.end_s.max() > 1.3 * span_s(replace(machine, num_cores=2), replicas=2, in_flight=8)
@@ -129,5 +132,7 @@ def test_a_second_engine_brings_less_where_both_slow_each_other() -> None:
 
 
 def test_an_engines_process_takes_more_than_its_steps() -> None:
-    found = span_s(SharedMachine(64, loop_s=2e-3, loop_row_s=1e-3), in_flight=1) - span_s(SharedMachine(64), in_flight=1)
-    assert found == pytest.approx(2e-3 * ANSWERS + 1e-3 * (ANSWERS - COUNT))
+    """One request at a time: each waits for the process once, and once for every token."""
+    loop = SharedMachine(64, engine=Handling(0.01, 2e-3, 1e-3))
+    more_s = span_s(loop, in_flight=1) - span_s(SharedMachine(64), in_flight=1)
+    assert more_s == pytest.approx(0.01 * COUNT + 3e-3 * ANSWERS)

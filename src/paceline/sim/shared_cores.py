@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from paceline.control.routing import RoutingPolicy
     from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.rates import ReplicaKind
+    from paceline.sim.replicas import Leg
 
 DONE = 1e-12  # seconds of a job: rounding leaves less
 
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Processor time of a front or client, seconds."""
+    """Processor time that a process takes for requests and tokens, seconds."""
 
     request_s: float = 0.0  # of a request, its tokens left out
     batch_s: float = 0.0  # of the tokens that one step of an engine brings, however many
@@ -51,8 +52,7 @@ class SharedMachine:
     num_cores: int
     crowded: Callable[[], StepCost] | None = None  # prices of steps while another engine works; None: as alone
     beside: float = 1.0  # of a step's time alone, while front or client work
-    loop_s: float = 0.0  # of an engine's process for a step, beyond the step itself ...
-    loop_row_s: float = 0.0  # ... and for each row that writes
+    engine: Handling = Handling()  # of an engine's process, beyond the steps themselves
     front: Handling = Handling()
     client: Handling = Handling()
 
@@ -86,7 +86,7 @@ class SharedCores:
     @property
     def next_s(self) -> float:
         """Time at which the next job ends; inf: none runs."""
-        share, rates = self._rates()
+        _, rates = self._rates()
         return self._now + min((self._left[p] / rate for p, rate in rates.items()), default=inf)
 
     def end_jobs(self, now: float) -> list[Job]:
@@ -128,16 +128,33 @@ class SharedReplica(StepReplica):
         self._crowded = crowded or self.cost
         self.written: list[int] = []  # requests with a token of the last step
         self.ended: set[int] = set()  # those that it ended
+        self._num_new = 0  # requests taken since the last step
 
-    def take_step(self) -> tuple[float, float, int] | None:
-        """Return a step that was planned since the last call: seconds alone, beside an engine; rows that decode."""
+    def submit(self, now: float, leg: Leg) -> None:
+        """See `SimulatedEngine`."""
+        self._num_new += 1
+        super().submit(now, leg)
+
+    def take_step(self, engine: Handling) -> tuple[float, float] | None:
+        """Return the seconds of a step that was planned since the last call, alone and beside an engine.
+
+        engine: what its process takes beyond the step.
+        """
         planned = self._planned
         if planned is None or self.next_s == inf:
             return None
         self.next_s = inf  # until the cores have done it
-        d = planned.decision
+        d, rows = planned.decision, planned.view.rows
         crowded_s = self._crowded.price(planned.work, planned.view.lengths, d.ks, d.drafters)
-        return planned.verify_s + planned.draft_s, crowded_s, len(planned.view.rows)
+        written = len(rows) + len(self._begun(planned.chunks))
+        loop_s = self._num_new * engine.request_s + bool(written) * engine.batch_s + written * engine.token_s
+        self._num_new = 0
+        return planned.verify_s + planned.draft_s + loop_s, crowded_s + loop_s
+
+    def _begun(self, chunks: NDArray[int64]) -> list[int]:
+        """Return the requests whose prompts end with these chunks."""
+        found: list[int] = self._request[(chunks > 0) & (chunks == self._to_prefill)].tolist()
+        return found
 
     def end_step(self, now: float) -> None:
         """Commit the step that the cores have done, and plan the next one."""
@@ -150,7 +167,7 @@ class SharedReplica(StepReplica):
         super()._commit(rows, counts)
 
     def _end_prefill(self, chunks: NDArray[int64]) -> None:
-        self.written += self._request[(chunks > 0) & (chunks == self._to_prefill)].tolist()
+        self.written += self._begun(chunks)
         super()._end_prefill(chunks)
 
     def _finish(self, rows: NDArray[int64]) -> None:
@@ -208,10 +225,8 @@ class SharedFleet(Fleet):
         """Let the cores work at a step that was planned. See `Fleet._noted`."""
         replica, machine = self._replicas[index], self._machine
         self._states.note(index, replica, now)
-        if (step := replica.take_step()) is not None:
-            alone_s, crowded_s, rows = step
-            loop_s = machine.loop_s + rows * machine.loop_row_s
-            self._job(now, index, Job(alone_s + loop_s, crowded_s + loop_s, self._end_step, index))
+        if (step_s := replica.take_step(machine.engine)) is not None:
+            self._job(now, index, Job(*step_s, self._end_step, index))
 
     def _end_step(self, now: float, index: int) -> None:
         replica, front = self._replicas[index], self._machine.front
