@@ -7,7 +7,8 @@ prompts of four shared beginnings, answers of fixed lengths, drafts off. A clien
 does the simulator, with every step simulated on the cores of this machine (`sim/shared_cores.py`). It is told
 nothing of the cells. Its inputs are measured before them, so nothing else may run on the machine:
 
-- prices of steps, of one engine alone, of two at once, and of one beside a Python process (`step_prices`);
+- prices of steps, of one engine alone, of one beside a Python process, and of two at once with a Python process
+  that takes turns with them, which leaves cold caches (`step_prices`);
 - processor time of front and client for a request, for the tokens of a step and for each of them, from the
   processor time of these processes under three loads that the cells do not have (`LOADS`);
 - the same of an engine's process, less its steps.
@@ -45,7 +46,7 @@ from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
 from paceline.sim.shared_cores import Handling, SharedMachine, run_closed
 from paceline.sim.simulator import SimulatedReplica
-from tools.measure.step_prices import Prices, python_load, slowed, workers
+from tools.measure.step_prices import REST_S, Prices, python_load, slowed, workers
 from tools.served import start_server
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ IN_FLIGHT, REPLICAS = (4, 16), (1, 2)
 BAR = 0.05
 BEGINNINGS, SHARED_TOKENS, OWN_TOKENS = 4, 160, (16, 96)  # of prompts
 ANSWER_TOKENS = (24, 96)
-# Requests, requests at once, and tokens of an answer, of the loads that tell what handling takes.
+# Requests and requests at once for each replica, and tokens of an answer: loads that tell what handling takes.
 LOADS = (24, 1, 1), (3, 1, 96), (8, 8, 96)
 LOAD_PROMPT, LOAD_ROUNDS = 32, 3
 CACHE_PAGES = 1 << 16
@@ -147,7 +148,7 @@ class Inputs:
     """Measured inputs of the simulator."""
 
     alone: Prices  # of an engine's steps
-    crowded: Prices  # while another engine works
+    crowded: Prices  # while another engine works, and front and client take turns with both
     beside: float = 1.0  # see `SharedMachine`
     engine: Handling = NOTHING
     front: Handling = NOTHING
@@ -227,8 +228,9 @@ def measured_prices(flags: Sequence[str], seconds: float) -> Inputs:
     first, second, *_ = (*sorted(usable_cores()), *sorted(usable_cores()))
     with workers((first, second), flags) as engines:
         alone = Prices.of(engines.measure(1, seconds))
-        crowded = Prices.of(engines.measure(2, seconds))
-        with python_load(second):
+        with python_load(None, REST_S):
+            crowded = Prices.of(engines.measure(2, seconds))
+        with python_load(second, 0.0):
             beside = slowed(engines.measure(1, seconds / 3), alone)
     return Inputs(alone, crowded, max(beside, 1.0))
 
@@ -246,12 +248,12 @@ class Load:
     def counts(self) -> tuple[int, int, int]:
         """Requests, batches of tokens, tokens. Those at once on a replica share a batch."""
         tokens = sum(one.tokens for one in self.requests)
-        return len(self.requests), tokens * min(self.replicas, self.at_once) // self.at_once, tokens
+        return len(self.requests), tokens * self.replicas // self.at_once, tokens
 
 
 def run_load(server: RunningServer, replicas: int, seed: int, load: tuple[int, int, int]) -> Load:
-    """Run a load. load: of `LOADS`."""
-    count, at_once, tokens = load
+    """Run a load on each replica. load: of `LOADS`."""
+    count, at_once, tokens = load[0] * replicas, load[1] * replicas, load[2]
     chance = random.Random(seed)  # noqa: S311 - no secret
     prompts = [tuple(chance.randrange(1000, 20000) for _ in range(LOAD_PROMPT)) for _ in range(count)]
     requests = [Recorded(prompt, tokens) for prompt in prompts]

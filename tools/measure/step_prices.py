@@ -49,11 +49,20 @@ BEGINNING = 160  # tokens that prompts of an episode share; every other episode 
 POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of the curve of token rows
 OUTLIER = 1.3  # a step that takes so much longer than its price was interrupted
 WORKER = (sys.executable, "-m", "tools.measure.step_prices")
-# Work like that of a front and a client: small objects, JSON, bytes.
-PYTHON_LOAD = (
-    "import json,os;os.sched_setaffinity(0,{%d})\n"
-    "while True:json.loads(json.dumps({'choices':[{'text':'word','index':0}]*8}).encode())"
-)
+# Work like that of a front and a client: small objects, JSON, bytes. Arguments: its core, if any; seconds of rest
+# after half a millisecond.
+PYTHON_LOAD = """
+import json, os, sys, time
+core, rest_s = sys.argv[1], float(sys.argv[2])
+if core:
+    os.sched_setaffinity(0, {int(core)})
+while True:
+    end_s = time.perf_counter() + 5e-4
+    while time.perf_counter() < end_s:
+        json.loads(json.dumps({"choices": [{"text": "word", "index": 0}] * 8}).encode())
+    time.sleep(rest_s)
+"""
+REST_S = 1.5e-3  # front and client of 500 tokens a second use a quarter of a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +86,40 @@ class Stepper:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
         self._params = SamplingParams(temperature=0.0, max_tokens=8 * MOST_ROWS * DECODE_STEPS, ignore_eos=True)
         self._num_added = 0
-        self._found: list[StepTime] = []
 
     def run(self, seconds: float) -> list[StepTime]:
-        """Take steps for so long, and one episode at least."""
-        end_s, self._found, episodes = perf_counter() + seconds, [], 0
-        while perf_counter() < end_s:
-            self._episode(end_s, BEGINNING * (episodes % 2))
+        """Take steps for so long, and those of one row at least."""
+        end_s, found, episodes = perf_counter() + seconds, list[StepTime](), 0
+        while not episodes or perf_counter() < end_s:
+            found += self.episode(end_s, BEGINNING * (episodes % 2))
             episodes += 1
-        return self._found
+        return found
 
-    def _episode(self, end_s: float, num_shared: int) -> None:
-        """Add rows one by one. num_shared: tokens of all prompts' beginning."""
-        beginning = self._tokens(num_shared)
+    def episode(self, end_s: float, num_shared: int) -> list[StepTime]:
+        """Add rows one by one, and return the steps. num_shared: tokens of all prompts' beginning."""
+        beginning, found = self._tokens(num_shared), []
         for _ in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
-            self._add((*beginning, *self._tokens(self._chance.choice(FRESH))))
+            found.append(self._add((*beginning, *self._tokens(self._chance.choice(FRESH)))))
             steps = [self._step() for _ in range(DECODE_STEPS)]
             middle = sorted(steps, key=lambda s: s.target_s)[DECODE_STEPS // 2]
-            self._found.append(
-                StepTime(middle.work, middle.rows, middle.target_s, median(s.host_s for s in steps))
-            )
+            found.append(StepTime(middle.work, middle.rows, middle.target_s, median(s.host_s for s in steps)))
             if perf_counter() > end_s:
                 break
         for request_id in [r.request.request_id for r in self._engine.scheduler.requests.values()]:
             self._engine.cancel(request_id)
         while self._engine.has_work:
             self._engine.step()
+        return found
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         size = self._engine.target.config.vocab_size
         return tuple(self._chance.randrange(size) for _ in range(count))
 
-    def _add(self, prompt: tuple[int, ...]) -> None:
+    def _add(self, prompt: tuple[int, ...]) -> StepTime:
         """Compute a prompt beside the rows that decode, in one step."""
         name, self._num_added = f"priced-{self._num_added}", self._num_added + 1
         self._engine.add(Request(name, prompt, self._params, seed=0, speculation=Speculation(draft="off")))
-        self._found.append(self._step(len(prompt)))
+        return self._step(len(prompt))
 
     def _step(self, prompt: int = 0) -> StepTime:
         """Take a step. prompt: tokens of the one that is computed in it."""
@@ -231,9 +238,10 @@ def workers(cores: Sequence[int], flags: Sequence[str]) -> Iterator[Workers]:
 
 
 @contextmanager
-def python_load(core: int) -> Iterator[None]:
-    """Keep a core busy with Python during a block."""
-    process = subprocess.Popen([sys.executable, "-c", PYTHON_LOAD % core])  # noqa: S603
+def python_load(core: int | None, rest_s: float) -> Iterator[None]:
+    """Run Python during a block, on one core or on any, with rests."""
+    place = "" if core is None else str(core)
+    process = subprocess.Popen([sys.executable, "-c", PYTHON_LOAD, place, str(rest_s)])  # noqa: S603
     try:
         yield
     finally:
