@@ -17,7 +17,7 @@ from paceline.sim.command import of_drafter
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import Handling, Job, SharedCores, SharedMachine, run_closed
+from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tests.engine.same_text import STAIRCASE
 
@@ -46,8 +46,8 @@ def end_times(cores: SharedCores) -> dict[str, float]:
     return ends
 
 
-def job(what: str, alone_s: float, crowded_s: float | None = None) -> Job:
-    return Job(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what)
+def job(what: str, alone_s: float, crowded_s: float | None = None) -> CoreJob:
+    return CoreJob(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what)
 
 
 def test_processes_beyond_the_cores_share_them() -> None:

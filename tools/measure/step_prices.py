@@ -1,4 +1,4 @@
-"""Prices of an engine's steps, alone on the machine and beside others: a worker of `sim_against_runs`.
+"""Prices of an engine's steps, alone and beside others: a worker of `sim_against_runs`.
 
     python -m tools.measure.step_prices CORE [FLAG ...]
 
@@ -201,7 +201,7 @@ class Workers:
         self._processes = processes
 
     def measure(self, count: int, seconds: float) -> list[StepTime]:
-        """Let the first engines take steps at once; return those of all."""
+        """Return the steps of the first engines, taken at once."""
         for process in self._processes[:count]:
             assert process.stdin is not None
             process.stdin.write(f"{seconds}\n")
@@ -223,7 +223,7 @@ def _steps_of(line: str) -> Iterator[StepTime]:
 
 @contextmanager
 def workers(cores: Sequence[int], flags: Sequence[str]) -> Iterator[Workers]:
-    """Start an engine on each of some cores, one after the other; they end with the block."""
+    """Start an engine on each core, in turn; they end with the block."""
     with ExitStack() as stack:
         processes = []
         for core in cores:

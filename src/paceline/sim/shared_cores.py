@@ -57,7 +57,7 @@ class SharedMachine:
     client: Handling = Handling()
 
 
-class Job(NamedTuple):
+class CoreJob(NamedTuple):
     """Work of a process."""
 
     alone_s: float
@@ -74,11 +74,11 @@ class SharedCores:
         count = num_engines + num_others
         self.used_s = [0.0] * count  # core time of each process
         self._num_cores, self._num_engines, self._beside = num_cores, num_engines, beside
-        self._jobs: list[deque[Job]] = [deque() for _ in range(count)]
+        self._jobs: list[deque[CoreJob]] = [deque() for _ in range(count)]
         self._left = [1.0] * count  # share of each first job that is to be done
         self._now = 0.0
 
-    def add(self, now: float, process: int, job: Job) -> None:
+    def add(self, now: float, process: int, job: CoreJob) -> None:
         """Queue a job of a process."""
         self._move(now)
         self._jobs[process].append(job)
@@ -89,7 +89,7 @@ class SharedCores:
         _, rates = self._rates()
         return self._now + min((self._left[p] / rate for p, rate in rates.items()), default=inf)
 
-    def end_jobs(self, now: float) -> list[Job]:
+    def end_jobs(self, now: float) -> list[CoreJob]:
         """Return the jobs that have ended."""
         self._move(now)
         _, rates = self._rates()
@@ -106,7 +106,7 @@ class SharedCores:
         self._now = now
 
     def _rates(self) -> tuple[float, dict[int, float]]:
-        """Return the share of a core that each busy process has, and of its job that each does in a second."""
+        """Return the core share of busy processes, and how fast their jobs go."""
         busy = [p for p, jobs in enumerate(self._jobs) if jobs]
         share = min(1.0, self._num_cores / max(len(busy), 1))
         crowded = sum(p < self._num_engines for p in busy) > 1
@@ -136,7 +136,7 @@ class SharedReplica(StepReplica):
         super().submit(now, leg)
 
     def take_step(self, engine: Handling) -> tuple[float, float] | None:
-        """Return the seconds of a step that was planned since the last call, alone and beside an engine.
+        """Return the seconds of a newly planned step, alone and crowded; None without one.
 
         engine: what its process takes beyond the step.
         """
@@ -187,7 +187,7 @@ class SharedFleet(Fleet):
         policy: RoutingPolicy,
         options: FleetOptions,
     ) -> None:
-        """Take requests in the order in which they are sent; their times of arrival are not read."""
+        """Take requests in order; their times of arrival are not read."""
         unsent = replace(trace, arrival_s=np.zeros(len(trace)))
         ends = Ends(np.full(len(trace), np.nan), np.full(len(trace), np.nan))
         make = machine.crowded or setup.kind.make_cost
@@ -213,7 +213,7 @@ class SharedFleet(Fleet):
     # A request's way ----------------------------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
-        """Let the client send its next request."""
+        """Begin the client's work at its next request."""
         request, self._num_sent = self._num_sent, self._num_sent + 1
         self._trace.arrival_s[request] = now
         self._work(now, self._client, self._machine.client.request_s, self._reach_front, request)
@@ -222,11 +222,11 @@ class SharedFleet(Fleet):
         self._work(now, self._front, self._machine.front.request_s, self._send, Cut(request, 0, 0))
 
     def _noted(self, now: float, index: int) -> None:
-        """Let the cores work at a step that was planned. See `Fleet._noted`."""
+        """Begin the cores' work at a planned step. See `Fleet._noted`."""
         replica, machine = self._replicas[index], self._machine
         self._states.note(index, replica, now)
         if (step_s := replica.take_step(machine.engine)) is not None:
-            self._job(now, index, Job(*step_s, self._end_step, index))
+            self._job(now, index, CoreJob(*step_s, self._end_step, index))
 
     def _end_step(self, now: float, index: int) -> None:
         replica, front = self._replicas[index], self._machine.front
@@ -245,7 +245,7 @@ class SharedFleet(Fleet):
         self._work(now, self._client, seconds, self._see, what)
 
     def _see(self, now: float, what: tuple[int, bool, bool]) -> None:
-        """Let the client see a token, and send a request if it is an answer's last."""
+        """Note a token that the client sees; after an answer's last, send a request."""
         request, last, _ = what
         if np.isnan(self._seen.first_s[request]):
             self._seen.first_s[request] = now
@@ -259,9 +259,9 @@ class SharedFleet(Fleet):
     def _work(
         self, now: float, process: int, seconds: float, then: Callable[[float, Any], None], what: Any
     ) -> None:
-        self._job(now, process, Job(seconds, seconds, then, what))
+        self._job(now, process, CoreJob(seconds, seconds, then, what))
 
-    def _job(self, now: float, process: int, job: Job) -> None:
+    def _job(self, now: float, process: int, job: CoreJob) -> None:
         self.cores.add(now, process, job)
         self._plan_turn()
 
