@@ -1,29 +1,48 @@
-"""The comparison of the simulator with real runs: its list, its closed loop, its table. No server."""
+"""The comparison of the simulator with real runs: its list, its inputs, its closed loop, its table. No server."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tools.measure.sim_against_runs import (
     SHARED_TOKENS,
     CellFigures,
+    CoreTime,
     Inputs,
+    Load,
+    Recorded,
     Seen,
+    beyond_steps,
     compared,
+    handling,
     recorded,
     shown,
     simulate,
+    told,
 )
+from tools.measure.step_prices import BEGINNING, Prices, Stepper, StepTime, slowed
 
+from paceline.control.cost import Curve, TargetCost
+from paceline.control.files import read_profile
+from paceline.control.policy import Work
+from paceline.engine.assembly.build import build
+from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.scheduler import Limits
+from paceline.sim.command import of_drafter
+from paceline.sim.shared_cores import Handling
 from tests.engine.same_text import STAIRCASE
 
 REQUESTS = recorded(14, 1)
+PRICES = Prices(of_drafter(read_profile(Path(STAIRCASE)), None), 0.0)
+INPUTS = Inputs(PRICES, PRICES)
 
 
-def simulated(replicas: int = 1, in_flight: int = 4, **inputs: float) -> CellFigures:
-    speeds = {replicas: inputs.pop("speed", 1.0)}
-    return simulate(Path(STAIRCASE), REQUESTS, replicas, in_flight, Inputs(speeds=speeds, **inputs), rows=4)
+def simulated(replicas: int = 1, in_flight: int = 4, inputs: Inputs = INPUTS) -> CellFigures:
+    return simulate(REQUESTS, replicas, in_flight, inputs, rows=4)[0]
 
 
 def test_the_list_is_the_same_each_time_and_shares_beginnings() -> None:
@@ -47,11 +66,71 @@ def test_a_client_keeps_its_number_in_flight() -> None:
 
 def test_what_the_simulator_is_given_counts() -> None:
     plain = simulated(in_flight=1)
-    assert simulated(in_flight=1, speed=0.5).tpot_ms == pytest.approx(2 * plain.tpot_ms, rel=0.01)
-    outside = simulated(in_flight=1, round_trip_s=0.01, gap_s=0.02)
-    assert outside.ttft_ms == pytest.approx(plain.ttft_ms + 10, abs=0.5)
+    outside = simulated(in_flight=1, inputs=replace(INPUTS, client=Handling(0.02), front=Handling(0.01)))
+    assert outside.ttft_ms == pytest.approx(plain.ttft_ms + 30, abs=0.5)
     waits_s = sum(r.tokens for r in REQUESTS) * (1 / outside.per_s - 1 / plain.per_s)
-    assert waits_s == pytest.approx(0.03 * (len(REQUESTS) - 1) + 0.01, abs=0.01)
+    assert waits_s == pytest.approx(0.03 * len(REQUESTS), rel=0.01)
+    assert told(replace(INPUTS, client=Handling(0.02)))["client_request_ms"] == pytest.approx(20)
+
+
+# Inputs ------------------------------------------------------------------------------------------
+
+
+def load_of(load: tuple[int, int, int], client: Handling, engine: Handling = Handling()) -> Load:  # noqa: B008
+    """A load of one replica, and what it would take."""
+    count, at_once, tokens = load
+    requests = [Recorded(tuple(range(32)), tokens) for _ in range(count)]
+    steps_s = simulate(requests, 1, at_once, replace(INPUTS, engine=engine), rows=8)[1].engines
+    bare = Load(requests, at_once, 1, CoreTime(0.0, 0.0, steps_s))
+    parts = zip(bare.counts, (client.request_s, client.batch_s, client.token_s), strict=True)
+    return replace(bare, used=replace(bare.used, client=sum(n * s for n, s in parts)))
+
+
+def test_handling_is_found_from_the_processor_time_of_loads() -> None:
+    truth, engine = Handling(2e-3, 3e-4, 1e-4), Handling(1e-3, 2e-4, 5e-5)
+    loads = [load_of(load, truth, engine) for load in ((12, 1, 1), (2, 1, 24), (4, 4, 24))]
+    found = handling(loads, [load.used.client for load in loads])
+    assert (found.request_s, found.batch_s, found.token_s) == pytest.approx((2e-3, 3e-4, 1e-4), rel=0.01)
+    beyond = beyond_steps(loads, INPUTS, rows=8)
+    assert (beyond.request_s, beyond.batch_s, beyond.token_s) == pytest.approx((1e-3, 2e-4, 5e-5), rel=0.1)
+
+
+def test_prices_are_found_from_steps_and_interrupted_ones_do_not_count() -> None:
+    truth = TargetCost(Curve(np.array([1.0, 16, 256]), np.array([3e-3, 5e-3, 80e-3])), 4e-5, 6e-7, 2e-7)
+    chance = np.random.default_rng(0)
+    steps = []
+    for _ in range(300):
+        rows, chunk, length = (int(chance.integers(*ends)) for ends in ((0, 17), (0, 200), (20, 400)))
+        work = Work(rows, 0, rows * length, rows * length)
+        if chunk:
+            work += Work(chunk, chunk - 1, chunk, chunk * (chunk + 1) // 2)
+        if work.tokens:
+            steps.append(StepTime(work, rows, float(truth(work)), 1e-4 * (10 + rows)))
+    stalled = [replace(s, target_s=3 * s.target_s) if i % 20 == 0 else s for i, s in enumerate(steps)]
+    found = Prices.of(stalled)
+    assert found.error < 0.02
+    assert slowed(steps, found) == pytest.approx(1.0, abs=0.02)
+    right_s = float(truth(Work(4, 0, 800, 800))) + 14e-4
+    assert found.step_s(4, 200) == pytest.approx(right_s, rel=0.03)
+
+
+def test_a_stepper_tells_the_work_of_its_steps() -> None:
+    """Prompts beside rows that decode, behind a beginning that is kept, and nothing is left open."""
+    limits = Limits(num_rows=4, max_len=1024, prefill_tokens=512)
+    engine = build(EngineConfig(model="shape:num_layers=1,hidden_size=64", draft="off", limits=limits)).engine
+    stepper = Stepper(engine)
+    first = stepper.run(0.0)
+    assert [s.rows for s in first] == [0, 1]
+    assert first[0].work.tokens == first[0].work.unscored + 1 == first[0].work.kv_tokens
+    assert first[1].work.tokens == 1
+    found = stepper.episode(inf, BEGINNING)
+    assert {s.rows for s in found} == {0, 1, 2, 3, 4}
+    assert all(s.target_s > 0 for s in found)
+    assert any(s.work.kv_tokens > s.work.tokens + 160 for s in found if s.work.unscored)
+    assert not engine.has_work
+
+
+# Cells and the table -----------------------------------------------------------------------------
 
 
 def test_two_replicas_share_the_list() -> None:

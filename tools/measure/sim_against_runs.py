@@ -1,18 +1,21 @@
 """Compare the simulator with real fleets of this machine.
 
-    python -m tools.measure.sim_against_runs [--requests 64] [--model default] [--out FILE]
+    python -m tools.measure.sim_against_runs [--requests 96] [--model default] [--seconds 12] [--out FILE]
 
 Four cells: one and two replicas, 4 and 16 requests in flight, routed by seconds. Requests are a recorded list:
 prompts of four shared beginnings, answers of fixed lengths, drafts off. A client keeps so many in flight, and so
-does the simulator, with every step simulated. Prices are those that the server's own calibration wrote in this
-run, so nothing else may run on the machine.
+does the simulator, with every step simulated on the cores of this machine (`sim/shared_cores.py`). It is told
+nothing of the cells. Its inputs are measured before them, so nothing else may run on the machine:
 
-The simulator knows one engine alone. What it cannot know is measured here and given to it:
+- prices of steps, of one engine alone, of one beside a Python process, and of two at once with a Python process
+  that takes turns with them, which leaves cold caches (`step_prices`);
+- processor time of front and client for a request, for the tokens of a step and for each of them, from the
+  processor time of these processes under three loads that the cells do not have (`LOADS`);
+- the same of an engine's process, less its steps.
 
-- the price of a step while the other replica writes too, beside its price alone: both read one memory, and front
-  and client take turns with the engines on the cores (`speed`);
-- the time of a request that is not the engine's: HTTP, tokens to text, the client's own (`round trip`, of a
-  request that no engine sees), and of the client between an answer's end and the next request (`gap`).
+Each line also tells the processor time per token of client, front and engines, real and simulated, which shows
+where a difference comes from. It is the only part that means something on a busy machine. On a quiet one all takes
+about three minutes.
 """
 
 from __future__ import annotations
@@ -20,44 +23,49 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
-import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import mean, median
-from time import perf_counter
-from typing import Any
+from statistics import mean
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+import psutil
 
-from paceline.control.files import read_profile
+from paceline.control.cost import non_negative
 from paceline.control.routing import policy_named
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.system import usable_cores
 from paceline.serve.terminal.display import plain_table
 from paceline.sim.baselines import Static
-from paceline.sim.command import of_drafter
 from paceline.sim.fleet import FleetOptions
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
+from paceline.sim.shared_cores import Handling, SharedMachine, run_closed
 from paceline.sim.simulator import SimulatedReplica
+from tools.measure.step_prices import REST_S, Prices, python_load, slowed, workers
 from tools.served import start_server
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tools.served import RunningServer
 
 IN_FLIGHT, REPLICAS = (4, 16), (1, 2)
 BAR = 0.05
 BEGINNINGS, SHARED_TOKENS, OWN_TOKENS = 4, 160, (16, 96)  # of prompts
 ANSWER_TOKENS = (24, 96)
-SOLO_TOKENS = 128  # of the answers that tell `speed`
-ROUND_TRIPS = 40
-LATER_S = 1e6  # arrival of requests that wait for others to end, before these ends are known
-SETTLED_S = 1e-6
+# Requests and requests at once for each replica, and tokens of an answer: loads that tell what handling takes.
+LOADS = (24, 1, 1), (3, 1, 96), (8, 8, 96)
+LOAD_PROMPT, LOAD_ROUNDS = 32, 3
 CACHE_PAGES = 1 << 16
+NOTHING = Handling()
 TIMEOUT_S = 300.0
 STATES_S = 120.0
-CACHE = "PACELINE_CACHE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class CellFigures:
     def of(cls, seen: list[Seen], requests: list[Recorded]) -> CellFigures:
         """Sum up answers; the times of `seen` and the requests are in one order."""
         span_s = max(one.end_s for one in seen) - min(one.sent_s for one in seen)
-        tpot = [(one.end_s - one.first_s) / (r.tokens - 1) for one, r in zip(seen, requests, strict=True)]
+        tpot = [(one.end_s - one.first_s) / max(r.tokens - 1, 1) for one, r in zip(seen, requests, strict=True)]
         return cls(
             sum(r.tokens for r in requests) / span_s,
             1e3 * mean(tpot),
@@ -106,13 +114,51 @@ class CellFigures:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CoreTime:
+    """Processor time of the processes, seconds."""
+
+    client: float
+    front: float
+    engines: float
+
+    @classmethod
+    def now(cls, server: RunningServer) -> CoreTime:
+        """Return what they have used up to now. The client is this process."""
+        front = psutil.Process(server.process.pid)
+        return cls(process_time(), _core_s(front), sum(map(_core_s, front.children(recursive=True))))
+
+    def since(self, earlier: CoreTime) -> CoreTime:
+        """Return what was used after an earlier time."""
+        return CoreTime(self.client - earlier.client, self.front - earlier.front, self.engines - earlier.engines)
+
+    def per(self, tokens: int) -> dict[str, float]:
+        """Return the milliseconds of a token."""
+        parts = {"client": self.client, "front": self.front, "engines": self.engines}
+        return {name: 1e3 * seconds / tokens for name, seconds in parts.items()}
+
+
+def _core_s(process: psutil.Process) -> float:
+    """Return the processor time of a process, of all its threads, to a nanosecond."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/schedstat")
+    return 1e-9 * sum(int(task.read_text().split()[0]) for task in tasks)
+
+
 @dataclass(slots=True)
 class Inputs:
     """Measured inputs of the simulator."""
 
-    round_trip_s: float = 0.0
-    speeds: dict[int, float] = field(default_factory=dict)  # by replicas that write
-    gap_s: float = 0.0
+    alone: Prices  # of an engine's steps
+    crowded: Prices  # while another engine works, and front and client take turns with both
+    beside: float = 1.0  # see `SharedMachine`
+    engine: Handling = NOTHING
+    front: Handling = NOTHING
+    client: Handling = NOTHING
+
+    def machine(self) -> SharedMachine:
+        """Return what the simulator runs on."""
+        cores = len(usable_cores())
+        return SharedMachine(cores, self.crowded.cost, self.beside, self.engine, self.front, self.client)
 
 
 def recorded(count: int, seed: int, vocab: int = 20000) -> list[Recorded]:
@@ -148,51 +194,19 @@ async def ask(client: httpx.AsyncClient, request: Recorded, origin_s: float) -> 
     return seen
 
 
-async def run_cell(url: str, requests: list[Recorded], in_flight: int) -> tuple[list[Seen], float]:
-    """Answer all requests, so many at once. Returns their times and the client's mean gap."""
+async def run_cell(url: str, requests: list[Recorded], in_flight: int) -> list[Seen]:
+    """Answer all requests, so many at once. Returns their times."""
     found: list[Seen | None] = [None] * len(requests)
-    waiting, gaps = iter(range(len(requests))), []
+    waiting = iter(range(len(requests)))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         origin_s = perf_counter()
 
         async def one_client() -> None:
-            last_s = None
             for index in waiting:
-                seen = found[index] = await ask(client, requests[index], origin_s)
-                if last_s is not None:
-                    gaps.append(seen.sent_s - last_s)
-                last_s = seen.end_s
+                found[index] = await ask(client, requests[index], origin_s)
 
         await asyncio.gather(*(one_client() for _ in range(in_flight)))
-    return [one for one in found if one is not None], mean(gaps) if gaps else 0.0
-
-
-async def token_s(url: str, count: int, seed: int) -> float:
-    """Return the seconds of a token while each replica writes an answer.
-
-    count: of replicas.
-    """
-    chance = random.Random(seed)  # noqa: S311 - no secret
-    prompts = [tuple(chance.randrange(1000, 20000) for _ in range(32)) for _ in range(count)]
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        seen = await asyncio.gather(*(ask(client, Recorded(p, SOLO_TOKENS), perf_counter()) for p in prompts))
-    return mean((one.end_s - one.first_s) / (SOLO_TOKENS - 1) for one in seen)
-
-
-async def measured_inputs(url: str, replicas: int) -> Inputs:
-    """Measure what the simulator cannot know, before the cells."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
-        times = []
-        for _ in range(ROUND_TRIPS):
-            start_s = perf_counter()
-            await client.post("/tokenize", json={"prompt": "a word"})
-            times.append(perf_counter() - start_s)
-    alone = [await token_s(url, 1, seed) for seed in range(3)]
-    speeds = {1: 1.0}
-    if replicas > 1:
-        together = [await token_s(url, replicas, 10 + seed) for seed in range(3)]
-        speeds[replicas] = median(alone) / median(together)
-    return Inputs(median(times), speeds)
+    return [one for one in found if one is not None]
 
 
 async def wait_until_up(url: str, replicas: int) -> None:
@@ -207,42 +221,83 @@ async def wait_until_up(url: str, replicas: int) -> None:
     raise TimeoutError("the replicas do not come up")
 
 
+# Inputs -------------------------------------------------------------------------------------------
+
+
+def measured_prices(flags: Sequence[str], seconds: float) -> Inputs:
+    """Measure the prices of steps, on cores of their own."""
+    first, second, *_ = (*sorted(usable_cores()), *sorted(usable_cores()))
+    with workers((first, second), flags) as engines:
+        alone = Prices.of(engines.measure(1, seconds))
+        with python_load(None, REST_S):
+            crowded = Prices.of(engines.measure(2, seconds))
+        with python_load(second, 0.0):
+            beside = slowed(engines.measure(1, seconds / 3), alone)
+    return Inputs(alone, crowded, max(beside, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load, and the processor time that it took."""
+
+    requests: list[Recorded]
+    at_once: int
+    replicas: int
+    used: CoreTime
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Requests, batches of tokens, tokens. Those at once on a replica share a batch."""
+        tokens = sum(one.tokens for one in self.requests)
+        return len(self.requests), tokens * self.replicas // self.at_once, tokens
+
+
+def run_load(server: RunningServer, replicas: int, seed: int, load: tuple[int, int, int]) -> Load:
+    """Run a load on each replica. load: of `LOADS`."""
+    count, at_once, tokens = load[0] * replicas, load[1] * replicas, load[2]
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    prompts = [tuple(chance.randrange(1000, 20000) for _ in range(LOAD_PROMPT)) for _ in range(count)]
+    requests = [Recorded(prompt, tokens) for prompt in prompts]
+    before = CoreTime.now(server)
+    asyncio.run(run_cell(server.url, requests, at_once))
+    return Load(requests, at_once, replicas, CoreTime.now(server).since(before))
+
+
+def handling(loads: Sequence[Load], used_s: Sequence[float]) -> Handling:
+    """Return what a process takes, from its processor time under loads."""
+    counts, shares = np.array([load.counts for load in loads], np.float64), np.maximum(used_s, 1e-9)[:, None]
+    return Handling(*non_negative(counts / shares, np.ones(len(loads))).tolist())
+
+
+def beyond_steps(loads: Sequence[Load], inputs: Inputs, rows: int) -> Handling:
+    """Return what an engine's process takes beyond its steps. loads: of one replica."""
+    bare = replace(inputs, engine=NOTHING)
+    steps_s = [simulate(load.requests, 1, load.at_once, bare, rows)[1].engines for load in loads]
+    return handling(loads, [load.used.engines - s for load, s in zip(loads, steps_s, strict=True)])
+
+
 # The simulator ------------------------------------------------------------------------------------
 
 
 def simulate(
-    profile_file: Path, requests: list[Recorded], replicas: int, in_flight: int, inputs: Inputs, rows: int
-) -> CellFigures:
+    requests: list[Recorded], replicas: int, in_flight: int, inputs: Inputs, rows: int
+) -> tuple[CellFigures, CoreTime]:
     """Simulate a cell, with a client that keeps so many requests in flight."""
-    profile = read_profile(profile_file)
-    profile = of_drafter(profile, profile.drafters[0] if profile.drafters else None)
-    profile = replace(profile, accepted_at=(0.5,))  # of drafts, which there are none of
+    profile = replace(inputs.alone.profile, accepted_at=(0.5,))  # of drafts, which there are none of
     kind = kind_of(profile, SimulatedReplica(rows), lambda: Static(0), None)
-    speed = inputs.speeds.get(replicas, 1.0)
-    outside_s = inputs.round_trip_s + inputs.gap_s
-    arrival_s = np.zeros(len(requests))
-    arrival_s[in_flight:] = LATER_S
     trace = FleetTrace(
-        arrival_s,
+        np.zeros(len(requests)),
         np.array([len(one.prompt) for one in requests]),
         np.array([one.tokens for one in requests]),
         [one.pages for one in requests],
     )
-    setup = FleetSetup.of(replicas, kind, trace, speeds=(speed,), step_exact=True)
-    for _ in requests:  # each round settles the times of one request more at least
-        result = setup.run(trace, policy_named("seconds"), FleetOptions(cache_pages=CACHE_PAGES))
-        ended_s = np.sort(result.ends.end_s)[: max(len(requests) - in_flight, 0)]
-        sent_s = np.concatenate([np.zeros(len(requests) - len(ended_s)), ended_s + outside_s])
-        if np.allclose(sent_s, trace.arrival_s, rtol=0.0, atol=SETTLED_S):
-            break
-        trace = replace(trace, arrival_s=sent_s)
-    ends, outside_s = result.ends, inputs.round_trip_s
-    seen = [
-        Seen(float(a), float(f) + outside_s, float(e) + outside_s)
-        for a, f, e in zip(trace.arrival_s, ends.first_s, ends.end_s, strict=True)
-    ]
-    found = CellFigures.of(seen, requests)
-    return CellFigures(found.per_s, found.tpot_ms, found.ttft_ms, result.hits)
+    setup = FleetSetup.of(replicas, kind, trace)
+    options = FleetOptions(cache_pages=CACHE_PAGES)
+    result, used_s = run_closed(setup, trace, inputs.machine(), in_flight, policy_named("seconds"), options)
+    times = zip(result.trace.arrival_s, result.ends.first_s, result.ends.end_s, strict=True)
+    found = CellFigures.of([Seen(float(sent), float(first), float(end)) for sent, first, end in times], requests)
+    *engines, front, client = used_s
+    return replace(found, hits=result.hits), CoreTime(client, front, sum(engines))
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -275,36 +330,51 @@ def shown(lines: list[dict[str, Any]]) -> str:
     return plain_table("", tuple(columns), rows)
 
 
-def run_fleet(replicas: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the cells of a fleet, then simulate them."""
-    flags = ["--model", args.model, "--threads", "1", "--replicas", str(replicas), "--draft", "auto"]
-    flags += ["--max-rows", str(args.rows), "--no-access-log", "--route", "seconds"]
-    with tempfile.TemporaryDirectory(prefix="paceline-sim-") as folder:
-        server = start_server(flags, environment=os.environ | {CACHE: folder})
-        try:
-            url = server.wait()
-            asyncio.run(wait_until_up(url, replicas))
-            inputs = asyncio.run(measured_inputs(url, replicas))
-            cells = []
-            for in_flight in IN_FLIGHT:
-                requests = recorded(args.requests, args.seed + in_flight + 100 * replicas)
-                asyncio.run(run_cell(url, recorded(2 * in_flight, args.seed + 7 * in_flight), in_flight))  # warm
-                cells.append((in_flight, requests, *asyncio.run(run_cell(url, requests, in_flight))))
-        finally:
-            server.stop()
-        (profile,) = (Path(folder) / "profiles").glob("*.json")
-        lines = []
-        for in_flight, requests, seen, gap_s in cells:
-            inputs.gap_s = max(gap_s, 0.0)
-            found = simulate(profile, requests, replicas, in_flight, inputs, args.rows)
-            cell = f"{replicas} x 1 thread, {in_flight} in flight"
-            given = {
-                "round_trip_ms": 1e3 * inputs.round_trip_s,
-                "gap_ms": 1e3 * gap_s,
-                "speed": inputs.speeds[replicas],
-            }
-            lines.append(compared(cell, CellFigures.of(seen, requests), found) | {"given": given})
+def run_fleet(
+    replicas: int, inputs: Inputs, flags: Sequence[str], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Run the cells of a fleet, then simulate them. Fills in `inputs`."""
+    server = start_server([*flags, "--replicas", str(replicas), "--no-access-log", "--route", "seconds"])
+    try:
+        url = server.wait()
+        asyncio.run(wait_until_up(url, replicas))
+        for load in LOADS:
+            run_load(server, replicas, 0, load)  # warm
+        seeds = range(1, 1 + LOAD_ROUNDS)
+        loads = [run_load(server, replicas, 10 * seed + i, load) for seed in seeds for i, load in enumerate(LOADS)]
+        inputs.front = handling(loads, [load.used.front for load in loads])
+        inputs.client = handling(loads, [load.used.client for load in loads])
+        if replicas == 1:
+            inputs.engine = beyond_steps(loads, inputs, args.rows)
+        cells = []
+        for in_flight in IN_FLIGHT:
+            requests = recorded(args.requests, args.seed + in_flight + 100 * replicas)
+            asyncio.run(run_cell(url, recorded(2 * in_flight, args.seed + 7 * in_flight), in_flight))  # warm
+            before = CoreTime.now(server)
+            seen = asyncio.run(run_cell(url, requests, in_flight))
+            cells.append((in_flight, requests, seen, CoreTime.now(server).since(before)))
+    finally:
+        server.stop()
+    lines = []
+    for in_flight, requests, seen, used in cells:
+        found, simulated = simulate(requests, replicas, in_flight, inputs, args.rows)
+        tokens = sum(one.tokens for one in requests)
+        line = compared(f"{replicas} x 1 thread, {in_flight} in flight", CellFigures.of(seen, requests), found)
+        core_ms = {"real": used.per(tokens), "simulated": simulated.per(tokens)}
+        lines.append(line | {"core_ms": core_ms, "given": told(inputs)})
     return lines
+
+
+def told(inputs: Inputs) -> dict[str, float]:
+    """Return the inputs in milliseconds, for a look at them."""
+    machine = inputs.machine()
+    found = {"beside": machine.beside, "fit_error": inputs.alone.error, "fit_error_crowded": inputs.crowded.error}
+    for rows in (1, 4, 16):
+        found[f"step_{rows}_ms"] = 1e3 * inputs.alone.step_s(rows, 250)
+        found[f"step_{rows}_crowded_ms"] = 1e3 * inputs.crowded.step_s(rows, 250)
+    for name, part in (("engine", machine.engine), ("front", machine.front), ("client", machine.client)):
+        found |= {f"{name}_{f.name[:-2]}_ms": 1e3 * getattr(part, f.name) for f in fields(part)}
+    return found
 
 
 def main() -> int:
@@ -314,16 +384,27 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=96, help="of each cell")
     parser.add_argument("--rows", type=int, default=32, help="that a replica runs at once")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=12.0, help="for prices of steps alone, and again crowded")
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     args = parser.parse_args()
-    lines = [line for replicas in REPLICAS for line in run_fleet(replicas, args)]
+    flags = ["--model", args.model, "--threads", "1", "--draft", "auto", "--max-rows", str(args.rows)]
+    inputs = measured_prices(flags, args.seconds)
+    lines = []
+    for replicas in REPLICAS:
+        lines += run_fleet(replicas, inputs, flags, args)
+        sys.stdout.write(_named(f"given, {replicas} replicas", lines[-1]["given"]))
     sys.stdout.write(shown(lines))
     for line in lines:
-        given = ", ".join(f"{name} {value:.3f}" for name, value in line["given"].items())
-        sys.stdout.write(f"{line['cell']}: given {given}; {'within' if line['within'] else 'beyond'} {BAR:.0%}\n")
+        sys.stdout.write(f"{line['cell']}: {'within' if line['within'] else 'beyond'} {BAR:.0%}\n")
+        for what, parts in line["core_ms"].items():
+            sys.stdout.write(_named(f"  {what}, core ms a token", parts))
     if args.out:
         args.out.write_text(json.dumps(lines, indent=1) + "\n")
     return int(not all(line["within"] for line in lines))
+
+
+def _named(title: str, values: dict[str, float]) -> str:
+    return f"{title}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()) + "\n"
 
 
 if __name__ == "__main__":

@@ -268,17 +268,21 @@ class TimedPass:
 
 
 def fit_target(
-    passes: Sequence[TimedPass], buckets: Sequence[int] = (), touched: Curve | None = None
+    passes: Sequence[TimedPass],
+    buckets: Sequence[int] = (),
+    touched: Curve | None = None,
+    points: Sequence[int] = (),
 ) -> TargetCost:
     """Return the prices with the least squared relative error, none negative.
 
-    The curve has a point at every count of tokens that was timed with all tokens scored; keys and unscored tokens
-    have one price each. If all contexts are short, the price of keys cannot be told from that of tokens and is 0.
+    The curve has a point at every count of tokens that was timed with all tokens scored, or at `points`, ascending.
+    Keys and unscored tokens have one price each. If all contexts are short, the price of keys cannot be told from
+    that of tokens and is 0.
     buckets: counts that the backend pads passes to, ascending; the curve is then a staircase with these steps.
     touched: experts that passes are expected to touch, where the model has any. The curve is of such passes.
     """
     tokens = [_padded(int(p.work.tokens), buckets) for p in passes]
-    counts = sorted({n for n, p in zip(tokens, passes, strict=True) if not p.work.unscored})
+    counts = list(points) or sorted({n for n, p in zip(tokens, passes, strict=True) if not p.work.unscored})
     stepped = bool(buckets)
     rises = np.array([[_share(n, counts, i, stepped=stepped) for i in range(len(counts))] for n in tokens])
     others = np.array([[p.work.kv_tokens, p.work.pairs, -p.work.unscored, p.touched] for p in passes], np.float64)

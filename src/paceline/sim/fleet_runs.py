@@ -50,7 +50,7 @@ class FleetSetup:
         """Run a trace."""
         ends = Ends(np.full(len(trace), np.nan), np.full(len(trace), np.nan))
         engines = [self._engine(trace, ends, i) for i in range(self.num_replicas)]
-        states = self._states()
+        states = self.states()
         return Fleet(trace, engines, ends, states, policy, options or FleetOptions()).run(update)
 
     def _engine(self, trace: FleetTrace, ends: Ends, index: int) -> SimulatedEngine:
@@ -58,7 +58,8 @@ class FleetSetup:
             return StepReplica(self.kind, trace, ends, self.speed(index))
         return FluidReplica(self.rates, trace, ends, self.speed(index))
 
-    def _states(self) -> ReplicaStates:
+    def states(self) -> ReplicaStates:
+        """Return what routing reads of the replicas, before anything runs."""
         usual = self.rates.token_s_by_rows(self.mean_length)
         tables = {speed: tuple(s / speed for s in usual) for speed in self.speeds}
         speeds = [self.speed(i) for i in range(self.num_replicas)]

@@ -86,6 +86,7 @@ class PlannedStep:
     policy: Policy  # that planned it
     view: StepView
     decision: Decision
+    work: Work  # drafts left out
     chunks: NDArray[int64]  # [num_rows] tokens of prefill
     verify_s: float
     draft_s: float
@@ -154,7 +155,7 @@ class Simulator:
         base = Work(len(rows), 0, keys, keys) + prefill
         draft_s = self.cost.drafting_s(decision.ks, decision.drafters)
         verify_s = self.cost.price(base, view.lengths, decision.ks, decision.drafters) - draft_s
-        return PlannedStep(policy, view, decision, chunks, verify_s, draft_s)
+        return PlannedStep(policy, view, decision, base, chunks, verify_s, draft_s)
 
     def _end_step(self, planned: PlannedStep) -> None:
         """Draw the accepted drafts, let the policy learn, and commit."""

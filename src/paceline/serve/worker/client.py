@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError
@@ -24,8 +23,8 @@ from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.child import EngineChild
 from paceline.serve.worker.command_sender import CommandSender
 from paceline.serve.worker.commands import Obeyed
+from paceline.serve.worker.engine_socket import EngineSocket
 from paceline.serve.worker.messages import (
-    MAX_TO_SERVER_BYTES,
     Cancel,
     Draining,
     Language,
@@ -73,7 +72,7 @@ class _Setup:
 class EngineProcess:
     """One engine process, from its start to its end."""
 
-    socket: zmq.asyncio.Socket
+    socket: EngineSocket
     process: EngineChild
     watchdog: Watchdog
     ready: Ready | None = None  # None: it loads
@@ -110,7 +109,7 @@ class EngineClient:
         self.commands = CommandSender(self._send_to_ready, self._open.ids)
         self._watches = False  # the engine notes its steps
         self._on_progress = on_progress
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._engine: EngineProcess | None = None
         self._stopping = False
         self._supervisor = asyncio.create_task(self._supervise(begun))
@@ -142,7 +141,7 @@ class EngineClient:
         self._open.add(answers)
         try:
             for request in requests:
-                await _send_now(engine.socket, Submit.of(request))
+                _send_now(engine.socket, Submit.of(request))
         except BaseException:
             await self.cancel(answers)
             raise
@@ -153,19 +152,19 @@ class EngineClient:
         for request_id in self._open.remove(answers):
             if self._engine is not None:
                 with suppress(EngineDied):
-                    await _send_now(self._engine.socket, Cancel(request_id))
+                    _send_now(self._engine.socket, Cancel(request_id))
 
     async def _send_to_ready(self, message: ToEngine) -> None:
         if self._engine is None or self._engine.ready is None:
             raise EngineDied(NOT_READY)
-        await _send_now(self._engine.socket, message)
+        _send_now(self._engine.socket, message)
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engine's last steps, also after a restart."""
         self._watches = on
         if self._engine is not None and self._engine.ready is not None:
             with suppress(EngineDied):
-                await _send_now(self._engine.socket, Watch(on))
+                _send_now(self._engine.socket, Watch(on))
 
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
@@ -194,7 +193,7 @@ class EngineClient:
 
     async def _ask_to_stop(self, engine: EngineProcess) -> None:
         try:
-            await _send_now(engine.socket, StopEngine())
+            _send_now(engine.socket, StopEngine())
             await asyncio.wait_for(engine.process.wait(), STOP_S)
         except (EngineDied, TimeoutError):
             engine.process.kill()
@@ -225,18 +224,16 @@ class EngineClient:
 
     async def _run_engine(self, begun: EngineChild | None) -> PacelineError | None:
         """Run one engine process to its end; return why it failed to load, or None."""
-        socket = self._context.socket(zmq.PAIR)
+        socket = EngineSocket(self._context)
         try:
             with socket_folder() as folder:
                 return await self._run_in(folder, socket, begun)
         finally:
-            socket.close(linger=0)
+            socket.close()
 
-    async def _run_in(
-        self, folder: Path, socket: zmq.asyncio.Socket, begun: EngineChild | None
-    ) -> PacelineError | None:
+    async def _run_in(self, folder: Path, socket: EngineSocket, begun: EngineChild | None) -> PacelineError | None:
         address = f"ipc://{folder}/engine"
-        _without_limits(socket).bind(address)
+        socket.bind(address)
         process = begun or EngineChild()
         process.connect(address, os.environ.get(logs.FORMAT, ""), self._setup.cores)
         engine = EngineProcess(socket, process, Watchdog((process.pid,), self._setup.watchdog_s))
@@ -264,18 +261,18 @@ class EngineClient:
             for task in (ended, listening, watching):
                 task.cancel()
             await asyncio.gather(ended, listening, watching, return_exceptions=True)
-        while await engine.socket.poll(0):
-            self._handle(engine, _message(await engine.socket.recv()))
+        while (left := engine.socket.receive_now()) is not None:
+            self._handle(engine, _message(left))
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
         commands, setup = self.commands, self._setup
         load = Load(setup.config, commands.weights, commands.paused, setup.watchdog_s)
-        await engine.socket.send(encode(load))  # waits until the process has connected
+        await engine.socket.send_first(encode(load))
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)
         while True:
-            message = _message(await engine.socket.recv())
+            message = _message(await engine.socket.receive())
             if isinstance(message, Ready) and self._setup.prepare is not None:
                 try:
                     await self._setup.prepare(message)
@@ -380,16 +377,9 @@ def _unprepared(error: Exception) -> EngineDied:
     return EngineDied(f"the server cannot use what the engine sent: {type(error).__name__}: {error}")
 
 
-async def _send_now(socket: zmq.asyncio.Socket, message: ToEngine) -> None:
+def _send_now(socket: EngineSocket, message: ToEngine) -> None:
     """Send to a ready engine. Raises `EngineDied` at once if it takes no message."""
     try:
-        await socket.send(encode(message), zmq.DONTWAIT)
+        socket.send(encode(message))
     except zmq.Again:
         raise EngineDied(RESTARTING) from None
-
-
-def _without_limits(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_TO_SERVER_BYTES)
-    socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the server bounds the open requests
-    socket.setsockopt(zmq.RCVHWM, 0)
-    return socket

@@ -1,0 +1,294 @@
+"""A simulated fleet on the cores of one machine, with its front and its client.
+
+Engines, front and client are processes of one thread. While more of them work than there are cores, all advance
+alike, as under a fair scheduler (processor sharing, Kleinrock 1967). An engine also advances slower beside others
+that work: they read one memory, and perhaps share a physical core.
+
+A client keeps so many requests in flight. Each one costs time of client and front before it reaches an engine, and
+each token on its way back. The times of a result are those that the client sees.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from paceline.sim.fleet import Fleet, FleetOptions, FleetResult
+from paceline.sim.fleet_runs import FleetSetup
+from paceline.sim.replicas import Cut, Ends, StepReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline.control.protocols import StepCost
+    from paceline.control.routing import RoutingPolicy
+    from paceline.sim.fleet_traces import FleetTrace
+    from paceline.sim.rates import ReplicaKind
+    from paceline.sim.replicas import Leg
+
+DONE = 1e-12  # seconds of a job: rounding leaves less
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Processor time that a process takes for requests and tokens, seconds."""
+
+    request_s: float = 0.0  # of a request, its tokens left out
+    batch_s: float = 0.0  # of the tokens that one step of an engine brings, however many
+    token_s: float = 0.0  # of each of them
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMachine:
+    """Everything that the processes of one machine do beside the steps of an engine alone."""
+
+    num_cores: int
+    crowded: Callable[[], StepCost] | None = None  # prices of steps while another engine works; None: as alone
+    beside: float = 1.0  # of a step's time alone, while front or client work
+    engine: Handling = Handling()  # of an engine's process, beyond the steps themselves
+    front: Handling = Handling()
+    client: Handling = Handling()
+
+
+class CoreJob(NamedTuple):
+    """Work of a process."""
+
+    alone_s: float
+    crowded_s: float  # while another engine works
+    then: Callable[[float, Any], None]  # called at its end
+    what: Any
+
+
+class SharedCores:
+    """Processes that take turns on cores. Each does its jobs one after another."""
+
+    def __init__(self, num_cores: int, num_engines: int, num_others: int, beside: float) -> None:
+        """beside: of an engine's time, while other processes work and no other engine."""
+        count = num_engines + num_others
+        self.used_s = [0.0] * count  # core time of each process
+        self._num_cores, self._num_engines, self._beside = num_cores, num_engines, beside
+        self._jobs: list[deque[CoreJob]] = [deque() for _ in range(count)]
+        self._left = [1.0] * count  # share of each first job that is to be done
+        self._now = 0.0
+
+    def add(self, now: float, process: int, job: CoreJob) -> None:
+        """Queue a job of a process."""
+        self._move(now)
+        self._jobs[process].append(job)
+
+    @property
+    def next_s(self) -> float:
+        """Time at which the next job ends; inf: none runs."""
+        _, rates = self._rates()
+        return self._now + min((self._left[p] / rate for p, rate in rates.items()), default=inf)
+
+    def end_jobs(self, now: float) -> list[CoreJob]:
+        """Return the jobs that have ended."""
+        self._move(now)
+        _, rates = self._rates()
+        found = [p for p, rate in rates.items() if self._left[p] <= DONE * rate]
+        for process in found:
+            self._left[process] = 1.0
+        return [self._jobs[p].popleft() for p in found]
+
+    def _move(self, now: float) -> None:
+        share, rates = self._rates()
+        for process, rate in rates.items():
+            self._left[process] -= (now - self._now) * rate
+            self.used_s[process] += (now - self._now) * share
+        self._now = now
+
+    def _rates(self) -> tuple[float, dict[int, float]]:
+        """Return the core share of busy processes, and how fast their jobs go."""
+        busy = [p for p, jobs in enumerate(self._jobs) if jobs]
+        share = min(1.0, self._num_cores / max(len(busy), 1))
+        crowded = sum(p < self._num_engines for p in busy) > 1
+        beside = self._beside if len(busy) > 1 else 1.0
+        rates = {}
+        for process in busy:
+            job = self._jobs[process][0]
+            alone_s = job.alone_s * (beside if process < self._num_engines else 1.0)
+            rates[process] = share / max(job.crowded_s if crowded else alone_s, DONE)
+        return share, rates
+
+
+class SharedReplica(StepReplica):
+    """A step-exact replica whose steps end when the cores have done them."""
+
+    def __init__(self, kind: ReplicaKind, trace: FleetTrace, ends: Ends, crowded: StepCost | None) -> None:
+        """crowded: prices while another engine works."""
+        super().__init__(kind, trace, ends, 1.0)
+        self._crowded = crowded or self.cost
+        self.written: list[int] = []  # requests with a token of the last step
+        self.ended: set[int] = set()  # those that it ended
+        self._num_new = 0  # requests taken since the last step
+
+    def submit(self, now: float, leg: Leg) -> None:
+        """See `SimulatedEngine`."""
+        self._num_new += 1
+        super().submit(now, leg)
+
+    def take_step(self, engine: Handling) -> tuple[float, float] | None:
+        """Return the seconds of a newly planned step, alone and crowded; None without one.
+
+        engine: what its process takes beyond the step.
+        """
+        planned = self._planned
+        if planned is None or self.next_s == inf:
+            return None
+        self.next_s = inf  # until the cores have done it
+        d, rows = planned.decision, planned.view.rows
+        crowded_s = self._crowded.price(planned.work, planned.view.lengths, d.ks, d.drafters)
+        written = len(rows) + len(self._begun(planned.chunks))
+        loop_s = self._num_new * engine.request_s + bool(written) * engine.batch_s + written * engine.token_s
+        self._num_new = 0
+        return planned.verify_s + planned.draft_s + loop_s, crowded_s + loop_s
+
+    def _begun(self, chunks: NDArray[int64]) -> list[int]:
+        """Return the requests whose prompts end with these chunks."""
+        found: list[int] = self._request[(chunks > 0) & (chunks == self._to_prefill)].tolist()
+        return found
+
+    def end_step(self, now: float) -> None:
+        """Commit the step that the cores have done, and plan the next one."""
+        self.written, self.ended = [], set()
+        self.next_s = now
+        self.advance()
+
+    def _commit(self, rows: NDArray[int64], counts: NDArray[int64]) -> None:
+        self.written += self._request[rows].tolist()
+        super()._commit(rows, counts)
+
+    def _end_prefill(self, chunks: NDArray[int64]) -> None:
+        self.written += self._begun(chunks)
+        super()._end_prefill(chunks)
+
+    def _finish(self, rows: NDArray[int64]) -> None:
+        self.ended |= set(self._request[rows].tolist())
+        super()._finish(rows)
+
+
+class SharedFleet(Fleet):
+    """Replicas, front and client on one machine, with a number of requests in flight."""
+
+    def __init__(
+        self,
+        trace: FleetTrace,
+        setup: FleetSetup,
+        machine: SharedMachine,
+        in_flight: int,
+        policy: RoutingPolicy,
+        options: FleetOptions,
+    ) -> None:
+        """Take requests in order; their times of arrival are not read."""
+        unsent = replace(trace, arrival_s=np.zeros(len(trace)))
+        ends = Ends(np.full(len(trace), np.nan), np.full(len(trace), np.nan))
+        make = machine.crowded or setup.kind.make_cost
+        self._replicas = [SharedReplica(setup.kind, unsent, ends, make()) for _ in range(setup.num_replicas)]
+        super().__init__(unsent, self._replicas, ends, setup.states(), policy, options)
+        self.cores = SharedCores(machine.num_cores, setup.num_replicas, 2, machine.beside)
+        self._machine, self._in_flight = machine, in_flight
+        self._front, self._client = setup.num_replicas, setup.num_replicas + 1
+        self._num_sent = 0
+        self._seen = Ends(ends.first_s.copy(), ends.end_s.copy())  # by the client
+        self._turn = 0  # number of the event that is to come of the cores
+
+    def run_closed(self) -> FleetResult:
+        """Run all requests. The result's trace has the times at which they were sent."""
+        for index in range(len(self._replicas)):
+            self._start(0.0, index)
+        for _ in range(min(self._in_flight, len(self._trace))):
+            self._ask(0.0)
+        while self._events:
+            self._until(self._events[0][0])
+        return replace(self._result(), ends=self._seen)
+
+    # A request's way ----------------------------------------------------------------------------------
+
+    def _ask(self, now: float) -> None:
+        """Begin the client's work at its next request."""
+        request, self._num_sent = self._num_sent, self._num_sent + 1
+        self._trace.arrival_s[request] = now
+        self._work(now, self._client, self._machine.client.request_s, self._reach_front, request)
+
+    def _reach_front(self, now: float, request: int) -> None:
+        self._work(now, self._front, self._machine.front.request_s, self._send, Cut(request, 0, 0))
+
+    def _noted(self, now: float, index: int) -> None:
+        """Begin the cores' work at a planned step. See `Fleet._noted`."""
+        replica, machine = self._replicas[index], self._machine
+        self._states.note(index, replica, now)
+        if (step_s := replica.take_step(machine.engine)) is not None:
+            self._job(now, index, CoreJob(*step_s, self._end_step, index))
+
+    def _end_step(self, now: float, index: int) -> None:
+        replica, front = self._replicas[index], self._machine.front
+        replica.end_step(now)
+        self._tally.idle_from_s[index] = self._tally.ended_s = now
+        self._noted(now, index)
+        batch_s = front.batch_s
+        for request in replica.written:
+            what = request, request in replica.ended, bool(batch_s)
+            self._work(now, self._front, batch_s + front.token_s, self._reach_client, what)
+            batch_s = 0.0
+
+    def _reach_client(self, now: float, what: tuple[int, bool, bool]) -> None:
+        client = self._machine.client
+        seconds = client.token_s + (client.batch_s if what[2] else 0.0)
+        self._work(now, self._client, seconds, self._see, what)
+
+    def _see(self, now: float, what: tuple[int, bool, bool]) -> None:
+        """Note a token that the client sees; after an answer's last, send a request."""
+        request, last, _ = what
+        if np.isnan(self._seen.first_s[request]):
+            self._seen.first_s[request] = now
+        if last:
+            self._seen.end_s[request] = now
+            if self._num_sent < len(self._trace):
+                self._ask(now)
+
+    # The cores' clock ---------------------------------------------------------------------------------
+
+    def _work(
+        self, now: float, process: int, seconds: float, then: Callable[[float, Any], None], what: Any
+    ) -> None:
+        self._job(now, process, CoreJob(seconds, seconds, then, what))
+
+    def _job(self, now: float, process: int, job: CoreJob) -> None:
+        self.cores.add(now, process, job)
+        self._plan_turn()
+
+    def _plan_turn(self) -> None:
+        """Expect the next end of a job; what was expected before is void."""
+        self._turn += 1
+        if (next_s := self.cores.next_s) < inf:
+            self._at(next_s, self._end_jobs, self._turn)
+
+    def _end_jobs(self, now: float, turn: int) -> None:
+        if turn == self._turn:
+            for job in self.cores.end_jobs(now):
+                job.then(now, job.what)
+            self._plan_turn()
+
+
+def run_closed(
+    setup: FleetSetup,
+    trace: FleetTrace,
+    machine: SharedMachine,
+    in_flight: int,
+    policy: RoutingPolicy,
+    options: FleetOptions | None = None,
+) -> tuple[FleetResult, list[float]]:
+    """Run requests with so many in flight.
+
+    Returns the result, and the core time of each process: engines, front, client.
+    """
+    fleet = SharedFleet(trace, setup, machine, in_flight, policy, options or FleetOptions())
+    return fleet.run_closed(), fleet.cores.used_s

@@ -1,0 +1,138 @@
+"""Fleets on shared cores: turns on cores, the way of a request, engines beside each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.control.cost import Curve, MeasuredCost, TargetCost
+from paceline.control.files import read_profile, step_cost
+from paceline.control.routing import policy_named
+from paceline.sim.baselines import Static
+from paceline.sim.command import of_drafter
+from paceline.sim.fleet_runs import FleetSetup
+from paceline.sim.fleet_traces import FleetTrace
+from paceline.sim.rates import kind_of
+from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, run_closed
+from paceline.sim.simulator import SimulatedReplica
+from tests.engine.same_text import STAIRCASE
+
+PROFILE = replace(of_drafter(read_profile(Path(STAIRCASE)), None), accepted_at=(0.5,))
+KIND = kind_of(PROFILE, SimulatedReplica(4), lambda: Static(0), None)
+COUNT = 12
+TRACE = FleetTrace(np.zeros(COUNT), np.arange(20, 20 + 5 * COUNT, 5), np.arange(10, 10 + COUNT), [()] * COUNT)
+ANSWERS = int(TRACE.output_lens.sum())
+
+
+def ran(machine: SharedMachine, replicas: int = 1, in_flight: int = 4):
+    return run_closed(FleetSetup.of(replicas, KIND, TRACE), TRACE, machine, in_flight, policy_named("round-robin"))
+
+
+def span_s(machine: SharedMachine, **others: int) -> float:
+    return float(ran(machine, **others)[0].ends.end_s.max())
+
+
+# Turns -------------------------------------------------------------------------------------------
+
+
+def end_times(cores: SharedCores) -> dict[str, float]:
+    ends: dict[str, float] = {}
+    while (now := cores.next_s) < float("inf"):
+        ends |= {job.what: now for job in cores.end_jobs(now)}
+    return ends
+
+
+def job(what: str, alone_s: float, crowded_s: float | None = None) -> CoreJob:
+    return CoreJob(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what)
+
+
+def test_processes_beyond_the_cores_share_them() -> None:
+    """Three on two cores: each has two thirds until the shortest ends, at 1.5; two then have a core each."""
+    cores = SharedCores(2, 0, 3, 1.0)
+    for process, seconds in enumerate((1.0, 2.0, 2.0)):
+        cores.add(0.0, process, job(str(process), seconds))
+    assert end_times(cores) == pytest.approx({"0": 1.5, "1": 2.5, "2": 2.5})
+    assert cores.used_s == pytest.approx([1.0, 2.0, 2.0])
+
+
+def test_a_process_does_its_jobs_in_turn() -> None:
+    cores = SharedCores(2, 0, 1, 1.0)
+    cores.add(0.0, 0, job("first", 1.0))
+    cores.add(0.5, 0, job("second", 2.0))
+    assert end_times(cores) == pytest.approx({"first": 1.0, "second": 3.0})
+
+
+def test_engines_slow_each_other_and_are_slower_beside_others() -> None:
+    """A step of 1 s alone, 2 s beside an engine: half is done when the other ends; the rest takes 0.5 s."""
+    cores = SharedCores(4, 2, 1, 1.5)
+    cores.add(0.0, 0, job("long", 1.0, 2.0))
+    cores.add(0.0, 1, job("short", 0.5, 1.0))
+    assert end_times(cores) == pytest.approx({"short": 1.0, "long": 1.5})
+    cores = SharedCores(4, 2, 1, 1.5)
+    cores.add(0.0, 0, job("engine", 1.0, 2.0))
+    cores.add(0.0, 2, job("front", 10.0))
+    assert end_times(cores) == pytest.approx({"engine": 1.5, "front": 10.0})
+
+
+# Fleets ------------------------------------------------------------------------------------------
+
+
+def test_with_cores_for_all_and_nothing_to_handle_it_is_the_step_exact_clock() -> None:
+    """One replica and all requests at once: the same times as without the machine."""
+    free, _ = ran(SharedMachine(64), in_flight=COUNT)
+    exact = FleetSetup.of(1, KIND, TRACE, step_exact=True).run(TRACE, policy_named("round-robin"))
+    np.testing.assert_allclose(free.ends.first_s, exact.ends.first_s, rtol=1e-6)
+    np.testing.assert_allclose(free.ends.end_s, exact.ends.end_s, rtol=1e-6)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_so_many_are_in_flight(in_flight: int) -> None:
+    found, _ = ran(SharedMachine(2, front=Handling(1e-3), client=Handling(1e-3)), 2, in_flight)
+    sent, end = found.trace.arrival_s, found.ends.end_s
+    open_at = [int(((sent <= s) & (end > s)).sum()) for s in sent]
+    assert max(open_at) == in_flight
+    assert (sent[in_flight:] > 0).all()
+    assert not sent[:in_flight].any()
+
+
+def test_what_front_and_client_do_is_waited_for_and_counted() -> None:
+    """One request at a time on free cores: every request and every token waits for both."""
+    front, client = Handling(0.01, 2e-3, 1e-3), Handling(0.02, 1e-3, 3e-3)
+    free, slow = (
+        ran(SharedMachine(64), in_flight=1),
+        ran(SharedMachine(64, front=front, client=client), in_flight=1),
+    )
+    tokens_s = 3e-3 + 4e-3
+    added = slow[0].ttft_s - free[0].ttft_s
+    np.testing.assert_allclose(added, 0.03 + tokens_s, rtol=1e-6)
+    assert slow[1][1:] == pytest.approx([COUNT * 0.01 + ANSWERS * 3e-3, COUNT * 0.02 + ANSWERS * 4e-3])
+    assert slow[1][0] == pytest.approx(free[1][0])
+
+
+def test_one_core_does_the_work_of_all() -> None:
+    machine = SharedMachine(
+        1, front=Handling(1e-3, 0.0, 2e-4), client=Handling(1e-3, 0.0, 2e-4), engine=Handling(0.0, 1e-4)
+    )
+    found, used_s = ran(machine, 2, 8)
+    assert sum(used_s) == pytest.approx(found.ends.end_s.max(), rel=0.01)
+    assert found.ends.end_s.max() > 1.3 * span_s(replace(machine, num_cores=2), replicas=2, in_flight=8)
+
+
+def test_a_second_engine_brings_less_where_both_slow_each_other() -> None:
+    target = PROFILE.cost.target
+    curve = Curve(target.by_tokens.counts, 2 * target.by_tokens.seconds, target.by_tokens.stepped)
+    doubled = replace(PROFILE, cost=MeasuredCost(TargetCost(curve), PROFILE.cost.drafters))
+    crowded = SharedMachine(4, partial(step_cost, doubled))
+    assert span_s(crowded) == span_s(SharedMachine(4)), "one engine is never crowded"
+    assert span_s(crowded, replicas=2) > 1.6 * span_s(SharedMachine(4), replicas=2)
+
+
+def test_an_engines_process_takes_more_than_its_steps() -> None:
+    """One request at a time: each waits for the process once, and once for every token."""
+    loop = SharedMachine(64, engine=Handling(0.01, 2e-3, 1e-3))
+    more_s = span_s(loop, in_flight=1) - span_s(SharedMachine(64), in_flight=1)
+    assert more_s == pytest.approx(0.01 * COUNT + 3e-3 * ANSWERS)
