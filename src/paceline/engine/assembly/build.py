@@ -21,13 +21,20 @@ from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.built_again import rebuilders
 from paceline.engine.assembly.config import OFF, ON, Settled
-from paceline.engine.assembly.kv_choices import choose_kv_type, describe_disk, disk_of, identity, open_folder
+from paceline.engine.assembly.kv_choices import (
+    choose_kv_type,
+    describe_disk,
+    disk_of,
+    identity,
+    kv_room,
+    kv_share,
+    open_folder,
+)
 from paceline.engine.assembly.placement import place
 from paceline.engine.assembly.promise_key import language_digest, promise_of
 from paceline.engine.engine import Engine
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.renewal import versioned
@@ -70,10 +77,6 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
     OnLanguage = Callable[[bytes, Tokenizer, TemplateSource | None], None]
-
-KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
-MIN_PAGES = 4
-UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     if on_language is not None:
         on_language(json := tokenizer_json(model, tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
-    kv_type, why_kv = choose_kv_type(config, model.config, _kv_share(config))
+    kv_type, why_kv = choose_kv_type(config, model.config, kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
@@ -197,15 +200,14 @@ def assemble(
     specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.own_head))
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
-    bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
-    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes)
+    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
-    backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
+    backend = config.backend_spec.target()(loaded.decoder, rows, room.num_pages)
     target = Target(
         config=loaded.decoder.config,
         rows=rows.view,
-        num_pages=num_pages,
+        num_pages=room.num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
@@ -215,8 +217,7 @@ def assemble(
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
-    window = max(windows) if all(windows := loaded.decoder.config.windows) else 0
-    pool = PagePool(num_pages, stores, caching=config.prefix_cache, window=window)
+    pool = room.new_pool(config, loaded.decoder.config, stores, backend.kv)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     if files is not None:
@@ -230,13 +231,13 @@ def assemble(
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     max_len = engine.scheduler.max_len
     choices = (*_describe(config, loaded), _describe_requests(config, limits, max_len))
-    choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
+    choices += (*_describe_kv(engine, room.why, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
     rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config), over)
-    settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
+    settled = Settled(config.weight_type, config.kv_type, room.num_pages * PAGE_TOKENS)
     return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
 
@@ -293,41 +294,6 @@ def _check_leave(config: EngineConfig, configs: Sequence[DrafterConfig]) -> None
                 "process; ngram, suffix and draft-model can have one of their own, as in "
                 "--draft auto:suffix+draft-model"
             )
-
-
-def choose_num_pages(
-    config: EngineConfig, limits: Limits, bytes_per_token: int, mapped_bytes: int = 0
-) -> tuple[int, str]:
-    """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
-
-    mapped_bytes: of the memory that counts as free, those that weights need.
-    """
-    if config.kv_tokens is not None:
-        return max(pages_for(config.kv_tokens), 1), "as asked"
-    wanted = limits.num_rows * pages_for(limits.max_len)
-    share, most = _kv_share(config), wanted
-    if config.device_defaults is None:
-        most = pages_for(max(UNASKED_TOKENS, limits.max_len))
-    free = max(config.free_bytes() - mapped_bytes, 0)
-    affordable = int(free * share) // (bytes_per_token * PAGE_TOKENS)
-    if affordable < MIN_PAGES:
-        raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
-    num_pages = min(wanted, affordable, most)
-    if num_pages == wanted:
-        return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
-    if num_pages == affordable:
-        return num_pages, f"{share:.0%} of the free memory"
-    return num_pages, "enough for most loads; --kv-tokens sets more"
-
-
-def _kv_share(config: EngineConfig) -> float:
-    """Return the share of the free memory that the target's KV may take."""
-    usual = config.device_defaults
-    if usual is None:
-        share = KV_SHARE
-    else:
-        share = usual.kv_share_with_drafters if parse_drafters(config.draft).configs else usual.kv_share
-    return share / config.sharers
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
@@ -483,7 +449,7 @@ def _tips(config: EngineConfig, loaded: Loaded, specs: Drafters) -> Iterator[Cho
 
 def _describe_kv(engine: Engine, why: str, loaded: Loaded, files: PageFiles | None) -> Iterator[Choice]:
     tokens = engine.scheduler.capacity
-    yield Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
+    yield Choice("kv", f"{tokens} tokens, {engine.kv_bytes / 2**20:.0f} MiB", why)
     if loaded.why_kv:
         yield Choice("kv type", loaded.kv_type, f"{loaded.why_kv}; --kv sets it")
     if files is not None:
