@@ -68,7 +68,7 @@ class PartsBackend(BruteForceBackend):
         for position in range(first, row_computed + r.num_known):
             text = self.parts.get(self._slot(row, position))
             assert text == row.text[: position + 1], "a window was dropped, or overwritten"
-        return 0
+        return 0 if self.random.random() < 0.1 else first  # reading all takes long
 
 
 class PartsMachine(SchedulerMachine):
@@ -80,7 +80,7 @@ class PartsMachine(SchedulerMachine):
         num_pages=st.integers(6, 60),
         costs=st.tuples(st.integers(1, 3), st.integers(1, 6)),
         spare=st.integers(0, 30),
-        prefill_tokens=st.sampled_from([1, 16, 40, 64]),
+        prefill_tokens=st.sampled_from([5, 16, 40, 64]),
         caching=st.booleans(),
         seed=st.integers(0, 2**16),
     )
@@ -107,7 +107,7 @@ class PartsMachine(SchedulerMachine):
         self.written: dict[str, list[int]] = {}
         self.steps_without_token = 0
 
-    @rule(length=st.integers(200, 700), stem=st.integers(0, 1), max_tokens=st.integers(1, 150))
+    @rule(length=st.integers(150, 500), stem=st.integers(0, 1), max_tokens=st.integers(1, 150))
     def arrive_long(self, length: int, stem: int, max_tokens: int) -> None:
         self.arrive(length, stem, max_tokens, salt=False)
 
@@ -122,7 +122,7 @@ class LatePartsMachine(PartsMachine, LateSchedulerMachine):
 
 
 _SETTINGS = settings(
-    max_examples=25, stateful_step_count=12, suppress_health_check=list(HealthCheck), deadline=None
+    max_examples=40, stateful_step_count=15, suppress_health_check=list(HealthCheck), deadline=None
 )
 TestParts = PartsMachine.TestCase
 TestParts.settings = _SETTINGS
