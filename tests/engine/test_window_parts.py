@@ -29,12 +29,13 @@ from paceline.engine.pages import pages_for
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.sliding_pages import most_pages
 from paceline.engine.window_parts import PartedPool
-from paceline.model.config import Heads
-from tests.engine.same_text import Answer
+from paceline.model.config import Heads, Rope, Sliding
+from tests.engine.same_text import KV_TYPES, Answer, make_decoder
 from tests.engine.test_kv_disk import written
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine, TrueRow
 from tests.engine.test_windows import answers, hashes_of
 from tests.engine.trees import plant
+from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -342,6 +343,34 @@ def test_pages_on_disk_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert answers(reader) == expected
     assert reader.stats().kv_disk.pages_read > 0
     reader.close()
+
+
+FAMILIES = {
+    "gemma3": tiny_config("gemma3_text", num_layers=6, sliding=Sliding(40, frozenset({0, 1, 2, 3, 4}), Rope())),
+    "gpt-oss": tiny_config("gpt_oss", num_layers=4, sliding=Sliding(23, frozenset({0, 2}), Rope())),
+    "heads of two sizes, shared": tiny_config(
+        "gemma4_text", num_layers=6, sliding=Sliding(40, frozenset({0, 2, 4}), Rope()), num_sharing=2
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("types", ["int8", "int4"])
+def test_families_write_the_same_texts(family: str, types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = replace(FAMILIES[family], vocab_size=320, eos_ids=(319,), max_context=4096)
+    few = replace(few, global_heads=Heads(1, 2 * few.head_dim)) if few.num_sharing else few
+    decoder = make_decoder(few, tiny_weights(few, seed=4), types)
+    target = build.Loaded("tiny", decoder, tiny_tokenizer(320), None, "tiny", content="tiny")
+    asked = replace(config("native", draft="ngram", kv_tokens=TIGHT), weights=types, kv=KV_TYPES[types])
+    texts = []
+    for free in (1 << 30, 0):
+        monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda free=free: free)
+        built = build.assemble(replace(asked, kv_tokens=TIGHT if not free else 8192), target).engine
+        pool = built.scheduler.pool
+        assert isinstance(pool, PartedPool)
+        assert (pool.budget.total < pool.num_pages * pool.budget.whole) == (not free)
+        texts.append(answers(built, 2))
+    assert texts[0] == texts[1]
 
 
 # Memory ------------------------------------------------------------------------------------------
