@@ -383,6 +383,7 @@ def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole is not None
     assert whole.whole == kv.bytes_per_token * PAGE_TOKENS
     assert whole.page == whole.part, "two of four layers slide"
+    assert whole.of_row(100, most_parts=8) == 108 * whole.part
     assert room.num_pages == pages_for(3 * 4096)
     assert whole.total == room.num_pages * whole.whole
     most = most_pages(WINDOW, 64) * whole.part

@@ -105,8 +105,10 @@ def kv_room(config: EngineConfig, limits: Limits, decoder: Decoder, mapped_bytes
     num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, mapped_bytes, most * part, page)
     least = num_pages * page + min(num_pages, most) * part
     total = min(num_pages * (page + part), max(least, _share_bytes(config, mapped_bytes)))
-    about = f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens"
-    return KvRoom(num_pages, f"{why}; {about}, and keep others while there is room", Budget(page, part, total))
+    about = (
+        f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens, and keep more if it fits"
+    )
+    return KvRoom(num_pages, f"{why}; {about}", Budget(page, part, total))
 
 
 def choose_num_pages(
