@@ -31,6 +31,15 @@ ZeroPages zero_pages(size_t bytes) {
     return ZeroPages(p);
 }
 
+void release([[maybe_unused]] const ZeroPages& all, [[maybe_unused]] size_t first, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+    constexpr size_t page = 4096;  // or a part of one: madvise then refuses, and nothing is given back
+    if (!all.get_deleter().mapped) return;
+    const size_t from = (first + page - 1) / page * page, to = (first + bytes) / page * page;
+    if (from < to) madvise(static_cast<char*>(all.get()) + from, to - from, MADV_DONTNEED);
+#endif
+}
+
 void Unmap::operator()(void* p) const {
 #if defined(__linux__)
     if (mapped) return (void)munmap(p, mapped);

@@ -16,4 +16,7 @@ using ZeroPages = std::unique_ptr<void, Unmap>;
 
 ZeroPages zero_pages(size_t bytes);
 
+// Give memory of `zero_pages` back to the system, as far as it lies in whole pages of the system. It may read as zeros from then on.
+void release(const ZeroPages& all, size_t first, size_t bytes);
+
 }  // namespace paceline

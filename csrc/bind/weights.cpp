@@ -137,7 +137,8 @@ void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states,
     fuse(pool, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
 }
 
-void make_store(KVStore* self, const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads) {
+void make_store(KVStore* self, const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads,
+                const std::vector<size_t>& sliding) {
     const KVType chosen = kv_type(type);
     require(0 < heads.size() && heads.size() <= kMaxLayers, "a model has 1 to 4096 layers");
     require(0 < num_pages && num_pages < size_t{1} << 40, "a KV store has at least one page");
@@ -149,7 +150,11 @@ void make_store(KVStore* self, const std::string& type, size_t num_pages, const 
         shapes.push_back({num_kv, dim});
     }
     require(KVStore::fits(chosen, num_pages, shapes), "a KV store of this many pages is larger than any memory");
-    new (self) KVStore(chosen, num_pages, std::move(shapes));
+    for (size_t i = 0; i < sliding.size(); ++i) {
+        require(sliding[i] < shapes.size() && (i == 0 || sliding[i - 1] < sliding[i]), "sliding layers are named once each, in order");
+        require(shapes[sliding[i]] == shapes[sliding[0]], "sliding layers have equal heads");
+    }
+    new (self) KVStore(chosen, num_pages, std::move(shapes), sliding);
 }
 
 }  // namespace
@@ -205,10 +210,15 @@ void bind_weights(nb::module_& m) {
         return time_products(pool, matrices, num_tokens, repeats);
     }, "pool"_a, "matrices"_a, "num_tokens"_a, "repeats"_a);
     nb::class_<KVStore>(m, "KVStore")
-        .def("__init__", &make_store, "dtype"_a, "num_pages"_a, "heads"_a)
+        .def("__init__", &make_store, "dtype"_a, "num_pages"_a, "heads"_a, "sliding"_a = std::vector<size_t>{})
         .def_prop_ro("num_pages", &KVStore::num_pages)
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token)
         .def_prop_ro("page_bytes", &KVStore::page_bytes)
+        .def_prop_ro("window_bytes_per_token", [](const KVStore& self) { return self.window_bytes() / kPageTokens; })
+        .def("drop_window", [](KVStore& self, size_t page) {
+            require(page < self.num_pages(), "no such page");
+            self.drop_window(page);
+        }, "page"_a)
         .def("read_page", [](const KVStore& self, size_t page, const OutArray<uint8_t>& to) {
             require(page < self.num_pages() && to.size() == self.page_bytes(), "no such page, or not its number of bytes");
             nb::gil_scoped_release unlocked;

@@ -43,7 +43,7 @@ struct Pages {
         const int64_t* const ids = span.pages + span.start / kPageTokens;
         const size_t after = span.num_pages - span.start / kPageTokens;  // of the row, from this span on
         const auto at = [&](const void* store, size_t page) {
-            const size_t offset = (static_cast<size_t>(ids[page]) * span.num_kv_heads + span.kv_head) * page_bytes;
+            const size_t offset = (static_cast<size_t>(ids[page]) * span.heads_per_page + span.kv_head) * page_bytes;
             return reinterpret_cast<const T*>(static_cast<const uint8_t*>(store) + offset);
         };
         for (size_t page = 0; page < count; ++page) keys[page] = at(span.keys, page), values[page] = at(span.values, page);

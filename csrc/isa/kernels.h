@@ -140,7 +140,7 @@ struct AttentionSpan {
     const void *keys, *values;  // of one layer
     const int64_t* pages;       // [num_pages] of the row
     size_t num_pages;
-    size_t num_kv_heads, kv_head, head_dim;
+    size_t heads_per_page, kv_head, head_dim;  // a page begins so many heads behind the one before
     size_t num_queries, start, end;
     const float* queries;   // [num_queries, query_stride(head_dim)], as `prepare` left them
     const float* query_units;  // [num_queries] of `prepare`

@@ -114,7 +114,7 @@ void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, con
         if (static_cast<size_t>(pass.positions[tile.first + t]) / kSpan == span) store(pass, kv, index, tile.first + t, tile.kv_head);
     const size_t last = pass.end_of_keys(tile.row, tile.first + tile.count - 1);
     kv.kernels().attend({kv.keys(layer.kv), kv.values(layer.kv), pass.pages + tile.row * pass.max_pages,
-                         (last + kPageTokens - 1) / kPageTokens, layer.heads.num_kv, tile.kv_head, padded, tile.count * group - first,
+                         (last + kPageTokens - 1) / kPageTokens, kv.heads_per_page(layer.kv), tile.kv_head, padded, tile.count * group - first,
                          std::max(span * kSpan, first_of_tile(pass, tile, layer.window)),
                          std::min(last, (span + 1) * kSpan), &own.queries[first * query_stride(padded)], &own.query_units[first],
                          &own.starts[first], &own.limits[first], own.scores.data(), own.units.data(), tops + first, totals + first,

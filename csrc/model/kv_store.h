@@ -19,14 +19,25 @@ struct HeadShape {
     bool operator==(const HeadShape&) const = default;
 };
 
-// Memory is taken only as pages are written.
+// Memory is taken only as pages are written. Layers with a window can be given other memory than those without: what such layers hold
+// of a page then lies side by side, so that it can be dropped while the other layers keep the page.
 class KVStore {
   public:
-    // heads: of each layer
-    KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads) : type_(type), num_pages_(num_pages), heads_(std::move(heads)) {
-        for (size_t i = 0; i < heads_.size(); ++i) {
-            const size_t bytes = offset(i, num_pages, 0);
-            layers_.emplace_back(zero_pages(bytes), zero_pages(bytes));
+    // heads: of each layer; sliding: layers whose part of a page can be dropped, which have equal heads
+    KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads, const std::vector<size_t>& sliding = {})
+        : type_(type), num_pages_(num_pages), heads_(std::move(heads)), places_(heads_.size()) {
+        for (size_t layer : sliding) places_[layer].slides = true, window_bytes_ += 2 * part_bytes(layer);
+        memory_.push_back(zero_pages(num_pages * window_bytes_));
+        size_t at = 0;
+        for (size_t layer = 0; layer < heads_.size(); ++layer) {
+            const size_t part = part_bytes(layer);
+            Place& place = places_[layer];
+            place.heads_per_page = heads_[layer].num_kv * (place.slides ? 2 * sliding.size() : 1);
+            for (uint8_t** to : {&place.keys, &place.values}) {
+                if (!place.slides) memory_.push_back(zero_pages(num_pages * part));
+                *to = static_cast<uint8_t*>(place.slides ? memory_[0].get() : memory_.back().get()) + (place.slides ? at : 0);
+                at += place.slides ? part : 0;
+            }
         }
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
@@ -44,25 +55,29 @@ class KVStore {
     KVStore(KVStore&&) = default;
     KVStore(const KVStore&) = delete;
 
-    size_t num_layers() const { return layers_.size(); }
+    size_t num_layers() const { return heads_.size(); }
     size_t num_pages() const { return num_pages_; }
     const HeadShape& heads(size_t layer) const { return heads_[layer]; }
     size_t padded_dim(size_t layer) const { return round_up(heads_[layer].dim, kPageTokens); }
     size_t bytes_per_token() const { return page_bytes() / kPageTokens; }
     const KVKernels& kernels() const { return kernels_of(type_); }
-    void* keys(size_t layer) const { return layers_[layer].first.get(); }
-    void* values(size_t layer) const { return layers_[layer].second.get(); }
+    void* keys(size_t layer) const { return places_[layer].keys; }
+    void* values(size_t layer) const { return places_[layer].values; }
+    size_t heads_per_page(size_t layer) const { return places_[layer].heads_per_page; }  // from a page's first head to the next one's
     // Bytes from the start of a layer's keys or values to a head's part of a page.
     size_t offset(size_t layer, size_t page, size_t kv_head) const {
-        return (page * heads_[layer].num_kv + kv_head) * kernels().page_bytes(padded_dim(layer));
+        return (page * places_[layer].heads_per_page + kv_head) * kernels().page_bytes(padded_dim(layer));
     }
 
     // Bytes of one page in all layers: keys, then values, layer after layer.
     size_t page_bytes() const {
         size_t bytes = 0;
-        for (size_t layer = 0; layer < num_layers(); ++layer) bytes += 2 * offset(layer, 1, 0);
+        for (size_t layer = 0; layer < num_layers(); ++layer) bytes += 2 * part_bytes(layer);
         return bytes;
     }
+    size_t window_bytes() const { return window_bytes_; }  // of those, what `drop_window` gives back
+    // Give back the memory of what sliding layers hold of a page, until it is written again.
+    void drop_window(size_t page) { release(memory_[0], page * window_bytes_, window_bytes_); }
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -70,7 +85,7 @@ class KVStore {
         for (size_t layer = 0; layer < num_layers(); ++layer)
             for (void* part : {keys(layer), values(layer)}) {
                 auto* const all = static_cast<uint8_t*>(part);
-                std::memmove(all + offset(layer, to, 0), all + offset(layer, from, 0), offset(layer, 1, 0));
+                std::memmove(all + offset(layer, to, 0), all + offset(layer, from, 0), part_bytes(layer));
             }
     }
     void write_page(size_t page, const uint8_t* from) {
@@ -78,11 +93,19 @@ class KVStore {
     }
 
   private:
+    struct Place {
+        uint8_t *keys = nullptr, *values = nullptr;  // of page 0
+        size_t heads_per_page = 0;
+        bool slides = false;
+    };
+
+    // Bytes of a layer's keys in one page, and of its values.
+    size_t part_bytes(size_t layer) const { return heads_[layer].num_kv * kernels().page_bytes(padded_dim(layer)); }
     template <class Take>
     void each_part(size_t page, const Take& take) const {
         for (size_t layer = 0; layer < num_layers(); ++layer)
             for (void* part : {keys(layer), values(layer)})
-                take(static_cast<uint8_t*>(part) + offset(layer, page, 0), offset(layer, 1, 0));
+                take(static_cast<uint8_t*>(part) + offset(layer, page, 0), part_bytes(layer));
     }
     static const KVKernels& kernels_of(KVType type) {
         const AttentionKernels& all = paceline::kernels().attention;
@@ -97,7 +120,9 @@ class KVStore {
     KVType type_;
     size_t num_pages_;
     std::vector<HeadShape> heads_;
-    std::vector<std::pair<ZeroPages, ZeroPages>> layers_;
+    size_t window_bytes_ = 0;
+    std::vector<Place> places_;
+    std::vector<ZeroPages> memory_;  // of all sliding layers, then of the keys and values of each other one
 };
 
 }  // namespace paceline

@@ -174,3 +174,17 @@ def test_what_ended_the_process_is_refused(code: str) -> None:
     command = [sys.executable, "-c", "\n".join(lines)]
     done = subprocess.run(command, capture_output=True, check=False, timeout=120)
     assert done.returncode == 3, done.stderr[-500:]
+
+
+@pytest.mark.parametrize("sliding", [[2], [1, 0], [0, 0], [-1], [0, 1]])
+def test_sliding_layers_of_a_store_are_named_once_and_alike(sliding: list[int]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        kernels.KVStore("i16", 4, [(2, 8), (1, 8)], sliding)
+
+
+def test_window_parts_of_no_page_are_not_dropped() -> None:
+    for sliding in ([], [0]):
+        kv = kernels.KVStore("i16", 4, [(2, 8)] * 2, sliding)
+        kv.drop_window(3)
+        with pytest.raises(ValueError, match="no such page"):
+            kv.drop_window(4)

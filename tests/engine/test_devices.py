@@ -18,6 +18,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.kv_choices import choose_num_pages
 from paceline.engine.scheduler import Limits
 from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
@@ -93,12 +94,12 @@ def test_kv_takes_its_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatc
     """Less with drafters, which need weights and stores of their own; no other bound than what rows could use."""
     monkeypatch.setattr("paceline.backend.cuda.device_memory.free_bytes", lambda device: 16 * 1000 * 1000)
     config, limits = EngineConfig(backend="cuda", draft="off"), Limits(256, 8192)
-    assert build.choose_num_pages(config, limits, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
-    assert build.choose_num_pages(config, limits, 1000) == (900, "90% of the free memory")
+    assert choose_num_pages(config, limits, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
+    assert choose_num_pages(config, limits, 1000) == (900, "90% of the free memory")
     drafting = replace(config, draft="ngram")
-    assert build.choose_num_pages(drafting, limits, 1000) == (500, "50% of the free memory")
+    assert choose_num_pages(drafting, limits, 1000) == (500, "50% of the free memory")
     with pytest.raises(ConfigError, match="no memory left for the KV cache"):
-        build.choose_num_pages(config, limits, 1 << 20)
+        choose_num_pages(config, limits, 1 << 20)
 
 
 def test_the_doctor_says_what_the_chosen_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

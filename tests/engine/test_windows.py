@@ -14,11 +14,12 @@ from hypothesis.stateful import initialize, rule
 
 from paceline.core.nouns import PAGE_TOKENS, BatchRow, Request
 from paceline.core.params import SamplingParams
-from paceline.engine import pages
+from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.pages import PagePool, chain_hash, root_hash
+from paceline.engine.pages import chain_hash, root_hash
 from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.sliding_pages import SlidingPool
 from tests.engine.test_kv_disk import written
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine
 
@@ -36,7 +37,7 @@ class WindowBackend(BruteForceBackend):
     window = 1
 
     def first_read(self, row_computed: int, r: BatchRow) -> int:
-        return max(row_computed - self.window + 1, 0) // pages.WINDOW_STEP * pages.WINDOW_STEP
+        return max(row_computed - self.window + 1, 0) // sliding_pages.WINDOW_STEP * sliding_pages.WINDOW_STEP
 
 
 class WindowMachine(SchedulerMachine):
@@ -54,9 +55,9 @@ class WindowMachine(SchedulerMachine):
         self, num_rows: int, window: int, spare: int, prefill_tokens: int, caching: bool, seed: int
     ) -> None:
         limits = Limits(num_rows, max_len=1 << 14, prefill_tokens=prefill_tokens, max_queued_tokens=4000)
-        self.scheduler = Scheduler(limits, PagePool(0, caching=caching, window=window))
+        self.scheduler = Scheduler(limits, SlidingPool(0, caching=caching, window=window))
         num_pages = self.scheduler._most_pages + spare
-        self.scheduler.pool = PagePool(num_pages, caching=caching, window=window)
+        self.scheduler.pool = SlidingPool(num_pages, caching=caching, window=window)
         self.backend = WindowBackend(self.lag, Random(seed))
         self.backend.window = window
         self.random = Random(seed)
@@ -92,7 +93,7 @@ def hashes_of(count: int) -> list[bytes]:
 
 
 def test_a_prefix_is_found_by_its_last_pages() -> None:
-    pool, hashes = PagePool(40, window=40), hashes_of(20)
+    pool, hashes = SlidingPool(40, window=40), hashes_of(20)
     held = pool.take(20)
     for page, page_hash in zip(held, hashes, strict=True):
         pool.publish(page, page_hash)
@@ -100,16 +101,16 @@ def test_a_prefix_is_found_by_its_last_pages() -> None:
     gone = pool.take(30)  # the first ten are gone
     assert pool.match(hashes) == []
     first, found = pool.match_window(hashes)
-    assert (first, found) == (pool.first_page(20), held[pool.first_page(20) :])
-    assert first * PAGE_TOKENS <= 20 * PAGE_TOKENS - 40 + 1 < first * PAGE_TOKENS + pages.WINDOW_STEP
-    pool.give_back(found)
+    assert (first, found[first:]) == (pool.first_page(20), held[pool.first_page(20) :])
+    assert first * PAGE_TOKENS <= 20 * PAGE_TOKENS - 40 + 1 < first * PAGE_TOKENS + sliding_pages.WINDOW_STEP
+    pool.give_back(pool.held(found, first))
     first, found = pool.match_window(hashes[:11])
     assert (first, found) == (0, [])  # the pages before are needed, too
     pool.give_back(gone)
 
 
 def test_a_drafter_with_a_store_keeps_all_pages() -> None:
-    pool = PagePool(8, ("drafter",), window=16)
+    pool = SlidingPool(8, ("drafter",), window=16)
     assert not pool.slides
     assert pool.first_page(100) == 0
     pool.drop_store("drafter")

@@ -1,7 +1,8 @@
-"""Protocol of stores of keys and values whose pages can leave them."""
+"""Stores of keys and values whose pages can leave them, and what pages take."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.backend.seam import KV
@@ -30,3 +31,37 @@ class PageBytes(KV, Protocol):
     def write_page(self, page: int, data: NDArray[uint8]) -> None:
         """Copy a page's bytes in, [page_bytes]."""
         ...
+
+
+class DropsWindows(KV, Protocol):
+    """Keys and values of sliding layers and others, see `ModelConfig.sliding_kv`."""
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """Bytes that one token takes in sliding layers."""
+        ...
+
+    def drop_window(self, page: int) -> None:
+        """Give back the memory that sliding layers take for a page, until it is written.
+
+        Passes may run that read other pages.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory of a store, and what it takes of it. Bytes."""
+
+    page: int  # of a page without its window part
+    part: int  # of the window part
+    total: int
+
+    @property
+    def whole(self) -> int:
+        """Bytes of a page with its window part."""
+        return self.page + self.part
+
+    def of_row(self, num_pages: int, most_parts: int) -> int:
+        """Return what a row with so many pages takes. most_parts: of its window."""
+        return num_pages * self.page + min(num_pages, most_parts) * self.part

@@ -53,6 +53,7 @@ class BackendSpec:
     kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
     small_kv: str | None = None  # type of KV that is taken unasked where memory is short
     wide_kv: str | None = None  # and for heads that integers do not take
+    drops_windows: bool = False  # on a host, its stores of one process are `DropsWindows`
     devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
     device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
     numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
@@ -255,6 +256,7 @@ BACKENDS = {
             small_kv="i8",
             repacker="paceline.backend.native.load:repack",
             wide_kv="f16",
+            drops_windows=True,
             max_ranks=8,
         ),
         BackendSpec(
@@ -266,6 +268,7 @@ BACKENDS = {
             "paceline.backend.reference.block_head:load_runner",
             "paceline.backend.reference.cut_model:load_cut_model",
             needs="torch",
+            drops_windows=True,
             repacker="paceline.backend.reference.decoder:repack",
         ),
         BackendSpec(

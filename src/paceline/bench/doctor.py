@@ -23,6 +23,8 @@ from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.calibration import AlwaysDrafter
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.drafters import DrafterPool
+from paceline.engine.pages import pages_for
+from paceline.engine.sliding_pages import most_pages
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.heads.mtp import drafters_within, usable_mtp
@@ -193,7 +195,8 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
 def _state_checks(built: Built) -> Iterator[Check]:
     """Yield what the longest request takes in each drafter's state."""
     engine, max_len = built.engine, built.max_len
-    own = engine.target.kv_bytes_per_token * max_len
+    pool, own = engine.scheduler.pool, engine.target.kv_bytes_per_token * max_len
+    own = own if pool.budget is None else pool.budget.of_row(pages_for(max_len), most_pages(pool.window, 0))
     for name, drafter in engine.drafting.drafters.items():
         if drafter.needs.has_state:
             state = drafter.needs.request_bytes(max_len)

@@ -143,13 +143,21 @@ class Engine(Verbs):
             for name, n in needs.items()
             if n.has_state
         }
-        return Gauges.of(scheduler, len(needs), scheduler.capacity * self.kv_bytes_per_token + by_row, state)
+        return Gauges.of(scheduler, len(needs), self.kv_bytes + by_row, state)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV per token, the drafters' included."""
         own = sum(d.needs.kv_bytes_per_token for d in self.drafting.drafters.values())
         return self.target.kv_bytes_per_token + own
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV of all pages together, the drafters' included."""
+        pool, own = self.scheduler.pool, self.kv_bytes_per_token
+        if pool.budget is None:
+            return self.scheduler.capacity * own
+        return self.scheduler.capacity * (own - self.target.kv_bytes_per_token) + pool.budget.total
 
     def control_by(self, new_controller: Callable[[], Controller], keeper: Keeper | None = None) -> None:
         """Take a new controller from a factory, now and again at each `forget`.

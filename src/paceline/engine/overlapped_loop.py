@@ -139,7 +139,7 @@ class OverlappedLoop:
         open_steps = [ready.drafted for ready in (self._scoring, self._ready) if ready is not None]
         group_of = {r.row: drafted.group for drafted in open_steps for r in drafted.batch.rows}
         assert len(group_of) == sum(len(drafted.batch.rows) for drafted in open_steps), "a row is in both groups"
-        holders = Counter(page for r in engine.scheduler.running for page in r.held)
+        holders = Counter(page for r in engine.scheduler.running for page in engine.scheduler.held(r))
         for r in engine.scheduler.running:
             assert r.in_flight == (r.row in group_of), "a row is in flight twice, or will not be scored"
             assert r.group == group_of.get(r.row, r.group)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
 
-WINDOW_STEP = 64  # tokens; kernels begin to read at a multiple of it before a window
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from paceline.backend.page_bytes import Budget
     from paceline.engine.kv_disk import KvDisk
     from paceline.engine.kv_events import KvEventLog, PageChain
 
@@ -42,20 +41,23 @@ def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """Pages of an engine, with reference counts and an LRU prefix cache."""
+    """Pages of an engine, with reference counts and an LRU prefix cache.
 
-    def __init__(
-        self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True, window: int = 0
-    ) -> None:
-        """window: tokens that every layer of the target sees, 0 if one sees all."""
+    `sliding_pages.py` and `window_parts.py` have pools for models with windows.
+    """
+
+    window = 0  # tokens that sliding layers of the target see
+    slides = False  # True: rows give back what is behind their windows
+    budget: Budget | None = None  # memory of pages with window parts
+
+    def __init__(self, num_pages: int, stores: Sequence[str] = (), *, caching: bool = True) -> None:
         self.num_pages = num_pages
-        self.window = window
         self.caching = caching
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 is taken first
         self._refs = [0] * num_pages  # rows that hold each page
         self._hash: list[bytes | None] = [None] * num_pages  # of published pages
         self._by_hash: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle: OrderedDict[int, int] = OrderedDict()  # least recently used first; values are not used here
         self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
         self.disk: KvDisk | None = None
         self.events: KvEventLog | None = None
@@ -75,18 +77,11 @@ class PagePool:
         """Pages held by rows."""
         return self.num_pages - self.num_available
 
-    @property
-    def slides(self) -> bool:
-        """True if nobody reads pages behind the window, as a drafter's store may."""
-        return self.window > 0 and not self._valid
+    def take(self, count: int, num_bare: int = 0) -> list[int]:
+        """Hand out `count` fresh pages, evicting idle ones as needed. The caller has checked `num_available`.
 
-    def first_page(self, num_pages: int) -> int:
-        """Return the first page that tokens behind so many full pages may read."""
-        first_key = num_pages * PAGE_TOKENS - self.window + 1
-        return max(first_key, 0) // WINDOW_STEP * (WINDOW_STEP // PAGE_TOKENS) if self.slides else 0
-
-    def take(self, count: int) -> list[int]:
-        """Hand out `count` fresh pages, evicting idle ones as needed. The caller has checked `num_available`."""
+        num_bare: further ones without window part.
+        """
         assert count <= self.num_available
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
@@ -94,6 +89,32 @@ class PagePool:
             for valid in self._valid.values():
                 valid[page] = 0
         return pages
+
+    # What a row takes, which windows change. `past`: leading entries of its page table, behind its window;
+    # `num_bare`: last ones, which lack their window part.
+
+    def needed(self, total: int, past: int, found: int, most: int) -> tuple[int, int]:
+        """Return the pages that a row takes when admitted, and those without window part.
+
+        total: entries of its page table, `found` of them in the cache. most: of a sliding row in prefill.
+        """
+        return total - found, 0
+
+    def fits(self, count: int, num_bare: int) -> bool:
+        """Return True if there is room for so many pages, with and without window part."""
+        return count <= self.num_available
+
+    def grow(self, pages: list[int], num_bare: int, most: int) -> int:
+        """Hand up to `most` pages or window parts to a row; return its `num_bare`."""
+        raise AssertionError("it has had all since its admission")
+
+    def held(self, pages: list[int], past: int = 0, num_bare: int = 0) -> list[int]:
+        """Return what a row holds, as `give_back` takes it."""
+        return pages
+
+    def slide(self, pages: list[int], past: int, num_full: int) -> int:
+        """Give back what a row no longer reads; return its new `past`."""
+        return past
 
     def give_back(self, pages: Iterable[int]) -> None:
         """Drop one reference to each page. Published pages stay cached while idle."""
@@ -105,7 +126,7 @@ class PagePool:
             if self._hash[page] is None:
                 self._free.append(page)
             else:
-                self._idle[page] = None
+                self._idle[page] = 0
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the cached pages of a hash chain's longest published prefix, held for the caller."""
@@ -120,19 +141,11 @@ class PagePool:
         return pages
 
     def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Find the longest prefix whose pages that will be read are all cached.
+        """Find and hold the longest prefix whose pages that matter are cached.
 
-        Returns the first of these, and all of them, held for the caller.
+        Returns how many of its pages are behind the window, and its page table.
         """
-        if not self.slides:
-            return 0, self.match(hashes)
-        found = [self._by_hash.get(page_hash) for page_hash in hashes] if self.caching else []
-        best = run = 0
-        for length, page in enumerate(found, 1):
-            run = 0 if page is None else run + 1
-            best = length if run >= length - self.first_page(length) else best
-        first = self.first_page(best)
-        return first, self.match(hashes[first:best])
+        return 0, self.match(hashes)
 
     def publish(self, page: int, page_hash: bytes, chain: PageChain | None = None, index: int = 0) -> None:
         """Offer a full, computed page to other requests. A duplicate stays private.
@@ -211,6 +224,8 @@ class PagePool:
             places = (page in free) + (page in idle) + (self._refs[page] > 0)
             assert places == 1, f"page {page} is in {places} places"
             assert self._refs[page] == counts[page], f"page {page} is leaked or held too often"
-            assert counts[page] <= 1 or self._hash[page] is not None, f"private page {page} is shared"
+            assert counts[page] <= 1 or self.budget or self._hash[page] is not None, (
+                f"private page {page} is shared"
+            )
             assert page not in idle or self._hash[page] is not None
         assert all(self._hash[page] == h for h, page in self._by_hash.items())

@@ -14,7 +14,7 @@ Pages of the oldest waiting request that are on disk are read into free pages fi
 is admitted once they are in the prefix cache.
 
 Where all layers see a window only, a row gives back the pages behind it. It then needs no more than a window's
-pages, however long its prompt is.
+pages, however long its prompt is. Where some do, it gives back what these hold of a page (`window_parts.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow
-from paceline.engine.pages import WINDOW_STEP, PagePool, chain_hash, pages_for, root_hash
+from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
+from paceline.engine.sliding_pages import most_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +62,8 @@ class RequestState:
     num_drafts: int = 0  # planned for its last pass
     group: int = 0  # the group it runs in, if there are two
     pages: list[int] = field(default_factory=list)
-    num_past: int = 0  # leading entries of `pages` that are behind its window and no longer its own
+    num_past: int = 0  # leading entries of `pages` behind its window: they, or their window parts, are given back
+    num_bare: int = 0  # last entries of `pages` that lack their window part
     num_sent_pages: int = 0  # leading pages that the backend knows
     decoding: bool = False  # True once its last prefill chunk has been scheduled
     scheduled_len: int = 0  # known tokens whose target KV is there or being computed
@@ -73,11 +75,6 @@ class RequestState:
     num_preemptions: int = 0
     was_read: bool = False  # its pages on disk have been read since it began to wait
     ended: bool = False  # finished or cancelled; its row is kept while a pass is in flight
-
-    @property
-    def held(self) -> list[int]:
-        """Pages that it holds."""
-        return self.pages[self.num_past :]
 
     @property
     def scores_prompt(self) -> bool:
@@ -92,6 +89,11 @@ class RequestState:
         """
         deep = 1 + self.scheduled_len // DEEP_TOKENS if beside else 1
         return deep * (SCORED_COST if self.scores_prompt else 1)
+
+    @property
+    def num_whole(self) -> int:
+        """Leading entries of `pages` that its passes may write."""
+        return len(self.pages) - self.num_bare
 
     @property
     def upper_len(self) -> int:
@@ -151,7 +153,7 @@ class Scheduler:
     @property
     def max_len(self) -> int:
         """Tokens of prompt and answer that one request may have."""
-        if self.pool.slides and self._most_pages <= self.pool.num_pages:
+        if self.pool.slides and not self.pool.budget and self._most_pages <= self.pool.num_pages:
             return self.limits.max_len
         return min(self.limits.max_len, self.capacity)
 
@@ -271,7 +273,7 @@ class Scheduler:
     def _prefill_row(self, state: RequestState, most: int) -> BatchRow:
         """Schedule a chunk of a row's prefill, a token at least."""
         num_known = min(max(most, 1), len(state.token_ids) - state.scheduled_len)
-        num_known = min(num_known, len(state.pages) * PAGE_TOKENS - state.scheduled_len)
+        num_known = min(num_known, state.num_whole * PAGE_TOKENS - state.scheduled_len)
         state.scheduled_len += num_known
         state.decoding = state.scheduled_len == len(state.token_ids)
         return self._batch_row(state, num_known, num_drafts=0, samples=state.decoding, decodes=False)
@@ -308,19 +310,19 @@ class Scheduler:
         known_len = len(state.token_ids)
         num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
         hashes = state.page_hashes(num_pages)
-        past, hits = self.pool.match_window(hashes)
-        total = pages_for(known_len) - past
-        need = (min(total, self._most_pages) if self.pool.slides else total) - len(hits)
-        reserve = min(len(self.running), self.pool.num_pages - need - len(hits))  # a page each for rows to grow
-        if need + reserve > self.pool.num_available:
-            self.pool.give_back(reversed(hits))
+        past, pages = self.pool.match_window(hashes)
+        held, left = self.pool.held(pages, past), hashes[len(pages) :]
+        need, num_bare = self.pool.needed(pages_for(known_len), past, len(pages), self._most_pages)
+        reserve = max(0, min(len(self.running), self.pool.num_pages - need - len(held)))  # for rows to grow
+        if not self.pool.fits(need + reserve, num_bare):
+            self.pool.give_back(reversed(held))
             return None
-        if self._begin_reading(state, past + len(hits), hits, hashes[past + len(hits) :][:need]):
+        if self._begin_reading(state, len(pages), held, left[: min(need + num_bare, self.pool.num_available)]):
             return None
         self._dequeue(state)
         state.row, state.group = self._free_rows.pop(), group or 0
-        state.pages = [0] * past + hits + self.pool.take(need)
-        state.num_past, state.num_sent_pages = past, past + len(hits)
+        state.num_past, state.num_bare, state.num_sent_pages = past, num_bare, len(pages)
+        state.pages = pages + self.pool.take(need, num_bare)
         state.scheduled_len = state.computed_len = state.num_sent_pages * PAGE_TOKENS
         if not state.num_preemptions:
             state.cached_len = min(state.scheduled_len, len(state.request.prompt_ids))
@@ -335,7 +337,7 @@ class Scheduler:
         if disk is None or not count:
             return False
         state.was_read = True
-        disk.begin(state, first, hits + self.pool.take(count), left[:count])
+        disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), left[:count])
         return True
 
     def end_reading(self, wait_s: float = 0.0) -> bool:
@@ -390,31 +392,24 @@ class Scheduler:
             hashes = state.page_hashes(full)
             for index in range(first, full):
                 self.pool.publish(state.pages[index], hashes[index], state, index)
-        for state, _, _ in filled if self.pool.slides else ():
-            self._give_back_past(state)
+        for state in (state for state, _, _ in filled if self.pool.slides and state.row >= 0):
+            state.num_past = self.pool.slide(state.pages, state.num_past, state.computed_len // PAGE_TOKENS)
 
-    # Windows -------------------------------------------------------------------------------------
+    # Windows, and pages given up -----------------------------------------------------------------
 
     @property
     def _most_pages(self) -> int:
-        """Most pages of a sliding row in prefill: a window and two chunks."""
-        return pages_for(self.pool.window + WINDOW_STEP) + 2 * pages_for(self.limits.prefill_tokens) + 1
-
-    def _give_back_past(self, state: RequestState) -> None:
-        past = self.pool.first_page(state.computed_len // PAGE_TOKENS)
-        if state.row >= 0 and past > state.num_past:
-            self.pool.give_back(reversed(state.pages[state.num_past : past]))
-            state.num_past = past
+        return most_pages(self.pool.window, self.limits.prefill_tokens)
 
     def _hold_chunk(self, state: RequestState, budget: int) -> bool:
         """Hold pages for a row's next chunk, if any; False without room for a token."""
         end = min(state.scheduled_len + budget, len(state.token_ids))
-        missing = pages_for(end) - len(state.pages)
+        missing = pages_for(end) - state.num_whole
         if missing > 0:
             self.publish()
-            most = self._most_pages - len(state.held)
-            state.pages.extend(self.pool.take(max(0, min(missing, most, self.pool.num_available))))
-        self.out_of_pages = len(state.pages) * PAGE_TOKENS <= state.scheduled_len
+            most = self._most_pages - (state.num_whole - state.num_past)
+            state.num_bare = self.pool.grow(state.pages, state.num_bare, max(0, min(missing, most)))
+        self.out_of_pages = state.num_whole * PAGE_TOKENS <= state.scheduled_len
         return not self.out_of_pages
 
     def _unblock(self) -> None:
@@ -423,16 +418,13 @@ class Scheduler:
         if len(stuck) > 1 and not any(r.in_flight for r in self.running):
             self.preempt(stuck[-1])
 
-    # Pages and rows given up ---------------------------------------------------------------------
-
     def _return_spare(self, state: RequestState) -> None:
         """Give back the pages held for drafts that were not kept."""
         needed = pages_for(len(state.token_ids))
-        if needed >= len(state.pages):
-            return
-        self.pool.give_back(state.pages[needed:])
-        state.pages = state.pages[:needed]
-        state.num_sent_pages = min(state.num_sent_pages, needed)
+        if needed < len(state.pages):
+            self.pool.give_back(self.pool.held(state.pages[needed:]))
+            state.pages = state.pages[:needed]
+            state.num_sent_pages = min(state.num_sent_pages, needed)
 
     # Rows, queue, preemption ---------------------------------------------------------------------
 
@@ -461,26 +453,30 @@ class Scheduler:
         self._num_asking -= _asks(state)
         self._free_rows.append(state.row)
         self._released.append(state.row)
-        self.pool.give_back(reversed(state.held))
+        self.pool.give_back(reversed(self.held(state)))
         state.row = -1
-        state.pages, state.num_past = [], 0
+        state.pages, state.num_past, state.num_bare = [], 0, 0
         state.num_sent_pages = 0
         state.decoding = False
         state.was_read = False
         state.scheduled_len = 0
         state.computed_len = 0
 
+    def held(self, state: RequestState) -> list[int]:
+        """Return what a request holds, as the pool names it."""
+        return self.pool.held(state.pages, state.num_past, state.num_bare)
+
     def check(self) -> None:
         """Assert that rows, queue and pages add up."""
         reading = None if self.pool.disk is None else self.pool.disk.reading
-        self.pool.check([*(r.held for r in self.running), *([reading.held] if reading else [])])
+        self.pool.check([*map(self.held, self.running), *([reading.held] if reading else [])])
         rows = [r.row for r in self.running]
         assert sorted(rows + self._free_rows) == list(range(self.limits.num_rows)), "a row is lost or doubled"
         assert all(r.row < 0 and not r.pages and not r.in_flight for r in self.waiting)
         assert self.num_queued_tokens == sum(len(r.token_ids) for r in self.waiting)
         for r in self.running:
             assert r.computed_len <= r.scheduled_len or r.decoding
-            assert r.scheduled_len <= len(r.pages) * PAGE_TOKENS or r.decoding
+            assert r.num_bare == 0 if r.decoding else r.scheduled_len <= r.num_whole * PAGE_TOKENS
             assert self.pool.slides or r.ended or pages_for(len(r.token_ids)) <= len(r.pages) or r.decoding
 
 

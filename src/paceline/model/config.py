@@ -228,6 +228,11 @@ class ModelConfig:
         stored = min(num_layers or self.num_layers, self.num_layers - self.num_sharing)
         return tuple(self.heads_of(i) for i in range(stored))
 
+    def sliding_kv(self, num_layers: int | None = None) -> tuple[int, ...]:
+        """Return the layers of a store that slide beside others that do not."""
+        windows = self.windows[: len(self.kv_heads(num_layers))]
+        return () if all(windows) else tuple(i for i, window in enumerate(windows) if window)
+
     @property
     def needs(self) -> tuple[str, ...]:
         """Features beyond those that every backend has, in words."""

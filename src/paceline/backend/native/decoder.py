@@ -84,7 +84,8 @@ class NativeDecoder:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        return kernels.KVStore(self.kv_type, num_pages, self.config.kv_heads(num_layers))
+        c = self.config
+        return kernels.KVStore(self.kv_type, num_pages, c.kv_heads(num_layers), c.sliding_kv(num_layers))
 
     def launch(self, request: PassRequest) -> Pending:
         """Begin a one-step pass on the team's other threads, if any; others run in `wait`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap as system
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from mmap import PAGESIZE, mmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +17,7 @@ from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy import floating, int64, uint8
     from numpy.typing import NDArray
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from paceline.model.config import Heads, Rope
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
+PRIVATE = system.MAP_PRIVATE | system.MAP_ANONYMOUS
+MADV_DONTNEED: int | None = getattr(system, "MADV_DONTNEED", None)  # not every system has it
 TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
 
 
@@ -32,12 +36,25 @@ class KVStore:
     """Keys and values of every layer, by slot."""
 
     data: Sequence[torch.Tensor]  # of each layer [2, num_pages * 16, num_kv_heads, head_dim] model dtype
+    sliding: Mapping[int, mmap] = field(default_factory=dict)  # memory of each sliding layer whose pages can drop
 
     @classmethod
-    def of(cls, heads: Sequence[Heads], num_pages: int, dtype: torch.dtype, device: torch.device | str) -> KVStore:
-        """Return an empty store. heads: of each layer."""
+    def of(
+        cls,
+        heads: Sequence[Heads],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sliding: Sequence[int] = (),
+    ) -> KVStore:
+        """Return an empty store. heads: of each layer. sliding: layers for `drop_window`, on a host."""
         where, slots = torch.device(device), num_pages * PAGE_TOKENS
-        return cls([lazy_zeros((2, slots, layer.num_kv, layer.dim), dtype, where) for layer in heads])
+        shapes = [(2, slots, layer.num_kv, layer.dim) for layer in heads]
+        own = sliding if where.type == "cpu" else ()
+        mapped = {i: mmap(-1, math.prod(shapes[i]) * dtype.itemsize, PRIVATE) for i in own}
+        of_maps = {i: torch.frombuffer(memory, dtype=dtype).view(shapes[i]) for i, memory in mapped.items()}
+        layers = [of_maps[i] if i in own else lazy_zeros(shape, dtype, where) for i, shape in enumerate(shapes)]
+        return cls(layers, mapped)
 
     @property
     def num_slots(self) -> int:
@@ -48,6 +65,20 @@ class KVStore:
     def bytes_per_token(self) -> int:
         """Bytes one token takes over all layers."""
         return sum(layer[:, 0].nbytes for layer in self.data)
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """Bytes one token takes in sliding layers."""
+        return sum(self.data[i][:, 0].nbytes for i in self.sliding)
+
+    def drop_window(self, page: int) -> None:
+        """See `DropsWindows`; whole pages of the system are given back."""
+        for i, memory in self.sliding.items():
+            half, part = len(memory) // 2, PAGE_TOKENS * self.data[i][0, 0].nbytes
+            for first in (page * part, half + page * part):
+                start, end = -(-first // PAGESIZE) * PAGESIZE, (first + part) // PAGESIZE * PAGESIZE
+                if start < end and MADV_DONTNEED is not None:
+                    memory.madvise(MADV_DONTNEED, start, end - start)
 
     @property
     def page_bytes(self) -> int:

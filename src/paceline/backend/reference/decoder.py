@@ -186,7 +186,8 @@ class ReferenceDecoder:
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        return KVStore.of(self.config.kv_heads(num_layers), num_pages, self.dtype, self.device)
+        c = self.config
+        return KVStore.of(c.kv_heads(num_layers), num_pages, self.dtype, self.device, c.sliding_kv(num_layers))
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass, which runs in `wait`."""

@@ -23,10 +23,11 @@ from paceline.engine.assembly.built_again import rebuilders
 from paceline.engine.assembly.config import OFF, ON, Settled
 from paceline.engine.assembly.kv_choices import (
     choose_kv_type,
-    choose_num_pages,
     describe_disk,
     disk_of,
     identity,
+    kv_room,
+    kv_share,
     open_folder,
     row_bytes,
 )
@@ -35,7 +36,6 @@ from paceline.engine.assembly.promise_key import language_digest, promise_of
 from paceline.engine.engine import Engine
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.pages import PagePool
 from paceline.engine.remote.protocol import BeginDrafter
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.engine.renewal import versioned
@@ -164,7 +164,7 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     if on_language is not None:
         on_language(json := tokenizer_json(tokenizer), tokenizer, template)
     cache, (config, why_weights) = PackedCache(config.packed_cache_bytes), _settled(config, model)
-    kv_type, why_kv = choose_kv_type(config, model.config)
+    kv_type, why_kv = choose_kv_type(config, model.config, kv_share(config))
     config = replace(config, kv=kv_type if why_kv else config.kv)
     decoder = _target_decoder(model, config, cache, progress)
     sampling, why_sampling = chosen(config.sampling_defaults, model.text.sampling())
@@ -201,16 +201,15 @@ def assemble(
     specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.head_within))
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
-    bytes_per_token = loaded.decoder.new_kv(1).bytes_per_token
     beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
-    num_pages, why_pages = choose_num_pages(config, limits, bytes_per_token, loaded.mapped_bytes, beside)
+    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
-    backend = config.backend_spec.target()(loaded.decoder, rows, num_pages)
+    backend = config.backend_spec.target()(loaded.decoder, rows, room.num_pages)
     target = Target(
         config=loaded.decoder.config,
         rows=rows.view,
-        num_pages=num_pages,
+        num_pages=room.num_pages,
         vocabulary=loaded.vocabulary,
         law_needs_probs=law.needs_probs,
         fingerprint=loaded.fingerprint,
@@ -220,8 +219,7 @@ def assemble(
     )
     drafters = _drafters(config, target, specs.configs, load_drafter)
     stores = [store for d in drafters for store in d.needs.stores]
-    window = max(windows) if all(windows := loaded.decoder.config.windows) else 0
-    pool = PagePool(num_pages, stores, caching=config.prefix_cache, window=window)
+    pool = room.new_pool(config, loaded.decoder.config, stores, backend.kv)
     controller = FixedK(specs.configs[0].name, specs.configs[0].k) if specs.configs else FixedK()
     fingerprint = "\0".join((loaded.name, config.backend_spec.name, config.weight_type, config.kv_type))
     if files is not None:
@@ -235,13 +233,13 @@ def assemble(
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     max_len = engine.scheduler.max_len
     choices = (*_describe(config, loaded), _describe_requests(config, limits, max_len))
-    choices += (*_describe_kv(engine, why_pages, loaded, files), *_describe_drafters(drafters, why_k))
+    choices += (*_describe_kv(engine, room.why, loaded, files), *_describe_drafters(drafters, why_k))
     choices += (Choice("overlap", why_loop, "--overlap sets it"),) if drafters else ()
     choices += tuple(_tips(config, loaded, specs))
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
     rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config), over)
-    settled = Settled(config.weight_type, config.kv_type, num_pages * PAGE_TOKENS)
+    settled = Settled(config.weight_type, config.kv_type, room.num_pages * PAGE_TOKENS)
     return Built(engine, *about, promise, rebuild, fingerprint, settled)
 
 
@@ -453,7 +451,7 @@ def _tips(config: EngineConfig, loaded: Loaded, specs: Drafters) -> Iterator[Cho
 
 def _describe_kv(engine: Engine, why: str, loaded: Loaded, files: PageFiles | None) -> Iterator[Choice]:
     tokens = engine.scheduler.capacity
-    yield Choice("kv", f"{tokens} tokens, {tokens * engine.kv_bytes_per_token / 2**20:.0f} MiB", why)
+    yield Choice("kv", f"{tokens} tokens, {engine.kv_bytes / 2**20:.0f} MiB", why)
     if loaded.why_kv:
         yield Choice("kv type", loaded.kv_type, f"{loaded.why_kv}; --kv sets it")
     if files is not None:

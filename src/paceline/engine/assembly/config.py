@@ -183,6 +183,13 @@ class EngineConfig:
         return self.backend_spec.defaults_on(self.placement.target)
 
     @property
+    def drops_windows(self) -> bool:
+        """True if the target's store can drop what sliding layers hold of a page."""
+        target = self.placement.target
+        on_host = target is None or target.is_host
+        return self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
+
+    @property
     def usual_limits(self) -> Limits:
         """Limits of an engine whose user sets none."""
         usual = self.device_defaults

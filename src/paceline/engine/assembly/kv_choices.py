@@ -1,11 +1,13 @@
-"""Choices about the KV cache: type and pages, where memory decides, and its disk."""
+"""Choices about the KV cache: its type where memory decides, its pages and its disk."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from paceline.backend.page_bytes import Budget
 from paceline.backend.registry import AUTO, MAX_INT_KV_HEAD, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
@@ -13,15 +15,17 @@ from paceline.core.system import commit, machine
 from paceline.draft.registry import KeepsForRows, parse_drafters
 from paceline.engine.kv_disk import KvDisk
 from paceline.engine.kv_files import PageFiles
-from paceline.engine.pages import pages_for
+from paceline.engine.pages import PagePool, pages_for
+from paceline.engine.sliding_pages import SlidingPool, most_pages
+from paceline.engine.window_parts import PartedPool
 from paceline.model.config import num_weights
 from paceline.model.files.packed_cache import build_mark
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.page_bytes import PageBytes
-    from paceline.backend.seam import Decoder
+    from paceline.backend.page_bytes import DropsWindows, PageBytes
+    from paceline.backend.seam import KV, Decoder
     from paceline.draft.registry import DrafterConfig
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.scheduler import Limits
@@ -33,7 +37,7 @@ MIN_PAGES = 4
 UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
 
 
-def choose_kv_type(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
+def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tuple[str, str]:
     """Return the type of KV, and why if it is not the usual one.
 
     It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
@@ -45,17 +49,45 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig) -> tuple[str, str]:
         return usual, ""
     if wide is not None and (dim := model.full_heads.dim) > MAX_INT_KV_HEAD:
         return wide, f"integers take heads of {MAX_INT_KV_HEAD} numbers, not {dim}"
-    numbers = 2 * sum(heads.kv_size for heads in model.kv_heads())  # of a token
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
     free = config.free_bytes() - num_weights(model) * NUM_BYTES[config.weight_type]
-    most = max(free, 0) * (1.0 if config.kv_tokens else _kv_share(config))
-    needed = tokens * numbers * NUM_BYTES[usual]
+    most = max(free, 0) * (1.0 if config.kv_tokens else share)
+    needed = _numbers(config, model, tokens) * NUM_BYTES[usual]
     if needed <= most:
         return usual, ""
     return (
         small,
         f"{tokens} tokens in {usual} take {needed / MIB:.0f} MiB, and there are {most / MIB:.0f} for them",
     )
+
+
+def _numbers(config: EngineConfig, model: ModelConfig, tokens: int) -> int:
+    """Return how many numbers the KV of so many tokens has."""
+    sliding = model.sliding_kv() if config.drops_windows else ()
+    seen = min(tokens, most_pages(max(model.windows), config.limits.prefill_tokens) * PAGE_TOKENS)
+    heads = enumerate(model.kv_heads())
+    return 2 * sum((seen if i in sliding else tokens) * one.kv_size for i, one in heads)
+
+
+@dataclass(frozen=True, slots=True)
+class KvRoom:
+    """Pages of the target's KV."""
+
+    num_pages: int
+    why: str
+    budget: Budget | None = None  # None: a page takes the same memory whatever rows see of it
+
+    def new_pool(self, config: EngineConfig, model: ModelConfig, stores: Sequence[str], kv: KV) -> PagePool:
+        """Return the pool of these pages. stores: of drafters. kv: the target's."""
+        windows, caching = model.windows, config.prefix_cache
+        if self.budget is None:
+            if all(windows):
+                return SlidingPool(self.num_pages, stores, window=max(windows), caching=caching)
+            return PagePool(self.num_pages, stores, caching=caching)
+        drop = cast("DropsWindows", kv).drop_window
+        return PartedPool(
+            self.num_pages, stores, caching=caching, window=max(windows), budget=self.budget, drop=drop
+        )
 
 
 def row_bytes(config: EngineConfig, target: Decoder, fingerprint: str, drafters: Sequence[DrafterConfig]) -> int:
@@ -70,33 +102,72 @@ def row_bytes(config: EngineConfig, target: Decoder, fingerprint: str, drafters:
     return ceil(numbers * own / (2 * sum(heads.kv_size for heads in model.kv_heads())))
 
 
+def kv_room(
+    config: EngineConfig, limits: Limits, decoder: Decoder, mapped_bytes: int = 0, beside: int = 0
+) -> KvRoom:
+    """Choose the number of pages, and their memory. Raises `ConfigError` if none fits.
+
+    Where only some layers slide, a row needs the window parts of its window. What is left of the memory holds
+    those behind windows, for the prefix cache.
+    mapped_bytes: of the memory that counts as free, those that weights need. beside: of the KV's share, those that
+    drafters take beside its pages, see `row_bytes`.
+    """
+    kv, model = decoder.new_kv(1), decoder.config
+    sliding = model.sliding_kv() if config.drops_windows else ()
+    if not sliding:
+        return KvRoom(*choose_num_pages(config, limits, kv.bytes_per_token, mapped_bytes, beside))
+    in_window = cast("DropsWindows", kv).window_bytes_per_token
+    most = most_pages(max(model.windows), limits.prefill_tokens)
+    part, page = in_window * PAGE_TOKENS, (kv.bytes_per_token - in_window) * PAGE_TOKENS
+    memory = mapped_bytes, beside, most * part, page
+    num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, *memory)
+    least = num_pages * page + min(num_pages, most) * part
+    total = min(num_pages * (page + part), max(least, _share_bytes(config, mapped_bytes, beside)))
+    about = (
+        f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens, and keep more if it fits"
+    )
+    return KvRoom(num_pages, f"{why}; {about}", Budget(page, part, total))
+
+
 def choose_num_pages(
-    config: EngineConfig, limits: Limits, bytes_per_token: int, mapped_bytes: int = 0, row_bytes: int = 0
+    config: EngineConfig,
+    limits: Limits,
+    bytes_per_token: int,
+    mapped_bytes: int = 0,
+    beside: int = 0,
+    window_bytes: int = 0,
+    page_bytes: int = 0,
 ) -> tuple[int, str]:
     """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
 
-    mapped_bytes: of the memory that counts as free, those that weights need. row_bytes: of the KV's share, those
-    that drafters take beside its pages, see `row_bytes`.
+    window_bytes: that a row's window takes; a page without its window part then takes `page_bytes`.
+    mapped_bytes, beside: see `kv_room`.
     """
     if config.kv_tokens is not None:
         return max(pages_for(config.kv_tokens), 1), "as asked"
     wanted = limits.num_rows * pages_for(limits.max_len)
-    share, most = _kv_share(config), wanted
+    most = wanted
     if config.device_defaults is None:
         most = pages_for(max(UNASKED_TOKENS, limits.max_len))
-    free = max(config.free_bytes() - mapped_bytes, 0)
-    affordable = max(int(free * share) - row_bytes, 0) // (bytes_per_token * PAGE_TOKENS)
+    free = _share_bytes(config, mapped_bytes, beside)
+    affordable = free // (bytes_per_token * PAGE_TOKENS)
+    if window_bytes:
+        affordable = max(affordable, (free - window_bytes) // page_bytes)
     if affordable < MIN_PAGES:
         raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
     num_pages = min(wanted, affordable, most)
     if num_pages == wanted:
         return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
     if num_pages == affordable:
-        return num_pages, f"{share:.0%} of the free memory"
+        return num_pages, f"{kv_share(config):.0%} of the free memory"
     return num_pages, "enough for most loads; --kv-tokens sets more"
 
 
-def _kv_share(config: EngineConfig) -> float:
+def _share_bytes(config: EngineConfig, mapped_bytes: int, beside: int) -> int:
+    return max(int(max(config.free_bytes() - mapped_bytes, 0) * kv_share(config)) - beside, 0)
+
+
+def kv_share(config: EngineConfig) -> float:
     """Return the share of the free memory that the target's KV may take."""
     usual = config.device_defaults
     if usual is None:
