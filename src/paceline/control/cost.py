@@ -275,7 +275,7 @@ def fit_target(
 ) -> TargetCost:
     """Return the prices with the least squared relative error, none negative.
 
-    The curve has a point at every count of tokens that was timed with all tokens scored, or at `points`, ascending.
+    The curve has a point at every count of tokens that was timed with all tokens scored, or at `points`.
     Keys and unscored tokens have one price each. If all contexts are short, the price of keys cannot be told from
     that of tokens and is 0.
     buckets: counts that the backend pads passes to, ascending; the curve is then a staircase with these steps.
