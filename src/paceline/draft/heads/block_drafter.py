@@ -37,15 +37,7 @@ class BlockHeadDrafter(RelayHeadDrafter):
         assert head.config.block is not None, "the config of a block head has its shape"
         self._block = head.config.block
         super().__init__(asked, target, head, runner)
-        self._first_spare = target.num_pages
-
-    def _spare_pages(self, target: Target) -> int:
-        return self._spare_of_row * target.rows.num_rows
-
-    @property
-    def _spare_of_row(self) -> int:
-        """Pages that a block reaches beyond that of its first token."""
-        return (PAGE_TOKENS + self._block.size - 2) // PAGE_TOKENS
+        self._first_spare = target.num_pages + 1  # see `spare_pages`
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         if missing := {row: count for row in starts if (count := self._entries.missing(row)) > 0}:
@@ -74,7 +66,7 @@ class BlockHeadDrafter(RelayHeadDrafter):
             own = self._rows.page_ids(row, 0, min(held, pages.shape[1]))
             pages[index, : len(own)] = own
             last = int(positions[index, -1]) // PAGE_TOKENS
-            spare = self._first_spare + row * self._spare_of_row
+            spare = self._first_spare + row * self._block.spare_pages
             pages[index, len(own) : last + 1] = np.arange(spare, spare + last + 1 - len(own))
         slots = np.take_along_axis(pages, positions // PAGE_TOKENS, 1) * PAGE_TOKENS + positions % PAGE_TOKENS
         starts = np.arange(num_rows + 1) * size
