@@ -51,7 +51,7 @@ def drafts_of(engine: Engine, asked: list[Request]) -> Drafted:
 def share_of_same(host: Drafted, device: Drafted) -> float:
     """Return the share of drafts that are the same on both, with the confidence of each token."""
     pairs = [pair for name in host for pair in zip(host[name], device[name], strict=False)]
-    # Bounds near an answer's end trail by a step on the device: it may draft more, and learn more of what is refused.
+    # Bounds near an answer's end trail by a step on the device: so it may draft more, and learn more.
     same = 0
     for (one, sure), (other, as_sure) in pairs:
         count = min(len(one), len(other))

@@ -12,14 +12,14 @@ from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.reference import block_head as reference
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Features, PassRequest
+from paceline.backend.seam import Features, FedBack, PassRequest, RelayRequest
 from paceline.core.nouns import SamplingSpec, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.config import Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
-from tests.draft.heads import draft_ids, head_values, random_weights
+from tests.draft.heads import CORRECTED, draft_ids, head_values, random_weights
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
@@ -78,3 +78,37 @@ def test_a_head_by_kernels_says_what_the_reference_says() -> None:
     got, expected = results
     np.testing.assert_array_equal(got.token_ids, expected.token_ids)
     near(got.hidden, expected.hidden, 3e-3)  # taps are kept in half precision
+
+
+def test_a_block_head_by_kernels_says_what_the_reference_says() -> None:
+    """Context, then blocks of which one begins in it and one without; a guess, and the one behind it."""
+    config = tiny_config(num_layers=3)
+    weights: Any = tiny_weights(config, dtype=torch.float32)
+    of_head = read_config(head_values(CORRECTED, config), config)
+    block = of_head.block
+    assert block is not None
+    head = Head(of_head, random_weights(of_head), draft_ids(of_head, config.vocab_size))  # type: ignore[arg-type]
+    ours, twin = load_on_host(config, weights, "f32", "f32", None), ReferenceDecoder(config, weights)
+    results: list[list[Any]] = []
+    for load, target in ((cuda.load_runner, ours), (reference.load_runner, twin)):
+        runner: Any = load(head, target, None, None)  # type: ignore[operator]
+        packed, store, kv = pack(PIECES[:1]), runner.new_tap_store(4), runner.new_kv(4)
+        result = run_pass(target, packed, target.new_kv(4), [KINDS[0]] * 19, taps=of_head.taps)
+        store.write(Taps(result.taps, packed.cu_len, packed.slots), [19])
+        features = Features(store, [(0, 0, 19)])
+        runner.launch(PassRequest(replace(packed, wanted=packed.wanted[:0]), kv, (), features=features)).wait()
+        masks = [of_head.mask_token_id] * (block.size - 1)
+        asked = pack([([5, *masks], 19, [0, 1]), ([6, *masks], 0, [3])])
+        hidden = runner.launch(PassRequest(replace(asked, wanted=np.array([0, 1, 6, 7])), kv, ())).wait().hidden
+        known: Any = [5, 6], FedBack(np.zeros((2, block.state_size), np.float32), range(2))
+        results.append([])
+        for place in (0, 1):
+            result = runner.relay(RelayRequest(hidden, [0, 2], [place, 2 + place], KINDS[:3:2], known))
+            known = [8, 9], FedBack(result.hidden, range(2))
+            results[-1].append(result)
+    for got, expected in zip(*results, strict=True):
+        assert got.token_ids[0] == expected.token_ids[0]
+        ids = head.token_ids
+        near(got.logits[:, ids], expected.logits[:, ids], 3e-3)
+        near(got.margins, expected.margins, 3e-3)
+        near(got.hidden, expected.hidden, 3e-3)

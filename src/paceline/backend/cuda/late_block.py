@@ -13,7 +13,9 @@ import torch
 from torch.nn import functional
 
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.late_program import Drafted, LateRunner, Program, columns
+from paceline.backend.cuda.row_launches import blocks_by_kernel
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -78,6 +80,9 @@ class BlockProgram(Program):
     def _blocks(self, d: Drafted, deepest: int) -> DevicePass:
         """Return a pass over a block of each row, whose first `deepest` guesses are wanted."""
         block, length, each = self._runner.block, d.begun.length, d.begun.each
+        if uses_kernels(d.rows):
+            tokens = self._rows.on_device, d.rows, d.begun, d.pages
+            return blocks_by_kernel(*tokens, block, deepest, self._runner.mask_token, self._first_spare)
         place = torch.arange(block.size, device=length.device)
         anchors = length[:, None] - 1
         positions = anchors + place
