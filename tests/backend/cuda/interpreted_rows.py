@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.backend.cuda.block_head import BlockProgram
 from paceline.backend.cuda.device_rows import DeviceRows, advance, cut_to_budget, gather
 from paceline.backend.cuda.kernel_launch import interpreted
-from paceline.backend.cuda.late_block import BlockProgram
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.backend.cuda.block_head import BlockProgram
 from paceline.backend.cuda.device_rows import DeviceRows, cut_to_budget
-from paceline.backend.cuda.late_block import BlockProgram
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape
 from paceline.backend.cuda.late_program import Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS
@@ -130,9 +130,9 @@ class NoBlockHead(NoModel):
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 1, 20), (False, 100, 900)])
+@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 1, 23), (False, 100, 900)])
 def test_a_block_of_three_drafts(num_rows: int, by_kernels: bool, least: int, most: int) -> None:
-    """Page tables, the rows' begin, context, blocks, for each guess two kernels and a clamp, and what is kept."""
+    """Page tables, the rows' begin, context, blocks, of each guess four, and what is kept."""
     rows = rows_of(num_rows)
     runner: Any = NoBlockHead()
     program = BlockProgram(rows, runner, 16 * 999, HintRule(1, 1))

@@ -110,7 +110,7 @@ def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = No
 def attend(
     query: torch.Tensor, layer: LayerKV, d: DevicePass, work: AttentionWork, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend from every token to its own row's keys up to its position, or to `last_keys`.
+    """Attend from every token to its own row's keys, up to `seen_to`.
 
     query: [num_tokens, num_heads, head_dim]; this pass's own keys and values are written. Returns
     [num_tokens, num_heads * head_dim] of the query's type, zeros for padding tokens.

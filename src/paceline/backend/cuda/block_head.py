@@ -3,6 +3,10 @@
 A pass with features stores *context*: keys and values that every layer makes of each token's feature. One without
 is of *blocks*, whose tokens all see as much as the last of their row. The layers take and return tensors and never
 wait for the device.
+
+In a program on the device, entries are the context of known tokens but the newest, whose feature the target has
+not made yet. A block begins with that token, in its slot. Behind the token's page it writes into spare pages of
+the row. So its shape depends on the head alone: not on the drafts that are wanted, nor on the pages that are held.
 """
 
 from __future__ import annotations
@@ -12,27 +16,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from paceline.backend.cuda.device_memory import on_device
-from paceline.backend.cuda.device_pass import upload
+from paceline.backend.cuda.device_pass import DevicePass, upload
 from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.head import CudaHead, LateHead, some_rows
+from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.kv_store import DeviceKV
-from paceline.backend.cuda.late_block import BlockProgram
+from paceline.backend.cuda.late_program import BegunDraft, Program, columns
 from paceline.backend.cuda.launched import DeviceResult, to_host
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.products import finished, multiply
+from paceline.backend.cuda.row_launches import blocks_by_kernel
 from paceline.backend.cuda.rowwise import embed, rms_norm
 from paceline.backend.cuda.tap_store import DeviceTapStore
 from paceline.backend.seam import FedBack
+from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.backend.cuda.decoder import CudaDecoder
-    from paceline.backend.cuda.device_pass import DevicePass
     from paceline.backend.cuda.device_weights import Setup, WeightReader
     from paceline.backend.cuda.head import HeadWeights
     from paceline.backend.cuda.late_program import LateInput
@@ -193,7 +200,7 @@ class CudaBlockHead(CudaHead):
 
     @torch.inference_mode()
     def log_odds(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Return the log-odds [n] float64 that guesses are kept if those before are; None: it has none."""
+        """Return the log-odds that guesses are kept if those before are, or None. [n] float64"""
         w, read = self.of_block, states
         if w.confidence is None or w.confidence_bias is None:
             return None
@@ -204,7 +211,7 @@ class CudaBlockHead(CudaHead):
 
 
 class LateBlockHead(LateHead):
-    """Runs a block head's passes for `BlockProgram`; see `LateBlockRunner`."""
+    """Runs a block head's passes for `BlockProgram`; see `LateRunner`."""
 
     def __init__(self, head: CudaBlockHead, kv: DeviceKV, taps: DeviceTapStore) -> None:
         super().__init__(head, kv, taps)
@@ -227,3 +234,69 @@ class LateBlockHead(LateHead):
         """Correct logits in place by the guesses before; return the next state and log-odds."""
         head = self._of_blocks
         return head.correct(logits, states, before, told), head.log_odds(states, before)
+
+
+class BlockProgram(Program):
+    """Stores context, and drafts by blocks; see `LateProgram`."""
+
+    _runner: LateBlockHead
+
+    def __init__(self, rows: DeviceRows, runner: LateBlockHead, scratch_slot: int, hints: HintRule) -> None:
+        """scratch_slot: begins the page behind those of the page table; spare pages follow it."""
+        super().__init__(rows, runner, scratch_slot, hints)
+        self._first_spare = scratch_slot // PAGE_TOKENS + 1
+
+    def _num_read(self, d: BegunDraft) -> torch.Tensor:
+        return d.begun.length - 1
+
+    def _guess_at_once(self, d: BegunDraft, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guesses and margins, or log-odds of a head that has them. [n, deepest] each"""
+        runner, n = self._runner, len(d.rows)
+        known = d._replace(begun=d.begun._replace(missing=d.begun.missing - 1))
+        runner.run_late(self._pack(known, bound))
+        tokens = self._blocks(d, deepest)
+        flat = runner.run_block(tokens)
+        logits, states = (x.view(n, deepest, -1) for x in (runner.logits(flat), flat))
+        before = tokens.token_ids.view(n, -1)[:, 0].contiguous()
+        told = flat.new_zeros(n, runner.block.state_size)
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index in range(deepest):
+            own = logits[:, index].clone(memory_format=torch.contiguous_format)  # kernels want it aligned
+            told, odds = runner.correct(own, states[:, index], before, told)
+            hint = d.hints.next(index, found[-1][0] if found else None) if d.hints else None
+            guesses, margins = self._choose_among(own, d, index, hint)
+            found.append((guesses, margins if odds is None else odds))
+            before = guesses.clamp(min=0)
+        return columns(found)
+
+    def _blocks(self, d: BegunDraft, deepest: int) -> DevicePass:
+        """Return a pass over a block of each row, whose first `deepest` guesses are wanted."""
+        block, length, each = self._runner.block, d.begun.length, d.begun.each
+        if uses_kernels(d.rows):
+            tokens = self._rows.on_device, d.rows, d.begun, d.pages
+            return blocks_by_kernel(*tokens, block, deepest, self._runner.mask_token, self._first_spare)
+        place = torch.arange(block.size, device=length.device)
+        anchors = length[:, None] - 1
+        positions = anchors + place
+        newest = self._rows.on_device.token_ids[d.rows[:, None], anchors]
+        pages = self._with_spare(d, anchors // PAGE_TOKENS)
+        slots = pages.gather(1, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
+        guess = block.first + torch.arange(deepest, device=length.device)
+        return DevicePass(
+            token_ids=torch.where(place == 0, newest, self._runner.mask_token).view(-1),
+            positions=positions.view(-1),
+            slots=slots.view(-1),
+            cu_len=each * block.size,
+            pages=pages,
+            wanted=(each[:-1, None] * block.size + guess).view(-1),
+            first_keys=d.begun.first_keys,
+            last_keys=positions[:, -1:].expand_as(positions).reshape(-1),
+        )
+
+    def _with_spare(self, d: BegunDraft, own: torch.Tensor) -> torch.Tensor:
+        """Return page tables with spare pages behind the column `own`. [n, num_pages + spare]"""
+        num_spare = self._runner.block.spare_pages
+        table = functional.pad(d.pages, (0, num_spare))
+        behind = torch.arange(table.shape[1], device=table.device) - own - 1
+        spare = self._first_spare + d.rows[:, None] * num_spare + behind.clamp(0, max(num_spare - 1, 0))
+        return torch.where(behind < 0, table, spare)

@@ -213,7 +213,7 @@ class Stack:
         return residual, tapped
 
     def store(self, device_pass: DevicePass, kv: DeviceKV, read: torch.Tensor) -> None:
-        """Write the keys and values that every layer makes of tokens at every rank, and compute nothing else.
+        """Write the keys and values that every layer makes of tokens, at every rank.
 
         read: [num_tokens, width] the input of all layers.
         """

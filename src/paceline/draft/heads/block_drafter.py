@@ -2,9 +2,9 @@
 
 The keys and values that its layers make of known tokens' features, the *context*, are entries in the tokens'
 slots. Each draft runs one block per row: the newest token, then mask tokens. What it writes lies in the slots
-behind the context, and in spare pages of the row where those it holds end: a block is as long as it was trained,
-however many of its guesses are wanted. The guesses are then chosen one after another, so that hints and the
-head's corrector know those before.
+behind the context, and in spare pages of the row behind the newest token's page: a block is as long as it was
+trained, however many of its guesses are wanted and pages held. The guesses are then chosen one after another, so
+that hints and the head's corrector know those before.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class BlockHeadDrafter(RelayHeadDrafter):
         tokens[:, 0] = [self._rows.tokens(row)[-1] for row in rows]
         positions = anchors[:, None] + np.arange(size)
         pages = np.zeros((num_rows, int(positions.max()) // PAGE_TOKENS + 1), np.int64)
-        for index, (row, depth) in enumerate(zip(rows, depths, strict=True)):
-            held = (int(anchors[index]) + depth) // PAGE_TOKENS + 1  # pages are held for that many drafts
-            own = self._rows.page_ids(row, 0, min(held, pages.shape[1]))
+        for index, row in enumerate(rows):
+            own = self._rows.page_ids(row, 0, int(anchors[index]) // PAGE_TOKENS + 1)
             pages[index, : len(own)] = own
             last = int(positions[index, -1]) // PAGE_TOKENS
             spare = self._first_spare + row * self._block.spare_pages

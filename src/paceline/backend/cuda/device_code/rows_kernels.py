@@ -312,7 +312,7 @@ def pack_blocks(
     size, first, deepest, mask_token, num_pages, num_spare, max_len, first_spare,
     PAGE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a pass over a block of each row, see `BlockProgram._blocks`. A program takes one row.
+    """Write a pass over blocks, see `BlockProgram._blocks`. A program takes one row.
 
     row_pages: [n, num_pages] that rows hold. pages: [n, num_pages + num_spare] with spare ones behind the newest
     token's. PLACES: at least the size of a block, and the drafts wanted.
