@@ -102,6 +102,18 @@ def test_the_texts_are_those_of_the_reference(draft: str) -> None:
     assert_same(plain_answers(asked), run(make_engine(draft, PLAIN, types=CUDA), asked))
 
 
+@pytest.mark.parametrize("law", ["rejection", "block"])
+@pytest.mark.parametrize("draft", ["off", f"{NGRAM},k=3"])
+def test_greedy_texts_are_those_of_the_reference_under_laws_of_the_host(draft: str, law: str) -> None:
+    """Alone, and beside rows whose tokens the host draws."""
+    asked = requests()
+    greedy = [r for r in asked if r.params.temperature == 0]
+    expected = plain_answers(asked)
+    for some in (greedy, asked):
+        got = run(make_engine(draft, PLAIN, law, CUDA), some)
+        assert all(got[r.request_id] == expected[r.request_id] for r in greedy)
+
+
 def test_a_device_that_captures_steps_and_drafting_tells_the_same() -> None:
     """Inputs in memory of their own, rows and tokens padded: as in graphs, which need a device."""
     asked = requests()

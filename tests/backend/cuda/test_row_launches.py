@@ -130,7 +130,7 @@ class NoBlockHead(NoModel):
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 1, 23), (False, 100, 900)])
+@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 1, 24), (False, 100, 900)])
 def test_a_block_of_three_drafts(num_rows: int, by_kernels: bool, least: int, most: int) -> None:
     """Page tables, the rows' begin, context, blocks, of each guess four, and what is kept."""
     rows = rows_of(num_rows)
