@@ -234,7 +234,10 @@ def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: He
 def _late(
     make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head, runner: HeadRunner
 ) -> LateDrafter:
-    """Return a drafter on the device. make: of the one on the host, which has the same hints and lag."""
+    """Return a drafter on the device.
+
+    make: the one on the host, which has the same hints and lag.
+    """
     kv = runner.new_kv(target.num_pages + spare_pages(head.config, target.rows.num_rows))
     taps = runner.new_tap_store(target.num_pages)
     needs = head_needs(asked, head, kv, taps, stops=True, late=True)
