@@ -14,7 +14,16 @@ from paceline.core.params import SamplingParams
 from paceline.engine.drafters import DrafterPool
 from paceline.model.heads.config import read_config
 from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
-from tests.engine.same_text import PLAIN, Settings, make_engine, run, target
+from tests.engine.same_text import (
+    PLAIN,
+    RestlessK,
+    Settings,
+    assert_same,
+    make_engine,
+    plain_answers,
+    run,
+    target,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,3 +123,22 @@ def test_drafts_behind_cached_pages_are_those_of_the_host(kind: str, hole: bool)
         assert bool(engine.stats().untapped_tokens) == hole
         assert engine.stats().drafter_failures == 0
     assert share_of_same(*found) >= 0.95
+
+
+@pytest.mark.parametrize("kind", [CORRECTED, pytest.param("block", marks=pytest.mark.nightly)])
+def test_texts_stay_with_few_pages_and_depths_that_change(kind: str) -> None:
+    """Requests that are preempted come back in other pages; rows without drafts fall behind."""
+    engine = make_engine(
+        f"{drafter_of(kind)}:model={trained_head(kind, target().decoder)}",  # type: ignore[arg-type]
+        Settings(num_rows=5, num_pages=12, prefill_tokens=64, prefix_cache=True),
+        types="cuda",
+    )
+    engine.controller = RestlessK(drafter_of(kind), 4, seed=2)
+    params = [SamplingParams(temperature=t, max_tokens=60, ignore_eos=True) for t in (0.0, 0.5, 1.0)]
+    asked = [Request(str(i), (*range(40, 56), 40 + i), params[i % 3], seed=i) for i in range(5)]
+    assert_same(plain_answers(asked), run(engine, asked))
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.cached_tokens > 0
+    assert stats.drafters[drafter_of(kind)].accepted > 5
+    assert stats.drafter_failures == stats.untapped_tokens == 0
