@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import kernels
+from paceline.backend.cuda import load as cuda
 from paceline.backend.native import decoder as native_decoder
 from paceline.backend.native import load as native
 from paceline.backend.reference.block_head import load_runner
@@ -17,6 +18,7 @@ from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayR
 from paceline.core.nouns import UNCHOSEN, SamplingSpec, Stop, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.heads.checkpoint import load_head, narrowed
+from tests.backend.backends import load_on_host
 from tests.draft.test_block_files import FORMATS, block_tensors
 from tests.draft.test_head_files import TARGET, write
 from tests.model.helpers import pack
@@ -142,6 +144,18 @@ def test_the_reference_runs_the_format(name: str, tmp_path: Path) -> None:
     check(runner, head.token_ids, expected(values, tensors, weights), 1e-6)
 
 
+def cuda_runner(head: Head) -> HeadRunner:
+    return cuda.load_runner(head, load_on_host(TARGET, tiny_weights(TARGET), "f64", "f64", None), None, None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_device_runs_the_format(name: str, tmp_path: Path) -> None:
+    values = FORMATS[name]
+    tensors = scaled(values)
+    head = load_head(write(tmp_path, values, tensors), TARGET)
+    check(cuda_runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), 1e-6)
+
+
 def native_runner(head: Head, weight_type: str = "f32", own: str | None = None, kv: str = "f32") -> NativeHead:
     weights = tiny_weights(TARGET, dtype=torch.float32)
     return native.load_runner(head, native.pack_decoder(TARGET, weights, THREADS, weight_type, kv), None, own)
@@ -155,19 +169,26 @@ def test_the_native_kernels_run_the_format(name: str, tmp_path: Path) -> None:
     check(native_runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), 2e-4)
 
 
-@pytest.mark.parametrize("own", ["int8", "int4_row"])
-def test_drafters_of_few_bits_are_near(own: str, tmp_path: Path) -> None:
+def few_bits(head: Head, own: str) -> HeadRunner:
+    """A head of few bits on the backend that has them."""
+    if own in ("fp8", "int4"):
+        target = load_on_host(TARGET, tiny_weights(TARGET, dtype=torch.float32), "bf16", "bf16", None)
+        return cuda.load_runner(head, target, None, own)
+    return native_runner(head, "int8", own, "i16")
+
+
+@pytest.mark.parametrize(("own", "limit"), [("int8", 0.05), ("int4_row", 0.4), ("fp8", 0.15), ("int4", 0.4)])
+def test_drafters_of_few_bits_are_near(own: str, limit: float, tmp_path: Path) -> None:
     """Rounding changes logits by some percent of their spread."""
     values = FORMATS["speculators, rnn"]
     head = load_head(write(tmp_path, values, scaled(values)), TARGET)
     found = []
-    for runner in (native_runner(head), native_runner(head, "int8", own, "i16")):
+    for runner in (native_runner(head), few_bits(head, own)):
         kv = runner.new_kv(9)
         store_context(runner, kv)
         found.append(np.array([result.logits for result in guess_all(runner, kv)[1]])[:, :, head.token_ids])
     first = [logits[0] for logits in found]  # the others follow guesses that may differ
-    limit = {"int8": 0.05, "int4_row": 0.4}[own]
-    assert np.abs(first[0] - first[1]).std() < limit * first[0].std()
+    assert 0 < np.abs(first[0] - first[1]).std() < limit * first[0].std()
 
 
 class StepByStep:
@@ -259,7 +280,7 @@ def test_a_head_without_an_output_of_its_own_may_write_some_tokens_only(tmp_path
     wanted = expected(values, tensors, weights)
     head = narrowed(whole, 100)
     reference = load_runner(head, ReferenceDecoder(TARGET, weights, torch.float64), None, None)
-    for runner, tolerance in ((reference, 1e-6), (native_runner(head), 2e-4)):
+    for runner, tolerance in ((reference, 1e-6), (cuda_runner(head), 1e-6), (native_runner(head), 2e-4)):
         runner.set_request_tokens(np.array([300, 150]))
         kv = runner.new_kv(9)
         store_context(runner, kv)

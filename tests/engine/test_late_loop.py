@@ -17,7 +17,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.step import SerialLoop
-from tests.draft.heads import RELAY, drafter_of, trained_head
+from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, plain_answers, run, target
 from tests.engine.test_same_text import assert_all_met, assert_some_met, suite
 
@@ -58,7 +58,7 @@ def test_same_text_one_step_late(draft: str) -> None:
     suite(draft, FEW, assert_met, CUDA)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", RELAY])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", RELAY, CORRECTED])
 def test_same_text_one_step_late_with_heads_on_the_device(kind: str) -> None:
     head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
     tally = suite(f"{drafter_of(kind)}:model={head}", FEW // 2, assert_accepted, CUDA)
@@ -89,7 +89,7 @@ def test_same_text_one_step_late_over_many_workloads(draft: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED, WHOLE])
 def test_same_text_one_step_late_with_heads_over_many_workloads(kind: str) -> None:
     head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
     suite(f"{drafter_of(kind)}:model={head}", 20, assert_some_met, CUDA)
@@ -100,6 +100,18 @@ def test_the_texts_are_those_of_the_reference(draft: str) -> None:
     """Of the same float64 weights, not only of the same backend."""
     asked = requests()
     assert_same(plain_answers(asked), run(make_engine(draft, PLAIN, types=CUDA), asked))
+
+
+@pytest.mark.parametrize("law", ["rejection", "block"])
+@pytest.mark.parametrize("draft", ["off", f"{NGRAM},k=3"])
+def test_greedy_texts_are_those_of_the_reference_under_laws_of_the_host(draft: str, law: str) -> None:
+    """Alone, and beside rows whose tokens the host draws."""
+    asked = requests()
+    greedy = [r for r in asked if r.params.temperature == 0]
+    expected = plain_answers(asked)
+    for some in (greedy, asked):
+        got = run(make_engine(draft, PLAIN, law, CUDA), some)
+        assert all(got[r.request_id] == expected[r.request_id] for r in greedy)
 
 
 def test_a_device_that_captures_steps_and_drafting_tells_the_same() -> None:

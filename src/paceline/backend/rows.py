@@ -151,7 +151,7 @@ class Rows(TokenRows):
         self._sampling: list[_RowSampling | None] = [None] * num_rows
         self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
-        self._law_needs_probs = law_needs_probs
+        self.law_needs_probs = law_needs_probs
         self._counted: set[int] = set()  # rows whose tokens change the choices behind them
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
         self.changing: set[int] = set()  # rows whose drafts may replace the target's choices in their pass
@@ -211,7 +211,7 @@ class Rows(TokenRows):
         (self._counted.add if counts else self._counted.discard)(row)
         self._sampling[row] = _RowSampling(
             request=request,
-            kind=choose_kind(request.params, self._law_needs_probs),
+            kind=choose_kind(request.params, self.law_needs_probs),
             history=history,
             stop_ids=own_stops if request.params.ignore_eos else own_stops | self._eos_ids,
         )

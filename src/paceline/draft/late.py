@@ -58,14 +58,15 @@ class LateDrafter:
         program: LateProgram,
         rows: RowView,
         vocabulary: RequestVocabulary | None = None,
+        lag: int = 0,
     ) -> None:
         """vocabulary: of a drafter that writes some of the target's tokens; trails as rows do.
 
-        The first of `needs.stores`, if any, is that of the program's entries.
+        The first of `needs.stores`, if any, is that of the program's entries. lag: newest tokens without an entry.
         """
         self.name, self.needs = name, needs
         self._report, self.program, self._rows = report, program, rows
-        self.vocabulary = vocabulary
+        self.vocabulary, self._lag = vocabulary, lag
         self._read = [0] * rows.num_rows  # tokens of each row that it has read for certain, or never will
         self._reads_more: set[int] = set()  # rows that were read up to a length the host is about to learn
         self._hole = [False] * rows.num_rows  # some of a row's first tokens have no taps
@@ -77,8 +78,9 @@ class LateDrafter:
         self._hole[row] = False
         if self.needs.tap_store is not None:
             self._hole[row] = valid_lens[self.needs.tap_store] < computed
-            # An entry holds the taps of the token before its own; behind a hole the run begins anew.
-            first = computed + 1 if self._hole[row] else 1
+            # An entry holds taps of the token before its own, or with a lag of its own token. Behind a hole the
+            # run begins anew.
+            first = (computed if self._hole[row] else 0) + 1 - self._lag
         start = first if self._hole[row] else max(entries, first)
         self._read[row] = min(start, self._rows.known_len(row))
         self._reads_more.discard(row)
@@ -86,7 +88,7 @@ class LateDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Have the device draft. The tokens are not known here."""
-        wanted = [(r, min(plan.k(r.row), r.max_drafts)) for r in batch.rows if r.samples]
+        wanted = [(r, min(plan.k(r.row), r.max_drafts, self.needs.max_k)) for r in batch.rows if r.samples]
         asked = [self._draft(r, k, plan) for r, k in wanted if k > 0]
         if self.vocabulary:
             self.vocabulary.follow([d.row for d in asked])
@@ -111,13 +113,14 @@ class LateDrafter:
         room, ready, behind = STEP_TOKENS, [], {}
         for d in sorted(asked, key=lambda d: d.bound):
             known = self._rows.known_len(d.row)
+            lasts = known - self._lag
             if d.bound <= room:
                 ready.append(d)
-                if self._read[d.row] + d.bound == known:
-                    self._read[d.row] = known
+                if d.length == known:
+                    self._read[d.row] = lasts
                 else:
                     self._reads_more.add(d.row)
-            elif (count := min(room, known - self._read[d.row])) > 0:
+            elif (count := min(room, lasts - self._read[d.row])) > 0:
                 behind[d.row] = count
                 self._read[d.row] += count
             room -= min(d.bound, room)
@@ -128,7 +131,7 @@ class LateDrafter:
         for r in batch.rows:
             if r.row in self._reads_more:
                 self._reads_more.discard(r.row)
-                self._read[r.row] = self._rows.known_len(r.row)
+                self._read[r.row] = self._rows.known_len(r.row) - self._lag
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Return a row's leading tokens in the stores; behind a hole they stay private."""

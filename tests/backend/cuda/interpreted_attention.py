@@ -14,7 +14,7 @@ from paceline.backend.cuda.attention import _work_items, attend, plan_attention
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from tests.backend.cuda.interpreted import mend_interpreter, poison
-from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
+from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, seeing_all, shapes
 
 SCALE = 0.1
 
@@ -40,6 +40,15 @@ def test_kernels_agree_with_float64(shape: Shape) -> None:
         got = attended(case.cast(dtype), shape, 4)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fill", [0, 1 << 16])
+def test_tokens_of_a_block_see_all_of_it(fill: int) -> None:
+    """Also where the block ends at or beside a part's end, and in units of scratch."""
+    shape = Shape(rows=((0, 9), (247, 9), (248, 9), (600, 20)), group=2, num_kv_heads=1, num_padding=2)
+    case = seeing_all(make_case(shape))
+    got = attended(case.cast(torch.float32), shape, fill)
+    torch.testing.assert_close(got.double(), attended(case, shape), rtol=2e-6, atol=2e-6)
 
 
 @settings(max_examples=4)

@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.backend.cuda.block_head import BlockProgram
 from paceline.backend.cuda.device_rows import DeviceRows, advance, cut_to_budget, gather
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.backend.seam import HintRule
-from paceline.core.nouns import MOST_MARGIN
+from paceline.core.nouns import MOST_MARGIN, PAGE_TOKENS
+from paceline.model.heads.block_format import MAX_BLOCK, BlockShape
 from tests.backend.cuda.interpreted import poison
 from tests.backend.cuda.row_states import MAX_LEN, by_torch, equal, random_state, random_step, same
 
@@ -169,6 +171,32 @@ def test_draft_passes_are_those_of_pytorch(
         one = p._guesses(got, guesses, index, None)
         with by_torch():
             check_input(one, p._guesses(got, guesses, index, None))
+
+
+SIZES = st.sampled_from((1, 2, 8, 17, 20, MAX_BLOCK))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_rows=st.integers(1, 5),
+    block=st.builds(BlockShape, SIZES, st.booleans()).filter(lambda block: block.num_drafts),
+    deepest=st.integers(1, 16),
+    seed=st.integers(0, 999),
+)
+def test_blocks_are_those_of_pytorch(num_rows: int, block: BlockShape, deepest: int, seed: int) -> None:
+    """Behind the newest token's page a row writes into spare pages of its own."""
+    of_rows, rows, depth = program(num_rows, seed, own_store=True)
+    runner: Any = SimpleNamespace(write_taps=None, block=block, mask_token=7)
+    scratch_page, deepest = 900, min(deepest, block.num_drafts)
+    p = BlockProgram(of_rows._rows, runner, scratch_page * PAGE_TOKENS, HintRule(1, 1))
+    drafted = p._begin(rows, depth, deepest, 5)
+    got = p._blocks(drafted, deepest)
+    with by_torch():
+        assert differing(got, p._blocks(drafted, deepest)) == []
+    page, own = got.positions // PAGE_TOKENS, (drafted.begun.length - 1) // PAGE_TOKENS
+    spare = got.slots[page > own.repeat_interleave(block.size)]
+    assert (spare >= (scratch_page + 1) * PAGE_TOKENS).all()
+    assert len(spare.unique()) == len(spare), "no two rows share a slot"
 
 
 def check_packed(p: Program, drafted: Any, bound: int, ahead: int, depth: torch.Tensor | None) -> None:

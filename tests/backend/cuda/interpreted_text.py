@@ -10,7 +10,7 @@ from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from tests.backend.cuda.row_states import by_torch
-from tests.draft.heads import drafter_of, trained_head
+from tests.draft.heads import CORRECTED, drafter_of, trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, plain_answers, run, target
 
 REQUESTS = [
@@ -19,7 +19,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("draft", ["draft-model:model=noisy", "eagle3", "peagle", "ngram:min=1"])
+@pytest.mark.parametrize("draft", ["draft-model:model=noisy", "eagle3", "peagle", CORRECTED, "ngram:min=1"])
 def test_texts_are_those_without_drafts(draft: str) -> None:
     """The model's own numbers are float64, so PyTorch's; steps are padded as captured ones are."""
     assert interpreted()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -122,6 +123,14 @@ def padded(packed: Packed, num_padding: int, scratch_slot: int) -> DevicePass:
         wanted=torch.from_numpy(packed.wanted.copy()),
         first_keys=None if packed.first_keys is None else torch.from_numpy(packed.first_keys.copy()),
     )
+
+
+def seeing_all(case: Case) -> Case:
+    """Return a pass whose tokens see as much as the last one of their row."""
+    last = case.d.positions.clone()
+    for start, end in pairwise(case.packed.cu_len.tolist()):
+        last[start:end] = last[end - 1]
+    return replace(case, d=replace(case.d, last_keys=last))
 
 
 def row_alone(case: Case, row: int, tokens: slice = slice(None)) -> Case:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from paceline.backend.cuda import device_rows, late_counts, late_program
+from paceline.backend.cuda import block_head, device_rows, late_counts, late_program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def same(d: RowTensors) -> RowTensors:
 def by_torch() -> Iterator[None]:
     """Let PyTorch do the work of kernels over rows."""
     with ExitStack() as stack:
-        for module in (device_rows, late_counts, late_program):
+        for module in (block_head, device_rows, late_counts, late_program):
             stack.enter_context(patch.object(module, "uses_kernels", lambda tensor: False))
         yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +15,7 @@ from paceline.backend.cuda.kv_store import DeviceKV, new_kv
 from paceline.backend.reference import attention as reference
 from paceline.core.errors import ConfigError
 from tests.backend.cuda.interpreter import run_interpreted
-from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, shapes
+from tests.backend.cuda.passes import CPU, Case, Shape, make_case, row_alone, seeing_all, shapes
 
 SCALE = 0.3
 
@@ -33,6 +35,20 @@ def expected(case: Case, shape: Shape) -> torch.Tensor:
 def test_it_is_the_references_attention_whatever_lies_in_other_slots(shape: Shape) -> None:
     case = make_case(shape)
     got, want = attended(case, shape), expected(case, shape)
+    torch.testing.assert_close(got[: len(want)], want, rtol=1e-12, atol=1e-12)
+    assert not got[len(want) :].any(), "padding tokens give zeros"
+
+
+@settings(max_examples=10)
+@given(shapes())
+def test_tokens_of_a_block_see_all_of_it(shape: Shape) -> None:
+    """As the reference has it, where every token stands at the last one's position."""
+    shape = replace(shape, window=0)
+    case = seeing_all(make_case(shape))
+    got = attended(case, shape)
+    assert case.d.last_keys is not None
+    last = case.d.last_keys[: len(case.packed.positions)].numpy()
+    want = expected(replace(case, packed=replace(case.packed, positions=last)), shape)
     torch.testing.assert_close(got[: len(want)], want, rtol=1e-12, atol=1e-12)
     assert not got[len(want) :].any(), "padding tokens give zeros"
 

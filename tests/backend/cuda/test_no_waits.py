@@ -6,6 +6,7 @@ Nor does a captured function send numbers of the host: a graph would refuse them
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.backend.cuda import load as cuda
+from paceline.backend.cuda.block_head import CudaBlockHead
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.seam import LateDraft
@@ -24,7 +26,7 @@ from paceline.model.config import Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
-from tests.draft.heads import RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
+from tests.draft.heads import CORRECTED, RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
 from tests.engine.same_text import PLAIN, make_engine, target
 from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
@@ -124,7 +126,7 @@ def test_a_targets_pass_never_waits(family: str) -> None:
     assert taps[3].shape == (12, config.hidden_size)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED])
 def test_a_heads_pass_never_waits(kind: str) -> None:
     target = tiny_config(num_layers=3)
     config = read_config(head_values(kind, target), target)
@@ -134,9 +136,14 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
     kv, store = head.new_kv(8), head.new_tap_store(8)
     slots = torch.from_numpy(np.arange(12))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        states = {tap: torch.zeros(12, target.hidden_size, dtype=torch.float64) for tap in config.taps}
-        store.put(slots, states)
+        tapped = {tap: torch.zeros(12, target.hidden_size, dtype=torch.float64) for tap in config.taps}
+        store.put(slots, tapped)
         features = head.fuse(torch.zeros(12, config.tapped_size, dtype=torch.float16))
+        if isinstance(head, CudaBlockHead):
+            head.store_context(fake_pass(), features, kv)
+            states = head.run_block(replace(fake_pass(), last_keys=torch.zeros(12, dtype=torch.int64)), kv)
+            assert states.shape == (4, config.layers.hidden_size)
+            return
         normed, fed_back = head.read_out(head.run_layers(fake_pass(), features, kv))
         assert normed.shape == fed_back.shape == (12, config.layers.hidden_size)
         if config.relay_size:
@@ -148,7 +155,10 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
 LOOKUPS = ["ngram:k=3", "suffix:k=3", "oracle:k=3,head=ngram,file="]
 
 
-@pytest.mark.parametrize("draft", ["off", *LOOKUPS, "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
+HEADS = ["eagle3", "peagle", RELAY, CORRECTED]
+
+
+@pytest.mark.parametrize("draft", ["off", *LOOKUPS, "draft-model:model=noisy,k=3", *HEADS])
 def test_a_step_and_its_drafting_never_wait(draft: str, tmp_path: Path) -> None:
     """Orders, gathering, the pass, choices, the verdict, the rows' advance; and all passes of the drafter."""
     spec = draft if ":" in draft or draft == "off" else _trained(draft)
@@ -175,7 +185,7 @@ def test_a_step_and_its_drafting_never_wait(draft: str, tmp_path: Path) -> None:
     assert len(outputs.chosen) >= num_tokens
 
 
-@pytest.mark.parametrize("draft", ["off", *LOOKUPS[:2], "draft-model:model=noisy,k=3", "eagle3", "peagle", RELAY])
+@pytest.mark.parametrize("draft", ["off", *LOOKUPS[:2], "draft-model:model=noisy,k=3", *HEADS])
 def test_a_graph_can_hold_a_step_and_its_drafting(draft: str) -> None:
     spec = draft if ":" in draft or draft == "off" else _trained(draft)
     engine = make_engine(spec, PLAIN, types="cuda")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,7 +63,7 @@ from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
 from tests.backend.cuda.interpreter import run_interpreted
-from tests.draft.heads import RELAY, draft_ids, head_values, random_weights
+from tests.draft.heads import CORRECTED, RELAY, draft_ids, head_values, random_weights
 from tests.model.helpers import pack
 from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
@@ -229,6 +230,27 @@ def test_a_heads_layers_are_shared_whatever_its_target_has(kind: str, of_target:
     for ours, theirs in zip(found[0][:2], found[1][:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     assert runners[1].weight_bytes < runners[0].weight_bytes
+
+
+@pytest.mark.parametrize(("kind", "of_target"), [("block", 1), (CORRECTED, 2)])
+def test_a_block_heads_layers_are_shared(kind: str, of_target: int) -> None:
+    """Context goes into every rank's part of the store, and blocks read it there."""
+    target = tiny_config(num_layers=3)
+    config = read_config(head_values(kind, target), target)
+    head = Head(config, random_weights(config), draft_ids(config, 320))  # type: ignore[arg-type]
+    tapped = torch.randn(49, config.tapped_size, generator=torch.Generator().manual_seed(1))
+    asked, found = upload(pack(PIECES), HOST), []
+    seeing_all = replace(
+        asked, last_keys=asked.positions[asked.cu_len[1:] - 1].repeat_interleave(asked.cu_len.diff())
+    )
+    for of, num_ranks in ((1, 1), (of_target, 2)):
+        runner: Any = cuda.load_runner(head, loaded(target, of), None, None, num_ranks)
+        kv = runner.new_kv(6)
+        runner.store_context(asked, runner.fuse(tapped), kv)
+        # Half of what was stored is written again by the blocks.
+        few = replace(seeing_all, slots=torch.where(asked.positions % 2 == 0, kv.num_slots, asked.slots))
+        found.append(runner.run_block(few, kv))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_what_is_forgotten_here_is_forgotten_there(pool: RankPool) -> None:

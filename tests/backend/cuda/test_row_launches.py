@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.backend.cuda.block_head import BlockProgram
 from paceline.backend.cuda.device_rows import DeviceRows, cut_to_budget
 from paceline.backend.cuda.late_counts import DraftOrders, DraftShape
 from paceline.backend.cuda.late_program import Program
@@ -19,6 +20,7 @@ from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.backend.cuda.step_graphs import StepShape, run_step
 from paceline.backend.seam import HintRule
 from paceline.draft.drafter import MAX_K
+from paceline.model.heads.block_format import BlockShape
 from tests.backend.cuda.interpreter import run_interpreted
 from tests.backend.cuda.row_states import MAX_LEN, random_state, random_step
 
@@ -107,6 +109,33 @@ def test_a_drafting_of_three(num_rows: int, by_kernels: bool, least: int, most: 
     rows = rows_of(num_rows)
     runner: Any = NoModel()
     program = Program(rows, runner, 999, HintRule(1, 1))
+    index = torch.arange(num_rows)
+    orders = DraftOrders(index, torch.full_like(index, K), torch.zeros(num_rows, 2 * K + 1, dtype=torch.float64))
+    with counted(by_kernels=by_kernels) as names:
+        program._draft_on_device(DraftShape(num_rows, 60 * num_rows, K, 6), orders)
+    assert least <= len(names) <= most, names
+
+
+class NoBlockHead(NoModel):
+    """A block head whose passes launch nothing."""
+
+    parallel = True
+    block, mask_token = BlockShape(20), 7
+
+    def run_block(self, tokens: Any) -> torch.Tensor:
+        return states(len(tokens.wanted))
+
+    def correct(self, logits: Any, states: Any, before: Any, told: torch.Tensor) -> Any:
+        return told, None
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 1, 24), (False, 100, 900)])
+def test_a_block_of_three_drafts(num_rows: int, by_kernels: bool, least: int, most: int) -> None:
+    """Page tables, the rows' begin, context, blocks, of each guess four, and what is kept."""
+    rows = rows_of(num_rows)
+    runner: Any = NoBlockHead()
+    program = BlockProgram(rows, runner, 16 * 999, HintRule(1, 1))
     index = torch.arange(num_rows)
     orders = DraftOrders(index, torch.full_like(index, K), torch.zeros(num_rows, 2 * K + 1, dtype=torch.float64))
     with counted(by_kernels=by_kernels) as names:

@@ -110,7 +110,7 @@ def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = No
 def attend(
     query: torch.Tensor, layer: LayerKV, d: DevicePass, work: AttentionWork, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend from every token to its own row's keys up to its position.
+    """Attend from every token to its own row's keys, up to `seen_to`.
 
     query: [num_tokens, num_heads, head_dim]; this pass's own keys and values are written. Returns
     [num_tokens, num_heads * head_dim] of the query's type, zeros for padding tokens.
@@ -295,7 +295,7 @@ def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: Att
         _plan_variant(num_kv_heads, queries, rows, d.first_keys is not None),
         (1,),
         d.cu_len,
-        d.positions,
+        d.seen_to,
         d.first_keys,
         *lists,
         num_rows,
@@ -329,7 +329,7 @@ def _attend_by_kernels(
         *((None, None) if layer.scales is None else layer.scales),
         out,
         d.pages,
-        d.positions,
+        d.seen_to,
         planned.items,
         planned.counts,
         *parts,
@@ -358,7 +358,7 @@ class TokenTiles:
 
     tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
     seen_from: torch.Tensor  # [num_tiles, queries] int64 first key that a token sees
-    seen_to: torch.Tensor  # [num_tiles, queries] int64 its own position; -1 where a tile has no token
+    seen_to: torch.Tensor  # [num_tiles, queries] int64 the last one; -1 where a tile has no token
     slots: torch.Tensor  # [num_tiles, num_parts * PART_TOKENS] int64 slots of the row's keys
     places: torch.Tensor  # [num_tokens] int64 places of tokens in [num_tiles * queries]
     real: torch.Tensor  # [num_tokens] bool False: a padding token
@@ -376,7 +376,7 @@ def _tiles(d: DevicePass, window: int) -> TokenTiles:
     tokens = (start[row] + (tile - tile_start[row]) * queries)[:, None] + torch.arange(queries, device=device)
     used = (tokens < end[row][:, None]) & (tile < tile_end[-1])[:, None]
     tokens = torch.where(used, tokens, 0)
-    seen_to = torch.where(used, d.positions[tokens], -1)
+    seen_to = torch.where(used, d.seen_to[tokens], -1)
     first_keys = torch.zeros_like(start) if d.first_keys is None else d.first_keys
     seen_from = first_keys[row][:, None].expand_as(seen_to)
     if window:

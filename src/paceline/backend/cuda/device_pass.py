@@ -31,6 +31,12 @@ class DevicePass:
     pages: torch.Tensor  # [num_rows, max_pages]
     wanted: torch.Tensor  # [num_wanted]
     first_keys: torch.Tensor | None = None  # [num_rows]; None: all 0
+    last_keys: torch.Tensor | None = None  # [num_tokens] the same for a row's tokens; None: `positions`
+
+    @property
+    def seen_to(self) -> torch.Tensor:
+        """Position of the last key that each token sees. [num_tokens]"""
+        return self.positions if self.last_keys is None else self.last_keys
 
     @property
     def max_keys(self) -> int:

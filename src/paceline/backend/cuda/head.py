@@ -120,8 +120,8 @@ class CudaHead:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors, without those that are the target's."""
-        shares_output = self.config.algorithm.guesses_features
-        return num_bytes([*self.weights.parts(), None if shares_output else self.output.matrix])
+        own_output = self.output.matrix if self.config.own_output else None
+        return num_bytes([*self.weights.parts(), own_output])
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
         """Write these tokens, too, see `DraftExecutor`."""
@@ -175,7 +175,7 @@ class CudaHead:
             if request.known is not None:
                 token_ids = torch.tensor(request.known[0], dtype=torch.int64, device=self.setup.device)
                 known = embed(token_ids, self.weights.embed, 1.0), self._fed_back(request.known[1])
-            first, here = (_rows(states, places) for places in (request.first, request.places))
+            first, here = (some_rows(states, places) for places in (request.first, request.places))
             messages = self.relay_messages(first, here, known)
             here = here[: len(specs)] + self.relayed(messages[: len(specs)])
             return to_host(DeviceResult(self._choose(here, specs), hidden=messages))
@@ -188,7 +188,7 @@ class CudaHead:
     def _fed_back(self, fed_back: FedBack) -> torch.Tensor:
         """Return the features fed back to guesses, [num_guesses, width]."""
         assert isinstance(fed_back.hidden, torch.Tensor)
-        return _rows(fed_back.hidden, fed_back.rows)
+        return some_rows(fed_back.hidden, fed_back.rows)
 
     # Layers --------------------------------------------------------------------------------------
 
@@ -313,6 +313,6 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
     return x if weight is None else rms_norm(x, weight, eps)
 
 
-def _rows(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def some_rows(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return some rows of states."""
     return states.index_select(0, torch.tensor(rows, dtype=torch.int64, device=states.device))

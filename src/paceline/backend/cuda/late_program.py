@@ -79,7 +79,7 @@ class LateRunner(Protocol):
         ...
 
 
-class _Drafted(NamedTuple):
+class BegunDraft(NamedTuple):
     """Rows that draft, and what the host knows of them, on the device."""
 
     rows: torch.Tensor  # [n]
@@ -157,24 +157,28 @@ class Program:
         d = self._begin(rows, orders.depth, shape.deepest, shape.num_pages)._replace(hints=hints)
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
         token_ids, margins = guess(d, shape.bound, shape.deepest)
-        self._entries.index_copy_(0, rows, d.begun.length)
+        self._entries.index_copy_(0, rows, self._num_read(d))
         keep_drafts(self._rows.on_device, orders, token_ids, margins)
 
-    def _begin(self, rows: torch.Tensor, depth: torch.Tensor, deepest: int, num_pages: int) -> _Drafted:
+    def _num_read(self, d: BegunDraft) -> torch.Tensor:
+        """Return how many of each row's tokens have entries once they were drafted for. [n]"""
+        return d.begun.length
+
+    def _begin(self, rows: torch.Tensor, depth: torch.Tensor, deepest: int, num_pages: int) -> BegunDraft:
         """Look up what drafting needs of rows. num_pages: of the longest."""
         state = self._rows.on_device
         pages = state.pages[:, :num_pages].index_select(0, rows)
         if uses_kernels(rows):
             entries = self._entries if self._own_store else None
             begun = begin_by_kernel(state, rows, entries, self._first_key, deepest)
-            return _Drafted(rows, depth, begun, pages)
+            return BegunDraft(rows, depth, begun, pages)
         length = state.length[rows]
         missing = (length - self._start(rows)).clamp(min=1)
         each = torch.arange(len(rows) + 1, device=rows.device)
         positions = length + torch.arange(deepest, device=rows.device)[:, None]
         specs, start = state.specs(rows, length), length - missing
         begun = BegunRows(length, missing, start, self._first_key[rows], each, positions, specs)
-        return _Drafted(rows, depth, begun, pages)
+        return BegunDraft(rows, depth, begun, pages)
 
     def _start(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row's first token without an entry. [n]"""
@@ -184,7 +188,7 @@ class Program:
 
     # The passes ------------------------------------------------------------------------------------
 
-    def _guess_in_turn(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _guess_in_turn(self, d: BegunDraft, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, one pass after another."""
         states, fed_back = self._runner.run_late(self._pack(d, bound))
         found = [self._choose_next(states, d, 0)]
@@ -192,9 +196,9 @@ class Program:
             asked = self._guesses(d, found[-1][0], index, fed_back)
             states, fed_back = self._runner.run_late(asked)
             found.append(self._choose_next(states, d, index, found[-1][0]))
-        return _columns(found)
+        return columns(found)
 
-    def _guess_at_once(self, d: _Drafted, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _guess_at_once(self, d: BegunDraft, bound: int, deepest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, [n, deepest] each, of one pass with places for unknown tokens."""
         n, ahead = len(d.rows), deepest - 1
         asked = self._pack(d, bound + n * ahead, ahead, d.depth)
@@ -202,12 +206,12 @@ class Program:
         if self._runner.relays:
             return self._relayed(states, d)
         if d.hints is None:
-            return _columns([self._choose(states[:, index], d, index) for index in range(deepest)])
+            return columns([self._choose(states[:, index], d, index) for index in range(deepest)])
         ids, add = d.hints.ahead(d.depth, deepest)
         hints = ((ids[:, index], torch.where(ids[:, index] < 0, 0.0, add)) for index in range(deepest))
-        return _columns([self._choose(states[:, index], d, index, hint) for index, hint in enumerate(hints)])
+        return columns([self._choose(states[:, index], d, index, hint) for index, hint in enumerate(hints)])
 
-    def _relayed(self, states: torch.Tensor, d: _Drafted) -> tuple[torch.Tensor, torch.Tensor]:
+    def _relayed(self, states: torch.Tensor, d: BegunDraft) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose guesses in turn, each by a message from the one before.
 
         states: [n, deepest, width].
@@ -219,9 +223,9 @@ class Program:
             known = found[-1][0].clamp(min=0), messages
             here, messages = self._runner.relay(first, states[:, index], known)
             found.append(self._choose_next(here, d, index, found[-1][0]))
-        return _columns(found)
+        return columns(found)
 
-    def _pack(self, d: _Drafted, bound: int, ahead: int = 0, depth: torch.Tensor | None = None) -> LateInput:
+    def _pack(self, d: BegunDraft, bound: int, ahead: int = 0, depth: torch.Tensor | None = None) -> LateInput:
         """Pack each row's missing tokens and `ahead` places behind them.
 
         A row's last missing token and those places are wanted. bound: upper bound of the tokens. depth: [n] drafts
@@ -254,7 +258,7 @@ class Program:
         return LateInput(tokens, before, masked=None if depth is None else masked)
 
     def _guesses(
-        self, d: _Drafted, token_ids: torch.Tensor, index: int, fed_back: torch.Tensor | None
+        self, d: BegunDraft, token_ids: torch.Tensor, index: int, fed_back: torch.Tensor | None
     ) -> LateInput:
         """Return a pass over each row's guess number `index`, counted from 1."""
         state, length, each = self._rows.on_device, d.begun.length, d.begun.each
@@ -274,25 +278,30 @@ class Program:
         return _at(pages, rows, positions // PAGE_TOKENS) * PAGE_TOKENS + positions % PAGE_TOKENS
 
     def _choose_next(
-        self, states: torch.Tensor, d: _Drafted, index: int, guess: torch.Tensor | None = None
+        self, states: torch.Tensor, d: BegunDraft, index: int, guess: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guess number `index` and margins, with hints by the guess before it. [n] each"""
         return self._choose(states, d, index, d.hints.next(index, guess) if d.hints else None)
 
     def _choose(
-        self, states: torch.Tensor, d: _Drafted, index: int, hint: Hint | None = None
+        self, states: torch.Tensor, d: BegunDraft, index: int, hint: Hint | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guesses and margins by states. [n] each"""
+        return self._choose_among(self._runner.logits(states), d, index, hint)
+
+    def _choose_among(
+        self, logits: torch.Tensor, d: BegunDraft, index: int, hint: Hint | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return guesses and margins, under the noise of the target's own choices. [n] each"""
         specs = replace(d.begun.specs, position=d.begun.positions[index])
-        logits, draft_ids = self._runner.logits(states), self._runner.draft_ids
         ids, add = hint or (None, None)
-        return choose(logits, specs, draft_ids=draft_ids, hint_ids=ids, hint_add=add)
+        return choose(logits, specs, draft_ids=self._runner.draft_ids, hint_ids=ids, hint_add=add)
 
     def _send(self, columns: Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(columns).to(self._rows.device, non_blocking=True)
 
 
-def _columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+def columns(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return guesses and margins of all depths, [n, depth] each."""
     return torch.stack([ids for ids, _ in found], 1), torch.stack([margins for _, margins in found], 1)
 

@@ -163,7 +163,8 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     if "num_made" in record:
         made = _drafts(asked.draft, record, record["num_made"].tolist())
     here = asked.chosen_here()
-    cu_len, specs = rows.specs(batch, draft) if here else (_places(batch, counts), [])
+    judged_here = bool(here) or rows.law_needs_probs  # such a law reads the specs of greedy rows, too
+    cu_len, specs = rows.specs(batch, draft) if judged_here else (_places(batch, counts), [])
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
     done = 0

@@ -124,17 +124,7 @@ def run_layer(
     norm that follows. Returns the new residual and, with `next_norm`, its normed state.
     """
     s, fast = shape, shape.fast
-    query = write_qkv(
-        multiply(read, layer.qkv, fast=fast),
-        places.device_pass,
-        places.inverse,
-        layer_kv,
-        layer.q_norm,
-        layer.k_norm,
-        s.eps,
-        s.num_heads,
-        s.num_kv_heads,
-    )
+    query = _write_keys(layer, s, read, places.device_pass, places.inverse, layer_kv)
     mixed = attend(query, layer_kv, places.device_pass, places.work, s.query_scale, places.window)
     added = summed_product(mixed, layer.attn_out, s.ranks, fast=fast)
     residual, normed = add_norm(added, residual, layer.mlp_norm, s.eps, layer.attn_post_norm)
@@ -142,6 +132,28 @@ def run_layer(
     inner = gated(multiply(normed, layer.gate_up, fast=fast), s.activation)
     added = summed_product(inner, layer.down, s.ranks, fast=fast)
     return add_norm(added, residual, next_norm, s.eps, layer.mlp_post_norm)
+
+
+def _write_keys(
+    layer: LayerWeights,
+    shape: LayerShape,
+    read: torch.Tensor,
+    device_pass: DevicePass,
+    inverse: torch.Tensor,
+    layer_kv: LayerKV,
+) -> torch.Tensor:
+    """Write the keys and values of a pass's tokens; return their queries, see `write_qkv`."""
+    return write_qkv(
+        multiply(read, layer.qkv, fast=shape.fast),
+        device_pass,
+        inverse,
+        layer_kv,
+        layer.q_norm,
+        layer.k_norm,
+        shape.eps,
+        shape.num_heads,
+        shape.num_kv_heads,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +187,7 @@ class Stack:
         if self.lead is None:
             return self._run(layers, device_pass, kv, read, residual, taps)
         d = device_pass
-        pieces = read, residual, d.positions, d.slots, d.cu_len, d.pages, d.first_keys
+        pieces = read, residual, d.positions, d.slots, d.cu_len, d.pages, d.first_keys, d.last_keys
         with self.lead.together("layers", pieces, kv.number, len(layers)):
             return self._run(layers, device_pass, kv, read, residual, taps)
 
@@ -199,6 +211,21 @@ class Stack:
             if index + 1 in taps:
                 tapped[index + 1] = residual
         return residual, tapped
+
+    def store(self, device_pass: DevicePass, kv: DeviceKV, read: torch.Tensor) -> None:
+        """Write the keys and values that every layer makes of tokens, at every rank.
+
+        read: [num_tokens, width] the input of all layers.
+        """
+        if self.lead is None:
+            self._store(device_pass, kv, read)
+            return
+        with self.lead.together("keys", (read, device_pass.positions, device_pass.slots), kv.number):
+            self._store(device_pass, kv, read)
+
+    def _store(self, device_pass: DevicePass, kv: DeviceKV, read: torch.Tensor) -> None:
+        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            _write_keys(layer, self.shape, read, device_pass, self.inverse[window], kv.layer(index))
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> DeviceKV:
         """Return an empty store at every rank, for all or the first layers."""

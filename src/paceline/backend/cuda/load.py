@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.backend.cuda.attention import check_heads
+from paceline.backend.cuda.block_head import CudaBlockHead, read_block
 from paceline.backend.cuda.cut_model import CudaCutModel
 from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
 from paceline.backend.cuda.device_memory import check_card, enough_memory, torch_device
@@ -115,22 +116,18 @@ def load_runner(
 ) -> CudaHead:
     """Make a head's runner, see `LoadHeadRunner`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
-    if head.config.block:
-        raise ConfigError(
-            "block heads do not run on the cuda backend yet; use another drafter or --backend native"
-        )
     setup, layers = _draft_setup(target, device, weight_type, num_ranks), head.config.layers
     check_heads(layers.head_dim, layers.num_heads, layers.num_kv_heads)
     check_model(layers, num_ranks, "the draft head", DRAFT_FLAG)
     reader = WeightReader(head.weights, setup)
     with enough_memory("the draft head"), torch.inference_mode():
         weights = _read_head(head.config, reader, target)
-        if head.config.algorithm.guesses_features:
-            rows = target.output.rows(head.token_ids, setup)
-        else:
-            rows = reader.tensor("head")
+        rows = reader.tensor("head") if head.config.own_output else target.output.rows(head.token_ids, setup)
         room = MAX_REQUEST_TOKENS if head.config.request_tokens else 0
         output = DraftOutput(reader, rows, head.token_ids, target.output, room)
+        if head.config.block:
+            of_block = read_block(reader, head.config.block)
+            return CudaBlockHead(head.config, weights, output, setup, target, of_block=of_block)
         return CudaHead(head.config, weights, output, setup, target)
 
 

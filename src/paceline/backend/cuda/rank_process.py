@@ -130,6 +130,7 @@ class RankHost:
         }
         self._operations: Mapping[str, Callable[[HostedStack, FollowPass, Sequence[Any]], None]] = {
             "layers": self._run_layers,
+            "keys": self._store_keys,
             "logits": self._multiply,
             "rows": self._gather_rows,
         }
@@ -201,10 +202,16 @@ class RankHost:
         self._operations[m.operation](hosted, m, split_pieces(whole, m.kinds))
 
     def _run_layers(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
-        read, residual, positions, slots, cu_len, pages, first_keys = pieces
+        read, residual, positions, slots, cu_len, pages, first_keys, last_keys = pieces
         # Which tokens these are, and whose states are wanted, is rank 0's.
-        tokens = DevicePass(positions, positions, slots, cu_len, pages, positions[:0], first_keys)
+        tokens = DevicePass(positions, positions, slots, cu_len, pages, positions[:0], first_keys, last_keys)
         hosted.stack.run(tokens, self._stores[m.kv], read, residual, m.num_layers)
+
+    def _store_keys(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
+        read, positions, slots = pieces
+        nothing = positions[:0]  # no token attends to others
+        tokens = DevicePass(positions, positions, slots, nothing, nothing, nothing)
+        hosted.stack.store(tokens, self._stores[m.kv], read)
 
     def _multiply(self, hosted: HostedStack, _: FollowPass, pieces: Sequence[Any]) -> None:
         assert hosted.output is not None

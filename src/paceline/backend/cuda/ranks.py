@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.products import Product
 
-Operation = Literal["layers", "logits", "rows"]  # of a pass that ranks do together
+Operation = Literal["layers", "keys", "logits", "rows"]  # of a pass that ranks do together
 
 
 class Ranks(Protocol):
@@ -61,8 +61,9 @@ class Lead(Ranks, Protocol):
     ) -> AbstractContextManager[None]:
         """Have the other ranks do in this block what rank 0 does.
 
-        pieces: tensors that it gives them. kv: number of a store. Operations are: layers, see `Stack.run`; logits,
-        to multiply by the rows of the output matrix that a rank has, and collect; rows, to gather some of these.
+        pieces: tensors that it gives them. kv: number of a store. Operations are: layers, see `Stack.run`; keys,
+        see `Stack.store`; logits, to multiply by the rows of the output matrix that a rank has, and collect; rows,
+        to gather some of these.
         """
         ...
 

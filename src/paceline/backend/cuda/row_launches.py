@@ -12,9 +12,11 @@ from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.kernel_launch import Variant, block_of, cdiv, launch, lists_variants
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS
 from paceline.core.nouns import MOST_MARGIN, PAGE_TOKENS
+from paceline.model.heads.block_format import MAX_BLOCK
 
 if TYPE_CHECKING:
     from paceline.backend.cuda.row_tensors import RowTensors, StepRows
+    from paceline.model.heads.block_format import BlockShape
 
 ROWS = 256  # whose tokens a program counts at once
 PLACES = 16  # tokens of one program
@@ -173,6 +175,32 @@ def guesses_by_kernel(
     return packed
 
 
+def blocks_by_kernel(
+    d: RowTensors,
+    rows: torch.Tensor,
+    begun: BegunRows,
+    pages: torch.Tensor,
+    block: BlockShape,
+    deepest: int,
+    mask_token: int,
+    first_spare: int,
+) -> DevicePass:
+    """Return a pass over a block of each row, see `BlockProgram._blocks`. pages: [n, num_pages]"""
+    n, size, num_spare = len(rows), block.size, block.spare_pages
+    token_ids = rows.new_empty(n * size)
+    positions, slots, last_keys = (torch.empty_like(token_ids) for _ in range(3))
+    wanted, cu_len = rows.new_empty(n * deepest), rows.new_empty(n + 1)
+    table = rows.new_empty(n, pages.shape[1] + num_spare)
+    launch(
+        _blocks_variant(),
+        (n,),
+        *(rows, begun.length, d.token_ids, pages),
+        *(token_ids, positions, slots, last_keys, cu_len, wanted, table),
+        *(size, block.first, deepest, mask_token, pages.shape[1], num_spare, d.token_ids.shape[1], first_spare),
+    )
+    return DevicePass(token_ids, positions, slots, cu_len, table, wanted, begun.first_keys, last_keys)
+
+
 def keep_by_kernel(
     d: RowTensors,
     rows: torch.Tensor,
@@ -296,6 +324,20 @@ def _guesses_variant() -> Variant:
 
 
 @lru_cache
+def _blocks_variant() -> Variant:
+    of_rows = ("rows", "lengths", "known_ids", "row_pages")
+    of_pass = ("token_ids", "positions", "slots", "last_keys", "cu_len", "wanted", "pages")
+    sizes = ("size", "first", "deepest", "mask_token", "num_pages", "num_spare", "max_len", "first_spare")
+    return Variant(
+        name="pack_blocks",
+        kernel="rows_kernels:pack_blocks",
+        arguments={**dict.fromkeys((*of_rows, *of_pass), "*i64"), **dict.fromkeys(sizes, "i32")},
+        constants={"PAGE": PAGE_TOKENS, "PLACES": MAX_BLOCK, "COLUMNS": ROWS},
+        unaligned=frozenset({"rows"}),
+    )
+
+
+@lru_cache
 def _keep_variant(depth: int) -> Variant:
     return Variant(
         name=f"keep_guesses {depth}",
@@ -315,5 +357,5 @@ def variants() -> list[Variant]:
     """Return the variants that there are."""
     depth, both = MAX_DRAFTS, (False, True)
     listed = [_gather_variant(depth), _advance_variant(depth + 1), _guesses_variant(), _keep_variant(depth)]
-    listed.append(_allot_variant(depth))
+    listed += [_allot_variant(depth), _blocks_variant()]
     return listed + [_begin_variant(own_store=x) for x in both] + [_pack_variant(has_depth=x) for x in both]

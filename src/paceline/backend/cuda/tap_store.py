@@ -31,6 +31,11 @@ class DeviceTapStore:
         self.data = lazy_zeros(shape, torch.float16, device)
 
     @property
+    def num_slots(self) -> int:
+        """Tokens that fit; the scratch page begins there."""
+        return len(self.data) - PAGE_TOKENS
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of all states of one token."""
         return int(self.data[0].nbytes)

@@ -2,9 +2,9 @@
 
 The keys and values that its layers make of known tokens' features, the *context*, are entries in the tokens'
 slots. Each draft runs one block per row: the newest token, then mask tokens. What it writes lies in the slots
-behind the context, and in spare pages of the row where those it holds end: a block is as long as it was trained,
-however many of its guesses are wanted. The guesses are then chosen one after another, so that hints and the
-head's corrector know those before.
+behind the context, and in spare pages of the row behind the newest token's page: a block is as long as it was
+trained, however many of its guesses are wanted and pages held. The guesses are then chosen one after another, so
+that hints and the head's corrector know those before.
 """
 
 from __future__ import annotations
@@ -37,14 +37,7 @@ class BlockHeadDrafter(RelayHeadDrafter):
         assert head.config.block is not None, "the config of a block head has its shape"
         self._block = head.config.block
         super().__init__(asked, target, head, runner)
-        self._first_spare = target.num_pages
-
-    def _spare_pages(self, target: Target) -> int:
-        return self._spare_of_row * target.rows.num_rows
-
-    @property
-    def _spare_of_row(self) -> int:
-        return spare_pages(self._block.size)
+        self._first_spare = target.num_pages + 1  # see `spare_pages`
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         if missing := {row: count for row in starts if (count := self._entries.missing(row)) > 0}:
@@ -68,12 +61,11 @@ class BlockHeadDrafter(RelayHeadDrafter):
         tokens[:, 0] = [self._rows.tokens(row)[-1] for row in rows]
         positions = anchors[:, None] + np.arange(size)
         pages = np.zeros((num_rows, int(positions.max()) // PAGE_TOKENS + 1), np.int64)
-        for index, (row, depth) in enumerate(zip(rows, depths, strict=True)):
-            held = (int(anchors[index]) + depth) // PAGE_TOKENS + 1  # pages are held for that many drafts
-            own = self._rows.page_ids(row, 0, min(held, pages.shape[1]))
+        for index, row in enumerate(rows):
+            own = self._rows.page_ids(row, 0, int(anchors[index]) // PAGE_TOKENS + 1)
             pages[index, : len(own)] = own
             last = int(positions[index, -1]) // PAGE_TOKENS
-            spare = self._first_spare + row * self._spare_of_row
+            spare = self._first_spare + row * self._block.spare_pages
             pages[index, len(own) : last + 1] = np.arange(spare, spare + last + 1 - len(own))
         slots = np.take_along_axis(pages, positions // PAGE_TOKENS, 1) * PAGE_TOKENS + positions % PAGE_TOKENS
         starts = np.arange(num_rows + 1) * size
@@ -101,8 +93,3 @@ class BlockHeadDrafter(RelayHeadDrafter):
         result = self._head.relay(RelayRequest(self._hidden, first, first, specs, (newest, nothing)))
         self._keep_messages(rows, result)
         return result
-
-
-def spare_pages(size: int) -> int:
-    """Return the pages that a block reaches into beyond that of its first token."""
-    return (PAGE_TOKENS + size - 2) // PAGE_TOKENS

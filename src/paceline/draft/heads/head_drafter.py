@@ -9,7 +9,7 @@ are never valid: once the target has kept them, they are written again from its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from paceline.draft.request_vocabulary import RequestVocabulary
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import FedBack, HeadRunner, HintRule, RowView, Span, StepLimit
+    from paceline.backend.seam import KV, FedBack, HeadRunner, HintRule, RowView, Span, StepLimit, TapStore
     from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -56,14 +56,23 @@ def feature_store(name: str) -> str:
     return f"{name} features"
 
 
-def head_needs(asked: AskedHead, head: Head, bytes_per_token: int, *, stops: bool, late: bool = False) -> Needs:
-    """Return the needs of a drafter with a head. bytes_per_token: of its two stores."""
+def spare_pages(config: HeadConfig, num_rows: int) -> int:
+    """Return the pages of a head's store behind those of the page table.
+
+    The first takes what nothing reads, as padding on a device. Then come the spare pages of rows, and of padding.
+    """
+    return 1 + config.block.spare_pages * (num_rows + 1) if config.block else 0
+
+
+def head_needs(asked: AskedHead, head: Head, kv: KV, taps: TapStore, *, stops: bool, late: bool = False) -> Needs:
+    """Return the needs of a drafter with a head and its two stores."""
     block = head.config.block
     return Needs(
         pages="shared",
         stores=(asked.name, feature_store(asked.name)),
         tap_store=feature_store(asked.name),
-        kv_bytes_per_token=bytes_per_token,
+        kv_bytes_per_token=kv.bytes_per_token + taps.bytes_per_token,
+        bytes_per_row=block.spare_pages * PAGE_TOKENS * kv.bytes_per_token if block else 0,
         taps=head.config.taps,
         max_k=min(MAX_K, block.num_drafts) if block else MAX_K,
         stops=stops,
@@ -105,17 +114,15 @@ class HeadDrafter:
             target.rows, fixed, target.config.vocab_size, self._head.set_request_tokens
         )
         self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
-        self._kv = self._head.new_kv(target.num_pages + self._spare_pages(target))
+        self._kv = self._head.new_kv(target.num_pages + spare_pages(head.config, target.rows.num_rows))
         self._taps = self._head.new_tap_store(target.num_pages)
         self._tapped = TappedRuns(target.rows)
         layers = head.config.layers
         self._allowance = catch_up_tokens(layers, layers.num_layers, target.config)
         self._entries = Entries(self._rows, self._tapped, self.entries_lag)
         self._feature_store = feature_store(asked.name)
-        per_token = self._kv.bytes_per_token + self._taps.bytes_per_token
-        needs = head_needs(asked, head, per_token, stops=not self._dense)  # the law's own draws have no margins
-        spare_bytes = self._spare_pages(target) * PAGE_TOKENS * self._kv.bytes_per_token
-        self.needs = replace(needs, bytes_per_row=spare_bytes // target.rows.num_rows)
+        stops = not self._dense  # the law's own draws have no margins
+        self.needs = head_needs(asked, head, self._kv, self._taps, stops=stops)
 
     @classmethod
     def late_rule(cls) -> HintRule:
@@ -170,11 +177,6 @@ class HeadDrafter:
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         raise NotImplementedError
-
-    def _spare_pages(self, target: Target) -> int:
-        """Return the pages of the head's store beyond those of the target's page table."""
-        del target
-        return 0
 
     def _catch_up(self, rows: list[int], num_rows: int) -> list[int]:
         """Return the rows whose missing entries fit the step's allowance; bring the others nearer.

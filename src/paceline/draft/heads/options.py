@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import MAX_BRANCHES, MAX_K
-from paceline.draft.heads.block_drafter import BlockHeadDrafter, spare_pages
-from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
+from paceline.draft.heads.block_drafter import BlockHeadDrafter
+from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report, spare_pages
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
@@ -26,7 +26,7 @@ from paceline.model.heads.mtp import load_mtp
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from paceline.backend.seam import HeadRunner, HintRule, LateHeadRunner
+    from paceline.backend.seam import HeadRunner, LateHeadRunner
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.heads.head_drafter import HeadDrafter
     from paceline.draft.registry import Loader
@@ -153,7 +153,7 @@ class BlockHeadConfig(HeadOptions):
         folder = resolve(self.model) if self.model else shipped_folder(self.name, fingerprint)
         config = head_config(folder, target)
         per_token = 2 * sum(heads.kv_size for heads in config.layers.kv_heads())
-        return PAGE_TOKENS * per_token * spare_pages(config.block.size) if config.block else 0
+        return PAGE_TOKENS * per_token * config.block.spare_pages if config.block else 0
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
@@ -236,16 +236,22 @@ def _drafter(make: type[HeadDrafter], asked: AskedHead, target: Target, head: He
     runner = target.memory.run_head(head, asked.weights)
     if not runner.capabilities.late or target.law_needs_probs or target.apart:
         return make(asked, target, head, runner)
-    return _late(asked, target, head, runner, make.late_rule())
+    return _late(make, asked, target, head, runner)
 
 
-def _late(asked: AskedHead, target: Target, head: Head, runner: HeadRunner, hints: HintRule) -> LateDrafter:
-    kv, taps = runner.new_kv(target.num_pages), runner.new_tap_store(target.num_pages)
-    needs = head_needs(asked, head, kv.bytes_per_token + taps.bytes_per_token, stops=True, late=True)
-    program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps, hints)
+def _late(
+    make: type[HeadDrafter], asked: AskedHead, target: Target, head: Head, runner: HeadRunner
+) -> LateDrafter:
+    """Return a drafter on the device.
+
+    make: the one on the host, which has the same hints and lag.
+    """
+    kv = runner.new_kv(target.num_pages + spare_pages(head.config, target.rows.num_rows))
+    taps = runner.new_tap_store(target.num_pages)
+    needs = head_needs(asked, head, kv, taps, stops=True, late=True)
+    program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps, make.late_rule())
     report = head_report(asked, head.config, runner)
     size = target.config.vocab_size
     tokens = RequestVocabulary(target.rows, head.token_ids, size, runner.set_request_tokens)
-    return LateDrafter(
-        asked.name, needs, report, program, target.rows, tokens if head.config.request_tokens else None
-    )
+    vocabulary = tokens if head.config.request_tokens else None
+    return LateDrafter(asked.name, needs, report, program, target.rows, vocabulary, make.entries_lag)

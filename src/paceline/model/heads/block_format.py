@@ -54,6 +54,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.model.heads.values import flag, integer, layer_list
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class BlockShape:
     def state_size(self) -> int:
         """Numbers of the state that the corrector hands from guess to guess."""
         return self.rank if self.corrector == "rnn" else 0
+
+    @property
+    def spare_pages(self) -> int:
+        """Pages that a block may reach beyond that of its first token."""
+        return (PAGE_TOKENS + self.size - 2) // PAGE_TOKENS
 
     @property
     def first(self) -> int:

@@ -302,6 +302,48 @@ def pack_guesses(
     tl.store(before + r, earlier, mask=inside)
 
 
+LOOSE = ["rows", "size", "first", "deepest", "mask_token", "num_pages", "num_spare", "max_len", "first_spare"]
+
+
+@triton.jit(do_not_specialize=LOOSE)
+def pack_blocks(
+    rows, lengths, known_ids, row_pages,
+    token_ids, positions, slots, last_keys, cu_len, wanted, pages,
+    size, first, deepest, mask_token, num_pages, num_spare, max_len, first_spare,
+    PAGE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write a pass over blocks, see `BlockProgram._blocks`. A program takes one row.
+
+    row_pages: [n, num_pages] that rows hold. pages: [n, num_pages + num_spare] with spare ones behind the newest
+    token's. PLACES: at least the size of a block, and the drafts wanted.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + r)
+    anchor = tl.load(lengths + r) - 1
+    own = anchor // PAGE
+    spare = first_spare + row * num_spare - own - 1  # and a column behind `own`: that column's page
+    width = num_pages + num_spare
+    for start in range(0, width, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        held = column <= own
+        page = tl.load(row_pages + r * num_pages + column, mask=held, other=0)
+        reached = tl.minimum(column, own + tl.maximum(num_spare, 1))
+        tl.store(pages + r * width + column, tl.where(held, page, spare + reached), mask=column < width)
+    place = tl.arange(0, PLACES)
+    inside = place < size
+    position = anchor + place
+    column = position // PAGE
+    page = tl.where(column <= own, tl.load(row_pages + r * num_pages + own), spare + column)
+    newest = tl.load(known_ids + row * max_len + anchor)
+    to = r * size + place
+    tl.store(token_ids + to, tl.where(place == 0, newest, mask_token), mask=inside)
+    tl.store(positions + to, position, mask=inside)
+    tl.store(slots + to, page * PAGE + position % PAGE, mask=inside)
+    tl.store(last_keys + to, tl.zeros([PLACES], tl.int64) + anchor + size - 1, mask=inside)
+    tl.store(wanted + r * deepest + place, r * size + first + place, mask=place < deepest)
+    tl.store(cu_len + r + place, (r + place) * size, mask=place < 2)
+
+
 LOOSE = ["rows", "depth", "guesses", "found", "stops", "num_rows", "deepest", "found_stride", "found_step"]
 
 
