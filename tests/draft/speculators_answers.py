@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import HeadRunner
+    from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
 
     Answer = tuple[NDArray[floating], NDArray[floating] | None]
@@ -35,13 +36,13 @@ PAGES, FIRST = [2, 0, 1], [0]
 TARGET = tiny_config(hidden_size=16, vocab_size=64, num_layers=4, head_dim=4, tie_embeddings=False)
 
 
-def farthest(backend: str, folder: Path, given: Mapping[str, torch.Tensor]) -> float:
+def farthest(backend: str, folder: Path, given: Mapping[str, torch.Tensor], target: ModelConfig = TARGET) -> float:
     """Return the largest difference of logits, as a share of the largest logit, and of log-odds.
 
     folder: a head's. given: as `write_with_speculators.block_answers` returns it.
     """
-    head = load_head(folder, TARGET)
-    runner = _runner(backend, head, given)
+    head = load_head(folder, target)
+    runner = _runner(backend, head, given, target)
     logits, odds = answered(runner, given)
     first = runner.config.block.first  # type: ignore[union-attr]
     theirs = given["logits"][:, first:].numpy()
@@ -52,13 +53,13 @@ def farthest(backend: str, folder: Path, given: Mapping[str, torch.Tensor]) -> f
     return float(max(distances))
 
 
-def _runner(backend: str, head: Head, given: Mapping[str, torch.Tensor]) -> HeadRunner:
-    weights = {**tiny_weights(TARGET, dtype=torch.float32), "embed": given["embed"]}
-    if len(given["target_head"]) == TARGET.vocab_size:
+def _runner(backend: str, head: Head, given: Mapping[str, torch.Tensor], config: ModelConfig) -> HeadRunner:
+    weights = {**tiny_weights(config, dtype=torch.float32), "embed": given["embed"]}
+    if len(given["target_head"]) == config.vocab_size:
         weights["head"] = given["target_head"]
     if backend == "reference":
-        return load_runner(head, ReferenceDecoder(TARGET, weights), None, None)
-    target = native.pack_decoder(TARGET, weights, kernels.ThreadPool(1), "f32", "f32")
+        return load_runner(head, ReferenceDecoder(config, weights), None, None)
+    target = native.pack_decoder(config, weights, kernels.ThreadPool(1), "f32", "f32")
     return native.load_runner(head, target, None, None)
 
 

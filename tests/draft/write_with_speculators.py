@@ -18,6 +18,7 @@ from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
+from speculators.models.peagle.data import generate_cod_sample_indices
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
@@ -115,10 +116,11 @@ def fill(model: torch.nn.Module) -> None:
         parameter.data = 1 + 0.1 * noise if "norm" in name else noise / parameter.shape[-1] ** 0.5
     if not model.use_draft_vocab:
         return
-    kept = torch.randperm(VOCAB)[:DRAFT_VOCAB].sort().values
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    known, drafted = model.verifier_vocab_size, model.draft_vocab_size
+    kept = torch.randperm(known)[:drafted].sort().values
+    t2d = torch.zeros(known, dtype=torch.bool)
     t2d[kept] = True
-    model.load_vocab_mappings(t2d, kept - torch.arange(DRAFT_VOCAB))
+    model.load_vocab_mappings(t2d, kept - torch.arange(drafted))
 
 
 def answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -130,6 +132,37 @@ def answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     Eagle3DraftModel.forward(model, tapped, ids, one_text, ttt_steps=1)
     hook.remove()
     return {"token_ids": ids[0], "tapped": tapped[0], "logits": found[0][0].contiguous()}
+
+
+@torch.no_grad()
+def drafted(model: torch.nn.Module, ids: torch.Tensor, tapped: torch.Tensor, num: int) -> torch.Tensor:
+    """Logits [num, entries, draft vocabulary] of an EAGLE-3 head's drafts, each told of the text's own tokens."""
+    found: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, output: found.append(output[0]))
+    model(tapped[None], ids[None], torch.zeros(1, len(ids), dtype=torch.long), ttt_steps=num)
+    hook.remove()
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def drafted_at_once(
+    model: torch.nn.Module, ids: torch.Tensor, tapped: torch.Tensor, num: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a P-EAGLE head's drafts, and the entry and the depth of each."""
+    found: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _m, _i, output: found.append(output[0]))
+    every = {"num_depths": num, "down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0}
+    last, one_text = (
+        torch.randn(1, len(ids), model.norm.weight.numel()),
+        torch.zeros(1, len(ids), dtype=torch.long),
+    )
+    loss, seed = resolve_loss_config("kl_div", "eager"), torch.initial_seed()
+    torch.manual_seed(seed)  # the pass begins with a draw of places, which is repeated below
+    model(tapped[None], ids[None], one_text, verifier_last_hidden_states=last, loss_config=loss, **every)
+    hook.remove()
+    torch.manual_seed(seed)
+    places = generate_cod_sample_indices(len(ids), torch.ones(1, len(ids)), num, 1.0, 1.0)
+    return found[0], *places
 
 
 def block_answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -149,7 +182,10 @@ def block_answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     ]
     chosen = torch.zeros(1, BLOCK_TOKENS)
     chosen[:, ANCHORS] = 1
-    one_text, last = torch.zeros(1, BLOCK_TOKENS, dtype=torch.long), torch.randn(1, BLOCK_TOKENS, WIDTH)
+    one_text, last = (
+        torch.zeros(1, BLOCK_TOKENS, dtype=torch.long),
+        torch.randn(1, BLOCK_TOKENS, model.norm.weight.numel()),
+    )
     more = (
         {"tv_loss_fn": resolve_loss_config("tv", "eager")["tv"][0]} if isinstance(model, DSparkDraftModel) else {}
     )
@@ -160,7 +196,7 @@ def block_answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     shape = len(ANCHORS), model.block_size
     logits = found["lm_head"][0].view(*shape, -1)
     if corrected := found["markov_head.markov_w2"]:
-        logits = logits + (corrected[0] if len(corrected) == 1 else torch.stack(corrected, 1))
+        logits = logits + (corrected[0] if corrected[0].ndim == 3 else torch.stack(corrected, 1))
     answered = {
         "token_ids": ids[0],
         "tapped": tapped[0],
