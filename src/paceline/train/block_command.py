@@ -1,7 +1,8 @@
 """`paceline train block`: train a block head, which drafts a whole block in one pass.
 
 The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask
-tokens behind anchors in the answers, and a weight that falls with the position in the block.
+tokens behind anchors in the answers, and a weight that falls with the position in the block. With `--d-pace` the
+weights follow the head's progress (D-PACE, arXiv 2605.18810).
 """
 
 from __future__ import annotations
@@ -60,6 +61,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
     )
     parser.add_argument(
+        "--d-pace",
+        type=float,
+        metavar="X",
+        help="weigh drafts by what they add to the expected acceptance length, in place of --decay (D-PACE); "
+        "probabilities are smoothed towards 1 by X, 0.5 in the paper",
+    )
+    parser.add_argument(
         "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"
     )
     parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
@@ -108,6 +116,7 @@ def run(args: Namespace) -> int:
         material,
         keep=1.0,
         decay=args.decay,
+        d_pace=args.d_pace,
         anchors=args.anchors,
         eval_steps=args.k,
         muon=args.optimizer == "muon",
