@@ -98,7 +98,7 @@ def _half(name: str, tensor: torch.Tensor) -> Tensors:
 
 
 def _int8(name: str, tensor: torch.Tensor) -> Tensors:
-    """Return a matrix as int8 with scales [rows, 1] float32; other tensors, and tables, as float16."""
+    """Return a matrix as int8 with scales [rows, 1] float32; tables and others as float16."""
     if tensor.ndim != 2 or name == _LOOKED_UP:
         return _half(name, tensor)
     scales = tensor.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127

@@ -201,7 +201,10 @@ class Trainer:
         rows: torch.Tensor,
         expected: TargetProbs,
     ) -> torch.Tensor:
-        """Return the weight of each draft, 1 in all; without D-PACE a depth's is `decay` times the one before."""
+        """Return the weight of each draft, 1 in all.
+
+        Without D-PACE a depth weighs `decay` times the one before.
+        """
         smoothing, sizes = self.config.d_pace, [len(h) for h in hidden]
         if smoothing is None:
             weights = [self.config.decay**number for number in range(len(hidden))]
