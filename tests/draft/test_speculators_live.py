@@ -222,9 +222,9 @@ def trained(kind: str, toy: Path, out: Path, *options: str, **loading: Any) -> A
     return model
 
 
-@pytest.mark.parametrize("corrector", ["rnn", "gated", "vanilla", "none"])
-def test_the_package_reads_our_block_heads(corrector: str, toy: Path, tmp_path: Path) -> None:
-    options = ["--corrector", corrector, "--rank", "8", "--layers", "2", "--taps", "1,3,5"]
+@pytest.mark.parametrize("kind", ["--corrector=rnn", "--corrector=gated", "--corrector=vanilla", "--dflash"])
+def test_the_package_reads_our_block_heads(kind: str, toy: Path, tmp_path: Path) -> None:
+    options = [kind, "--rank", "8", "--layers", "2", "--taps", "1,3,5"]
     model = trained("block", toy, tmp_path, *options)
     with torch.no_grad():
         given = theirs.block_answers(model)

@@ -131,6 +131,13 @@ def test_weights_may_follow_the_acceptance(toy: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["d_pace"] == 0.5
 
 
+def test_a_dflash_head_learns(toy: Path, tmp_path: Path) -> None:
+    options = [*SMALL, "--dflash", "--steps", "40", "--eval-every", "40", "--compute", "float32"]
+    assert main(command("block", toy, tmp_path, *options)) == 0
+    assert load_head(tmp_path, toy_config()).config.block == BlockShape(size=4)
+    assert read_metrics(tmp_path)[-1]["accepted"][2] > 0.1
+
+
 def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> None:
     for corrector in ("gated", "vanilla", "none"):
         options = [*SMALL, "--corrector", corrector, "--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
@@ -144,6 +151,7 @@ def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> N
     ("options", "reason"),
     [
         (["--layers", "9"], "--layers must be between 1 and 5"),
+        (["--dflash", "--k", "64"], "--k must be between 1 and 63"),
         (["--rank", "0"], "--rank must be between 1"),
         (["--rank", "33"], "at most 32, the target's width"),
         (["--taps", ",".join("1" * 17)], "17 layers; a head reads at most 16"),

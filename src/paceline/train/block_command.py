@@ -70,6 +70,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"
     )
+    parser.add_argument(
+        "--dflash",
+        action="store_const",
+        const=True,
+        help="make a DFlash head, without a corrector, for engines that know no DSpark",
+    )
     parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
     parser.add_argument(
         "--share-head",
@@ -85,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Train a head of `--layers` layers."""
     for name, value, high in (
-        ("k", args.k, MAX_BLOCK),
+        ("k", args.k, MAX_BLOCK - bool(args.dflash)),
         ("layers", args.layers, MAX_LAYERS),
         ("rank", args.rank, MAX_RANK),
     ):
@@ -96,7 +102,7 @@ def run(args: Namespace) -> int:
     target = open_target(args)
     taps = chosen_taps(args, target)
     copied = _copied(args, target)
-    if args.corrector != "none" and args.rank > target.config.hidden_size:
+    if not args.dflash and args.corrector != "none" and args.rank > target.config.hidden_size:
         raise ConfigError(
             f"--rank must be at most {target.config.hidden_size}, the target's width, not {args.rank}"
         )
@@ -107,9 +113,10 @@ def run(args: Namespace) -> int:
         size=args.k,
         taps=taps,
         mask_token_id=_mask_token(args, material),
-        corrector="" if args.corrector == "none" else args.corrector,
+        corrector="" if args.dflash or args.corrector == "none" else args.corrector,
         rank=args.rank,
         own_tokens=args.own_tokens > 0,
+        dflash=args.dflash,
     )
     config = train_config(
         args,

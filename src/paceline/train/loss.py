@@ -90,9 +90,9 @@ def likelihoods(
 def acceptance_weights(kept: Sequence[torch.Tensor], likely: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return by depth what each draft adds to the expected number of accepted ones.
 
-    Weights are [m] each. A draft is accepted with all those before it, so the expectation is the sum over depths of the product of
-    `likely` up to there. A weight is its derivative by the logarithm of the draft's own probability (D-PACE, arXiv
-    2605.18810). kept: as in `DraftDepth`. likely: [m] by depth, above 0.
+    Weights are [m] each. A draft is accepted with all those before it, so the expectation is the sum over depths
+    of the product of `likely` up to there. A weight is its derivative by the logarithm of the draft's own
+    probability (D-PACE, arXiv 2605.18810). kept: as in `DraftDepth`. likely: [m] by depth, above 0.
     """
     alive = [likely[0]]
     for indices, probs in zip(kept[1:], likely[1:], strict=True):
