@@ -50,6 +50,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train block": ("paceline.train.block_command", "train a block head for a target"),
     "train peagle": ("paceline.train.peagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.cut_model_recipe", "train a small model cut from a target's layers"),
+    "train plot": ("paceline.train.plot_command", "draw a run's acceptance over its steps"),
     "profile": ("paceline.bench.profiling", "measure what a step costs on this machine"),
     "explain": (
         "paceline.bench.explain",

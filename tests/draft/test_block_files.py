@@ -140,6 +140,21 @@ def test_a_head_without_output_rows_is_as_wide_as_its_target(tmp_path: Path) -> 
         load_head(write(tmp_path, values, block_tensors(values) | {"embed_tokens.weight": embed}), TARGET)
 
 
+def test_a_window_that_no_layer_has_is_read_past() -> None:
+    layers: dict[str, Any] = {**LAYERS, "sliding_window": 6, "max_window_layers": 0}
+    kinds = {"layer_types": ["full_attention"] * 2, "use_sliding_window": True}
+    for change in (kinds, {"layer_types": ["sliding_attention"] * 2}, {}):  # Qwen's windows are off by default
+        config = read_config({**PROJECT, "transformer_layer_config": {**layers, **change}}, TARGET)
+        assert config.layers.sliding is None
+
+
+def test_a_dspark_file_without_its_keys_has_all_parts() -> None:
+    short = {key: CORRECTED[key] for key in PROJECT}
+    block = read_config(short, TARGET).block
+    assert block is not None
+    assert (block.corrector, block.rank, block.confidence_reads_token) == ("vanilla", 256, True)
+
+
 def test_a_list_of_names_that_is_none_is_read_past() -> None:
     assert read_config({**PROJECT, "architectures": 5}, TARGET).block == read_config(PROJECT, TARGET).block
 
@@ -172,6 +187,38 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "Domino": (PROJECT, {"projector_type": "domino"}, UnsupportedModel, "domino"),
     "DFlash2": (AUTHORS, {"dflash_config": {"selector_rank": 256}}, UnsupportedModel, "DFlash2"),
     "capped logits": (AUTHORS, {"final_logit_softcapping": 20.0}, UnsupportedModel, "final_logit_softcapping"),
+    "a state that begins with the anchor": (
+        CORRECTED,
+        {"markov_head_type": "rnn", "sample_from_anchor": False},
+        UnsupportedModel,
+        "sample_from_anchor = true",
+    ),
+    "windows of the last layers": (
+        PROJECT,
+        {
+            "transformer_layer_config": {
+                **LAYERS,
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            }
+        },
+        UnsupportedModel,
+        "window",
+    ),
+    "windows of layers as Llama's": (
+        PROJECT,
+        {
+            "transformer_layer_config": {
+                **LAYERS,
+                "model_type": "llama",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            }
+        },
+        UnsupportedModel,
+        "window",
+    ),
     "windows": (
         AUTHORS,
         {

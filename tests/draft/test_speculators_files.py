@@ -11,18 +11,19 @@ from safetensors.torch import load_file
 
 from paceline.backend.reference.head import fuse, read_out, run_layers
 from paceline.model.heads.checkpoint import load_head
+from tests.draft.speculators_answers import TARGET, farthest
 from tests.draft.test_head_forward import causal
-from tests.tiny import tiny_config
 
-FOLDERS = sorted((Path(__file__).parents[1] / "data").glob("speculators-*"))
-TARGET = tiny_config(hidden_size=16, vocab_size=64, num_layers=4)
+DATA = Path(__file__).parents[1] / "data"
+BY_TOKEN = ["speculators-eagle3", "speculators-eagle3-1", "speculators-peagle"]
+BLOCKS = ["speculators-dflash", "speculators-dspark", "speculators-dspark-gated", "speculators-dspark-rnn"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
-def test_the_packages_own_heads_answer_alike(folder: Path) -> None:
-    head = load_head(folder, TARGET)
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_the_packages_own_heads_answer_alike(name: str) -> None:
+    head = load_head(DATA / name, TARGET)
     weights = {name: torch.from_numpy(np.asarray(w, np.float64)) for name, w in head.weights.items()}
-    given = load_file(folder / "answers.safetensors")
+    given = load_file(DATA / name / "answers.safetensors")
     features = fuse(head.config, weights, given["tapped"].double())
     embedded = weights["embed"][given["token_ids"]]
     places = torch.arange(len(embedded))
@@ -30,8 +31,15 @@ def test_the_packages_own_heads_answer_alike(folder: Path) -> None:
     logits, _ = read_out(head.config, weights, hidden)
     assert (logits - given["logits"]).abs().max() < 1e-4 * given["logits"].abs().max()
     assert np.array_equal(head.token_ids, np.sort(head.token_ids))
-    assert head.config.algorithm.name == folder.name.split("-")[1]
+    assert head.config.algorithm.name == name.split("-")[1]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_packages_own_block_heads_answer_alike(name: str, backend: str) -> None:
+    given = load_file(DATA / name / "answers.safetensors")
+    assert farthest(backend, DATA / name, given) < 1e-4
 
 
 def test_there_is_one_of_each_kind() -> None:
-    assert [f.name for f in FOLDERS] == ["speculators-eagle3", "speculators-eagle3-1", "speculators-peagle"]
+    assert sorted(folder.name for folder in DATA.glob("speculators-*")) == sorted(BY_TOKEN + BLOCKS)

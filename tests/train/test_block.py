@@ -135,6 +135,21 @@ def test_weights_of_other_taps_are_left_out(toy: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(three.weights["layers.1.attn_q"], four.weights["layers.1.attn_q"], atol=1e-3)
 
 
+def test_weights_may_follow_the_acceptance(toy: Path, tmp_path: Path) -> None:
+    options = [*SMALL, "--steps", "40", "--eval-every", "40", "--compute", "float32", "--d-pace", "0.5"]
+    assert main(command("block", toy, tmp_path, *options)) == 0
+    rows = read_metrics(tmp_path)
+    assert rows[-1]["accepted"][2] > 0.1
+    assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["d_pace"] == 0.5
+
+
+def test_a_dflash_head_learns(toy: Path, tmp_path: Path) -> None:
+    options = [*SMALL, "--dflash", "--steps", "40", "--eval-every", "40", "--compute", "float32"]
+    assert main(command("block", toy, tmp_path, *options)) == 0
+    assert load_head(tmp_path, toy_config()).config.block == BlockShape(size=4)
+    assert read_metrics(tmp_path)[-1]["accepted"][2] > 0.1
+
+
 def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> None:
     for corrector in ("gated", "vanilla", "none"):
         options = [*SMALL, "--corrector", corrector, "--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
@@ -148,9 +163,11 @@ def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> N
     ("options", "reason"),
     [
         (["--layers", "9"], "--layers must be between 1 and 5"),
+        (["--dflash", "--k", "64"], "--k must be between 1 and 63"),
         (["--rank", "0"], "--rank must be between 1"),
         (["--rank", "33"], "at most 32, the target's width"),
         (["--taps", ",".join("1" * 17)], "17 layers; a head reads at most 16"),
+        (["--d-pace", "1.5"], "--d-pace must be above 0"),
         (["--anchors", "0"], "--anchors must be above 0"),
         (["--copy", "1"], "--copy must be 3 of the target's 6 layers"),
         (["--copy", "a,b,c"], "'a,b,c'"),

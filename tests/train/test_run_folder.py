@@ -47,6 +47,34 @@ def stop(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert main(words) == 130
 
 
+def test_a_run_is_drawn_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """From the untrained drafter on; a line that is being written is left out."""
+    rows = [{"step": 0, "accepted": [0.1, 0.0]}, {"step": 50, "accepted": [0.6, 0.3]}]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 100, "acc'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    assert main(["train", "plot", str(tmp_path), "--out", "there.svg"]) == 0
+    assert capsys.readouterr().out == "there.svg\n"
+    by_position, lengths = drawn[0].axes
+    assert list(lengths.lines[0].get_xdata()) == [0, 50]
+    assert list(lengths.lines[0].get_ydata()) == pytest.approx([1.1, 1.9])
+    assert [list(line.get_ydata()) for line in by_position.lines[::2]] == [[0.1, 0.6], [0.0, 0.3]]
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"), [("a/b.png", "cannot be written"), ("b.doc", "cannot be written"), (None, "cannot be read")]
+)
+def test_a_picture_that_cannot_be_drawn_is_refused(
+    out: str | None, reason: str, tmp_path: Path, capsys: Any
+) -> None:
+    if out:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 0, "accepted": [0.1]}\n')
+    more = ["--out", str(tmp_path / out)] if out else []
+    assert main(["train", "plot", str(tmp_path), *more]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "2")])
 def test_a_draft_model_may_be_looked_at_in_other_depths_from_there(
     before: str, after: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -1,7 +1,8 @@
 """`paceline train block`: train a block head, which drafts a whole block in one pass.
 
 The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask
-tokens behind anchors in the answers, and a weight that falls with the position in the block.
+tokens behind anchors in the answers, and a weight that falls with the position in the block. With `--d-pace` the
+weights follow the head's progress (D-PACE, arXiv 2605.18810).
 """
 
 from __future__ import annotations
@@ -60,7 +61,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
     )
     parser.add_argument(
+        "--d-pace",
+        type=float,
+        metavar="X",
+        help="weigh drafts by what they add to the expected acceptance length, in place of --decay (D-PACE); "
+        "probabilities are smoothed towards 1 by X, 0.5 in the paper",
+    )
+    parser.add_argument(
         "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"
+    )
+    parser.add_argument(
+        "--dflash",
+        action="store_const",
+        const=True,
+        help="make a DFlash head, without a corrector, for engines that know no DSpark",
     )
     parser.add_argument("--rank", type=int, default=64, metavar="N", help="width of the corrector")
     parser.add_argument(
@@ -77,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Train a head of `--layers` layers."""
     for name, value, high in (
-        ("k", args.k, MAX_BLOCK),
+        ("k", args.k, MAX_BLOCK - bool(args.dflash)),
         ("layers", args.layers, MAX_LAYERS),
         ("rank", args.rank, MAX_RANK),
     ):
@@ -88,7 +102,7 @@ def run(args: Namespace) -> int:
     target = open_target(args)
     taps = chosen_taps(args, target)
     copied = _copied(args, target)
-    if args.corrector != "none" and args.rank > target.config.hidden_size:
+    if not args.dflash and args.corrector != "none" and args.rank > target.config.hidden_size:
         raise ConfigError(
             f"--rank must be at most {target.config.hidden_size}, the target's width, not {args.rank}"
         )
@@ -99,15 +113,17 @@ def run(args: Namespace) -> int:
         size=args.k,
         taps=taps,
         mask_token_id=_mask_token(args, material),
-        corrector="" if args.corrector == "none" else args.corrector,
+        corrector="" if args.dflash or args.corrector == "none" else args.corrector,
         rank=args.rank,
         own_tokens=args.own_tokens > 0,
+        dflash=args.dflash,
     )
     config = train_config(
         args,
         material,
         keep=1.0,
         decay=args.decay,
+        d_pace=args.d_pace,
         anchors=args.anchors,
         eval_steps=args.k,
         muon=args.optimizer == "muon",

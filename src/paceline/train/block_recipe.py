@@ -41,12 +41,13 @@ class BlockHeadChoices:
 
     copied: tuple[int, ...]  # layers of the target that its layers begin as; empty: random ones
     num_layers: int
-    size: int  # queries of a block, each of which guesses the token behind it
+    size: int  # drafts of a block
     taps: tuple[int, ...]
     mask_token_id: int
     corrector: str = "rnn"
     rank: int = 64
     own_tokens: bool = False
+    dflash: bool | None = None  # the anchor's query guesses nothing; else each query guesses the token behind it
 
 
 class BlockHeadRecipe:
@@ -118,12 +119,13 @@ class BlockHeadRecipe:
 
 def config_json(choices: BlockHeadChoices, target: TrainTarget, draft_vocab_size: int) -> dict[str, Any]:
     """Return the head's config.json in the `speculators` format."""
+    kind, architecture = ("dflash", "DFlashDraftModel") if choices.dflash else ("dspark", "DSparkDraftModel")
     return {
         **({OWN_TOKENS: True} if choices.own_tokens else {}),
-        "architectures": ["DSparkDraftModel"],
-        "speculators_model_type": "dspark",
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_config": {
-            "algorithm": "dspark",
+            "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": choices.size}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]},
@@ -132,9 +134,9 @@ def config_json(choices: BlockHeadChoices, target: TrainTarget, draft_vocab_size
         "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target.config.hidden_size,
         "aux_hidden_state_layer_ids": list(choices.taps),
-        "block_size": choices.size,
+        "block_size": choices.size + 1 if choices.dflash else choices.size,
         "mask_token_id": choices.mask_token_id,
-        "sample_from_anchor": True,
+        "sample_from_anchor": not choices.dflash,
         "markov_rank": choices.rank if choices.corrector else 0,
         "markov_head_type": choices.corrector or "vanilla",
         "enable_confidence_head": False,

@@ -10,6 +10,8 @@ import torch
 from paceline.train.compute import padded, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.autograd.function import FunctionCtx
 
 ROWS = 256  # per chunk: their logits stay in cache, and are enough to pay for laying out the output matrix
@@ -70,6 +72,35 @@ def evaluate_drafts(
         picked = logits.log_softmax(-1).gather(1, expected.ids[rows[chunk]])
         total -= torch.linalg.vecdot(expected.probs[rows[chunk]], picked).sum()
     return total, best
+
+
+@torch.no_grad()
+def likelihoods(
+    hidden: torch.Tensor, output_rows: torch.Tensor, expected: TargetProbs, rows: torch.Tensor
+) -> torch.Tensor:
+    """Return the drafts' probabilities [m] of the target's likeliest token, 0 outside the vocabulary."""
+    found, best = hidden.new_empty(len(hidden)), expected.best[rows]
+    for first in range(0, len(hidden), ROWS):
+        chunk = slice(first, first + ROWS)
+        logs = (hidden[chunk] @ output_rows.T).log_softmax(-1)
+        found[chunk] = logs.gather(1, best[chunk, None].clamp(min=0))[:, 0].exp()
+    return found * (best >= 0)
+
+
+def acceptance_weights(kept: Sequence[torch.Tensor], likely: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return by depth what each draft adds to the expected number of accepted ones.
+
+    Weights are [m] each. A draft is accepted with all those before it, so the expectation is the sum over depths
+    of the product of `likely` up to there. A weight is its derivative by the logarithm of the draft's own
+    probability (D-PACE, arXiv 2605.18810). kept: as in `DraftDepth`. likely: [m] by depth, above 0.
+    """
+    alive = [likely[0]]
+    for indices, probs in zip(kept[1:], likely[1:], strict=True):
+        alive.append(alive[-1][indices] * probs)
+    weights = alive[-1:]
+    for indices, probs in zip(reversed(kept[1:]), reversed(alive[:-1]), strict=True):
+        weights.insert(0, probs.index_add(0, indices, weights[0]))
+    return weights
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _PIECE = 1 << 20  # bytes of a file that are hashed at once
+_LOOKED_UP = "markov_head.markov_w1.weight"  # its rows are looked up, and the description below is of products
 # Description of int8 matrices with a scale per row, in the format of the compressed-tensors project.
 _INT8_PER_ROW = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
+    "quantization_status": "compressed",  # the file holds the integers
+    "dequantize": True,  # transformers multiplies by the scales as it reads
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
+            "format": "int-quantized",
             "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
         }
     },
@@ -94,8 +98,8 @@ def _half(name: str, tensor: torch.Tensor) -> Tensors:
 
 
 def _int8(name: str, tensor: torch.Tensor) -> Tensors:
-    """Return a matrix as int8 with scales [rows, 1] float32; other tensors as float16."""
-    if tensor.ndim != 2:
+    """Return a matrix as int8 with scales [rows, 1] float32; tables and others as float16."""
+    if tensor.ndim != 2 or name == _LOOKED_UP:
         return _half(name, tensor)
     scales = tensor.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     return {name: (tensor / scales).round().to(torch.int8), f"{name}_scale": scales}

@@ -26,7 +26,7 @@ from paceline.train.run_folder import (
     save_checkpoint,
     write_json,
 )
-from paceline.train.summary import plot
+from paceline.train.summary import PICTURE, plot
 from paceline.train.trainer import Evaluation, Trainer, evaluate
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ def train(
 def _draw(folder: Path) -> None:
     """Draw the run, or say why not; without matplotlib a finished run must not fail."""
     try:
-        plot(folder, folder / "acceptance.png")
+        plot(folder, folder / PICTURE)
     except ConfigError as error:
-        sys.stderr.write(f"acceptance.png is left out: {error}\n")
+        sys.stderr.write(f"{PICTURE} is left out: {error}\n")
 
 
 def _inherited_weights(recipe: Recipe) -> dict[str, torch.Tensor]:

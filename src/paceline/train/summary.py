@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+PICTURE = "acceptance.png"  # of a finished run, in its folder
+
 
 def print_summary(folder: Path, vocab_size: int, coverage: float, accepted: Sequence[float]) -> None:
     """Print the acceptance by position at the start and at the end.
@@ -33,7 +35,7 @@ def plot(folder: Path, target: Path) -> None:
     """Draw a run's log, with a dotted line at the untrained drafter.
 
     A resumed run may evaluate another number of drafts; only positions that all rows have are drawn. Raises
-    `ConfigError` if there is no log or matplotlib is missing.
+    `ConfigError` if there is no log, matplotlib is missing or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -57,4 +59,7 @@ def plot(folder: Path, target: Path) -> None:
     for axes in (by_position, lengths):
         axes.set_xlabel("training steps")
     figure.suptitle("held-out prompts, greedy; dotted: untrained", fontsize=9)
-    figure.savefig(target, dpi=150)
+    try:
+        figure.savefig(target, dpi=150)
+    except (OSError, ValueError) as error:  # a full disk, a folder that is not there, an unknown ending
+        raise ConfigError(f"the picture {target} cannot be written: {error}") from None

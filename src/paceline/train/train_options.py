@@ -210,7 +210,7 @@ def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Targ
     return reference_reader(target, taps)
 
 
-def train_config(args: Namespace, material: TrainMaterial, **changes: float) -> TrainConfig:
+def train_config(args: Namespace, material: TrainMaterial, **changes: float | None) -> TrainConfig:
     """Return the settings of the run; without --steps, its steps are those of --epochs."""
     lengths = [len(text) for text in material.corpus.texts]
     per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
@@ -268,6 +268,7 @@ def _check(args: Namespace) -> None:
         ("keep", 1.0),
         ("anchors", 1.0),
         ("decay", 1.0),
+        ("d_pace", 1.0),
     ):
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= high:

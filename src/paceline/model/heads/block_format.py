@@ -28,8 +28,9 @@ h], x = tanh(o), and the state s, 0 at first, becomes sigmoid(g) * s + (1 - sigm
 config.json of `speculators`: `speculators_model_type` "dflash" or "dspark", `transformer_layer_config` (of a
 Qwen3 model of the head's layers, its width the target's), `block_size`, `mask_token_id`, `draft_vocab_size`,
 `aux_hidden_state_layer_ids` (taps: after so many layers of the target), `sample_from_anchor`; for a corrector
-and confidence `markov_rank`, `markov_head_type`, `enable_confidence_head`, `confidence_head_with_markov`. The
-authors': a Qwen3 config with `architectures` ["DFlashDraftModel"] or ["Qwen3DSparkModel"], `block_size`, and in
+and confidence `markov_rank`, `markov_head_type`, `enable_confidence_head`, `confidence_head_with_markov`. A
+"dspark" file without these has a corrector of rank 256 and a confidence that reads its row. The authors': a
+Qwen3 config with `architectures` ["DFlashDraftModel"] or ["Qwen3DSparkModel"], `block_size`, and in
 `dflash_config` or beside it `mask_token_id` and `target_layer_ids`, which count layers from 0: id i is the tap
 after i + 1 layers. Paceline's own `draft_own_tokens` is as for EAGLE-3.
 
@@ -69,6 +70,11 @@ MAX_RANK = 4096
 Corrector = Literal["", "vanilla", "gated", "rnn"]
 _CORRECTORS = ("vanilla", "gated", "rnn")
 _FORMAT = "speculators_model_type"
+# What "dspark" files of `speculators` mean by keys that they lack; those of all others mean no corrector.
+_DSPARK = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+_WINDOWED = "sliding_attention"
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_FIRST_WINDOWED = 28  # of a Qwen3 config that says nothing
 _NEUTRAL = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "final_logit_softcapping": 0.0}
 # Canonical names of the tensors behind the layers, by their names in a file.
 TENSOR_NAMES = {
@@ -122,15 +128,15 @@ def all_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **(nested if isinstance(nested, dict) else {})}
 
 
-def read_block(
-    values: Mapping[str, Any], layers: ModelConfig, target: ModelConfig
-) -> tuple[tuple[int, ...], BlockShape]:
+def read_block(values: Mapping[str, Any], target: ModelConfig) -> tuple[tuple[int, ...], BlockShape]:
     """Read taps, empty for the usual ones, and the shape of blocks.
 
     values: as `all_values` returns them. Raises `BadModelFile`, `DrafterMismatch`, `UnsupportedModel`.
     """
     _refuse_unsupported(values)
     by_project = _FORMAT in values
+    if values.get(_FORMAT) == "dspark":
+        values = {**_DSPARK, **values}
     taps = layer_list(values, "aux_hidden_state_layer_ids") if by_project else _counted_from_0(values)
     rank, corrects = integer(values, "markov_rank", 0), str(values.get("markov_head_type", "vanilla"))
     if rank and corrects not in _CORRECTORS:
@@ -150,8 +156,24 @@ def read_block(
         confidence=confidence,
         confidence_reads_token=confidence and flag(values, "confidence_head_with_markov"),
     )
-    _check(block, layers)
+    _check(block)
     return taps, block
+
+
+def whole_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of layers without what it says of windows that no layer has.
+
+    `layer_types` says which layers see a window. Raises `BadModelFile`, `UnsupportedModel` for a layer that does.
+    """
+    kinds, of_qwen = values.get("layer_types"), str(values.get("model_type", FAMILY)).startswith("qwen")
+    window = values.get("sliding_window")
+    if window is not None and flag(values, "use_sliding_window", default=not of_qwen):
+        if kinds is None and of_qwen:
+            first = integer(values, "max_window_layers", _FIRST_WINDOWED)
+            kinds = [_WINDOWED] * (integer(values, "num_hidden_layers", 0) > first)
+        if isinstance(kinds, list) and _WINDOWED in kinds:
+            raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
+    return {key: value for key, value in values.items() if key not in _WINDOW_KEYS}
 
 
 def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dict[str, tuple[int, ...]]:
@@ -172,7 +194,7 @@ def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dic
     return shapes
 
 
-def _check(block: BlockShape, layers: ModelConfig) -> None:
+def _check(block: BlockShape) -> None:
     if not 1 <= block.num_drafts or block.size > MAX_BLOCK:
         raise BadModelFile(
             f"the head's block_size = {block.size} must be at least {1 + block.first} and at most {MAX_BLOCK}"
@@ -181,8 +203,11 @@ def _check(block: BlockShape, layers: ModelConfig) -> None:
         raise BadModelFile(f"the head's markov_rank = {block.rank} must be at most {MAX_RANK}")
     if block.confidence_reads_token and not block.rank:
         raise BadModelFile("the head's confidence_head_with_markov needs a markov_rank above 0")
-    if layers.sliding is not None:
-        raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
+    if block.state_size and not block.from_anchor:
+        raise UnsupportedModel(
+            "block heads with markov_head_type = rnn are supported with sample_from_anchor = true only: without "
+            "it the corrector's state begins with the anchor's output, which no guess is made of"
+        )
 
 
 def _counted_from_0(values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from paceline.model.heads.block_format import (
     all_values,
     block_shapes,
     read_block,
+    whole_text,
 )
 from paceline.model.heads.values import flag, integer, layer_list
 
@@ -110,7 +111,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     inner = values.get("transformer_layer_config")
     layer_values = dict(inner if isinstance(inner, dict) else values)
     if algorithm.blocks:
-        layer_values["model_type"] = FAMILY  # whatever the file says: it is the target's
+        layer_values = {**whole_text(layer_values), "model_type": FAMILY}  # the file names the target's
     layer_values.setdefault("model_type", "llama")
     layers = config_from_json(_without_tokens(layer_values, target))
     if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
@@ -163,7 +164,7 @@ def _feature_head(
 def _block_head(layers: ModelConfig, values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     """Return the config of a block head, see `block_format.py`."""
     values = all_values(values)
-    taps, block = read_block(values, layers, target)
+    taps, block = read_block(values, target)
     size = integer(values, "draft_vocab_size", target.vocab_size)
     return HeadConfig(
         algorithm=BLOCK_HEAD,
