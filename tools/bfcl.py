@@ -253,7 +253,7 @@ def read_questions(path: Path, categories: Sequence[str], limit: int | None) -> 
 
 
 def answered(client: openai.OpenAI, questions: Sequence[Json], args: argparse.Namespace) -> Iterator[Json]:
-    """Yield each question's record, kept in the file or made now; `--in-flight` are asked at once."""
+    """Yield each question's record, kept in the file or made now, some at once."""
     import openai
 
     kept = _kept(args.out)

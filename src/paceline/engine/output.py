@@ -205,10 +205,7 @@ class OutputQueue:
             response.prompt_logprobs = []
 
     def tell_start(self, request: Request) -> None:
-        """Tell that a request takes part in a step, if it asked for that.
-
-        The step may end this process.
-        """
+        """Tell, if asked to, that a request enters a step, which may end this process."""
         if request.tells_start and self.on_start is not None:
             self.on_start(Outcome(request.request_id, (), "", start=len(request.told)))
 

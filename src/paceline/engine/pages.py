@@ -78,10 +78,7 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def take(self, count: int, num_bare: int = 0) -> list[int]:
-        """Hand out `count` fresh pages, evicting idle ones as needed. The caller has checked `num_available`.
-
-        num_bare: further ones without window part.
-        """
+        """Hand out `count` fresh pages, and `num_bare` without window part; the caller checked `fits`."""
         assert count <= self.num_available
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:

@@ -56,14 +56,6 @@ def feature_store(name: str) -> str:
     return f"{name} features"
 
 
-def spare_pages(config: HeadConfig, num_rows: int) -> int:
-    """Return the pages of a head's store behind those of the page table.
-
-    The first takes what nothing reads, as padding on a device. Then come the spare pages of rows, and of padding.
-    """
-    return 1 + config.block.spare_pages * (num_rows + 1) if config.block else 0
-
-
 def head_needs(asked: AskedHead, head: Head, kv: KV, taps: TapStore, *, stops: bool, late: bool = False) -> Needs:
     """Return the needs of a drafter with a head and its two stores."""
     block = head.config.block
@@ -114,7 +106,7 @@ class HeadDrafter:
             target.rows, fixed, target.config.vocab_size, self._head.set_request_tokens
         )
         self.hints = Hints(target.rows, self.hint_gain, self.recycled_gains)
-        self._kv = self._head.new_kv(target.num_pages + spare_pages(head.config, target.rows.num_rows))
+        self._kv = self._head.new_kv(target.num_pages + head.config.spare_pages(target.rows.num_rows))
         self._taps = self._head.new_tap_store(target.num_pages)
         self._tapped = TappedRuns(target.rows)
         layers = head.config.layers

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import MAX_BRANCHES, MAX_K
 from paceline.draft.heads.block_drafter import BlockHeadDrafter
-from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report, spare_pages
+from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
@@ -246,7 +246,7 @@ def _late(
 
     make: the one on the host, which has the same hints and lag.
     """
-    kv = runner.new_kv(target.num_pages + spare_pages(head.config, target.rows.num_rows))
+    kv = runner.new_kv(target.num_pages + head.config.spare_pages(target.rows.num_rows))
     taps = runner.new_tap_store(target.num_pages)
     needs = head_needs(asked, head, kv, taps, stops=True, late=True)
     program = cast("LateHeadRunner", runner).late_program(target.rows, kv, taps, make.late_rule())

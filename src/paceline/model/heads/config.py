@@ -96,6 +96,13 @@ class HeadConfig:
     own_output: bool = True  # False: it writes with its target's output matrix
     block: BlockShape | None = None  # of a block head
 
+    def spare_pages(self, num_rows: int) -> int:
+        """Return the pages of its store behind those of the page table.
+
+        The first takes what nothing reads, as padding on a device. Then come the spare pages of rows and padding.
+        """
+        return 1 + self.block.spare_pages * (num_rows + 1) if self.block else 0
+
     @property
     def tapped_size(self) -> int:
         """Numbers of all taps of one token."""
