@@ -219,13 +219,15 @@ def record_of(question: Json, whole: Answered, streamed: Answered) -> Json:
     parsed = whole.parsed()
     names = {safe_name(f["name"]) for f in question["function"]}
     known = all(name in names for name, _ in whole.calls)
+    ended = whole.finish_reason != "length"  # only a call that is cut short is no JSON object
     return {
         "id": question["id"],
         "category": question["category"],
         "calls": whole.calls,
         "content": whole.content,
         "finish_reason": whole.finish_reason,
-        "malformed": parsed is None or not known or streamed.parsed() is None,
+        "malformed": whole.finish_reason != "length"
+        and (parsed is None or not known or streamed.parsed() is None),
         "same": whole.calls == streamed.calls and whole.content == streamed.content,
         "right": parsed is not None and is_right(question, parsed),
     }
