@@ -226,8 +226,7 @@ def record_of(question: Json, whole: Answered, streamed: Answered) -> Json:
         "calls": whole.calls,
         "content": whole.content,
         "finish_reason": whole.finish_reason,
-        "malformed": whole.finish_reason != "length"
-        and (parsed is None or not known or streamed.parsed() is None),
+        "malformed": ended and (parsed is None or not known or streamed.parsed() is None),
         "same": whole.calls == streamed.calls and whole.content == streamed.content,
         "right": parsed is not None and is_right(question, parsed),
     }
