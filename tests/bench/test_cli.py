@@ -38,7 +38,7 @@ def test_help_names_every_command_and_imports_none_of_them():
 
 
 OF_FLEETS = ("fleet", "fleet drain", "fleet move")
-WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion", "key new", *OF_FLEETS)
+WITHOUT_MODEL = ("pull", "explain", "simulate", "list", "rm", "completion", "key new", "train plot", *OF_FLEETS)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import BadModelFile, ConfigError
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.kv_choices import choose_kv_type
+from paceline.engine.assembly.kv_choices import choose_kv_type, kv_share
 from paceline.engine.scheduler import Limits
 from paceline.model.config import Heads
 from paceline.model.content_key import content_key
@@ -31,7 +31,8 @@ TINY = "shape:num_layers=2,hidden_size=64,intermediate_size=96,vocab_size=300"
 def chosen(free: float, monkeypatch: pytest.MonkeyPatch, **options: object) -> tuple[str, str]:
     """Type and reason where so many GB are free before the weights are loaded."""
     monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: int(free * 1e9))
-    return choose_kv_type(EngineConfig(backend="native", **options), MODEL)  # type: ignore[arg-type]
+    config = EngineConfig(backend="native", **options)  # type: ignore[arg-type]
+    return choose_kv_type(config, MODEL, kv_share(config))
 
 
 def test_eight_bits_where_sixteen_would_not_hold_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +55,8 @@ def test_tokens_that_are_asked_for_decide(monkeypatch: pytest.MonkeyPatch) -> No
 def test_heads_that_integers_do_not_take_have_floats() -> None:
     wide = replace(MODEL, global_heads=Heads(8, 512))
     config = EngineConfig(backend="native")
-    assert choose_kv_type(config, wide) == ("f16", "integers take heads of 256 numbers, not 512")
-    assert choose_kv_type(replace(config, kv="i8"), wide) == ("i8", "")
+    assert choose_kv_type(config, wide, 0.5) == ("f16", "integers take heads of 256 numbers, not 512")
+    assert choose_kv_type(replace(config, kv="i8"), wide, 0.5) == ("i8", "")
 
 
 def test_the_banner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

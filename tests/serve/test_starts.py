@@ -107,7 +107,7 @@ def test_nothing_waits_for_an_engine_that_is_gone(model: Path) -> None:
         assert engine is not None
         engine.process.kill()
         requests = [Request("r", (65,), SamplingParams(max_tokens=3), seed=1)]
-        while engine.socket.get(zmq.EVENTS) & zmq.POLLOUT:
+        while engine.socket._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
             pass  # no other task runs, so the client knows nothing yet
         with pytest.raises(EngineDied):
             await client.submit(requests)

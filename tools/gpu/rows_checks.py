@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from paceline.backend.cuda.block_head import BlockProgram
 from paceline.backend.cuda.device_rows import advance, cut_to_budget, gather
 from paceline.backend.cuda.late_counts import DraftOrders, keep_drafts
 from paceline.backend.cuda.late_program import LateInput, Program
 from paceline.backend.cuda.row_tensors import MAX_DRAFTS, RowTensors, StepRows
 from paceline.backend.seam import HintRule
+from paceline.model.heads.block_format import BlockShape
 from tools.gpu.checks import Check
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ ROW_COUNTS = (1, 9, 300)  # one block of rows, and two
 MAX_LEN = 200
 SCRATCH, WIDTH = 12345, 9  # slot and pages
 DEEPEST = 3
+BLOCK = 20  # tokens: it reaches two pages beyond that of its first
 CHANCE_BOUND = 1e-14  # a few of the last bits: a device has another `exp` than its host
 
 
@@ -37,6 +40,7 @@ def rows_of(device: torch.device) -> Iterator[Check]:
             ("cut to a budget", _cut, 0.0),
             ("draft", partial(_drafted, own_store=True), 0.0),
             ("draft from the target's keys", partial(_drafted, own_store=False), 0.0),
+            ("blocks", _blocks, 0.0),
             ("keep drafts", _kept, 0.0),
             ("chances of drafts", _chances, CHANCE_BOUND),
         ):
@@ -134,6 +138,22 @@ def _drafted(count: int, device: torch.device, *, own_store: bool) -> list[torch
     ]
     of_rows = [*begun[:-1], specs.seed_lo, specs.seed_hi, specs.choice, specs.position, specs.temperature]
     return [*of_rows, drafted.pages, *(tensor for asked in passes for tensor in _read(asked))]
+
+
+def _blocks(count: int, device: torch.device) -> list[torch.Tensor]:
+    """Return what passes over blocks of rows read, whose spare pages lie behind those of the page table."""
+    d = rows_case(count)
+    rows: Any = SimpleNamespace(num_rows=count, device=device, pages=d.pages, tap_sinks=[], capture=None)
+    rows.on_device = moved(d, device)
+    runner: Any = SimpleNamespace(write_taps=None, block=BlockShape(BLOCK), mask_token=3)
+    program = BlockProgram(rows, runner, SCRATCH, HintRule(1, 1))
+    program._entries = d.length.to(device)
+    which = torch.arange(count).flip(0)
+    depth = (which % DEEPEST + 1).to(device)
+    drafted = program._begin(which.to(device), depth, DEEPEST, WIDTH)
+    t = program._blocks(drafted, DEEPEST)
+    found = [t.token_ids, t.positions, t.slots, t.cu_len, t.pages, t.wanted, t.first_keys, t.last_keys]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _read(asked: LateInput) -> list[torch.Tensor]:

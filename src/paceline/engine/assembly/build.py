@@ -201,6 +201,8 @@ def assemble(
     specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.head_within))
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
+    if config.draft_process:
+        _check_leave(config, specs.configs)
     beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
     room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
     rows = _rows(config, limits, loaded.tokenizer, law)
@@ -275,8 +277,6 @@ def _drafters(
     """Make each drafter: beside the target, in a thread, or in its own process."""
     placement, load = config.placement, load_drafter or partial(_load_drafter, config)
     may_leave = placement.apart and load_drafter is None and not target.law_needs_probs
-    if config.draft_process:
-        _check_leave(config, configs)
     return [
         RemoteDrafter(one.name, BeginDrafter(config, index, target.num_pages), target.rows)
         if config.draft_process or (may_leave and one.stands_alone)
