@@ -298,6 +298,8 @@ def test_a_step_that_begins_is_no_word() -> None:
                 bench.writer("r").start("r")
             assert answer.legs[0].started
             assert (answer.deadline_s, member.backlog, heard.token_ids) == (1e9, 40, [])
+            bench.writer("r").say("r", 1)
+            assert (answer.deadline_s, member.backlog) == (None, 0), "its first word"
             await bench.finish(request)
             assert heard.last is not None and heard.last.figures is not None
             assert (heard.last.figures.legs, member.backlog) == (1, 0)
