@@ -338,7 +338,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
-    publisher, LIMIT.seconds = None, message.watchdog_s
+    publisher = None
     try:
         if message.config.kv_events is not None:  # before the model, as its place may be taken
             publisher = KvPublisher(message.config.kv_events)
@@ -357,6 +357,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
         commands.begin(message)
         if commands.lost:
             server.send(Obeyed(owner.version, commands.promise))
+        LIMIT.seconds = message.watchdog_s  # from here on
         return EngineWorker(commands, server, publisher)
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
