@@ -201,7 +201,7 @@ def assemble(
     specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.head_within))
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
-    beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
+    beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs, limits.num_rows)
     room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
