@@ -51,7 +51,7 @@ def ray_folder() -> AbstractContextManager[Path]:
 
 
 def _end_ray_in(folder: Path) -> bool:
-    """End processes of a Ray, which write their logs to its folder; return whether all have ended."""
+    """End processes of a Ray, whose logs are in its folder; return whether all ended."""
     session, end_s = f"{folder.resolve()}/session_", time.monotonic() + ENDED_S
     while found := _writers_in(session):
         if time.monotonic() > end_s:

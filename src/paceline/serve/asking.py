@@ -131,7 +131,7 @@ def as_told(answer_ids: Any, num_answers: int) -> list[tuple[int, ...]]:
 
 
 def _are_ids(given: object) -> bool:
-    """Return whether all are integers; True and False are none, and no message has them as such."""
+    """Return whether all are integers; True and False are none."""
     return isinstance(given, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in given)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 async def nothing() -> None:
-    """Do nothing before an update."""
+    """Return at once: most updates have nothing to await first."""
 
 
 class WeightUpdates:

@@ -161,7 +161,10 @@ class _SubmitId(Struct, tag="Submit", frozen=True):
 
 
 def refusal_of(data: bytes, why: Exception) -> Rejected | None:
-    """Return the answer to a `Submit` that is no message, so that nobody waits for one; None if it has no id."""
+    """Return the answer to a `Submit` that is no message.
+
+    Without it its caller would wait for ever. None if it has no id.
+    """
     try:
         found = msgspec.msgpack.decode(data, type=_SubmitId)
     except BAD_MESSAGE:

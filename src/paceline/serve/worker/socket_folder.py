@@ -60,7 +60,7 @@ def _remove_if_dead(folder: Path, end: Callable[[Path], bool]) -> None:
 
 
 def _remove_if_free(folder: Path, end: Callable[[Path], bool]) -> None:
-    """Remove a folder that nobody holds locked, once all in it has ended. Raises `OSError` if one does."""
+    """Remove a folder that nobody holds locked, once all in it has ended. Raises `OSError`."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
