@@ -207,6 +207,16 @@ def test_ranks_that_wait_and_compute_nothing_hang(
             process.kill()
 
 
+def test_ranks_of_a_process_that_nobody_watches_are_waited_for() -> None:
+    """A debugger may hold one; and compilers work for them while an engine loads."""
+    ranks = Waiting("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    try:
+        assert not ranks.hang(200)
+    finally:
+        with ranks.processes[0].process as process:
+            process.kill()
+
+
 def test_what_ends_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineDied, match="rank 1 has ended, with status 1"):

@@ -539,8 +539,10 @@ def test_they_are_in_the_memory_that_is_promised(types: str, monkeypatch: pytest
     assert build.assemble(plain, own).engine.scheduler.pool.num_pages == 20
     engine = build.assemble(drafting, own).engine
     (drafter,) = engine.drafting.drafters.values()
-    beside = limits.num_rows * drafter.needs.bytes_per_row
-    assert beside > page
+    assert isinstance(drafter, HeadDrafter)
+    pages = drafter._config.spare_pages(limits.num_rows)  # of rows and padding
+    beside = pages * PAGE_TOKENS * drafter._kv.bytes_per_token
+    assert beside > limits.num_rows * drafter.needs.bytes_per_row
     left = free * KV_SHARE - engine.scheduler.pool.num_pages * page - beside
     assert 0 <= left < page
 

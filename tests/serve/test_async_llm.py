@@ -15,6 +15,7 @@ import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.errors import ConfigError, EngineDied, ModelNotFound, RequestError
+from paceline.core.nouns import Request
 from paceline.core.params import Grammar
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ OPTIONS: dict[str, Any] = {
     "max_queued_tokens": 64,
 }
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)
+REFUSED_IDS: list[tuple[list[int], str]] = [
+    ([-1], "outside the vocabulary"),
+    ([1 << 40], "outside the vocabulary"),
+    ([True], "must be token ids"),
+    ([1] * (SHORT.max_tokens + 1), "counts the whole answer"),
+]
 LONG = SamplingParams(max_tokens=8000, seed=1, ignore_eos=True)
 HI = [{"role": "user", "content": "hi"}]
 
@@ -102,6 +109,15 @@ def test_a_cut_answer_that_goes_on_is_the_whole(model: Path) -> None:
         assert (await llm.chat(HI, SHORT, answer_ids=chat.token_ids[:3])).text == chat.text
         with pytest.raises(RequestError, match="ended"):
             await anext(llm.stream("the cat", SHORT, answer_ids=[1] * SHORT.max_tokens))
+        for bad, why in REFUSED_IDS:
+            with pytest.raises(RequestError, match=why):
+                await anext(llm.stream("the cat", SHORT, answer_ids=bad))
+        with pytest.raises(RequestError, match="must be a text or token ids"):
+            await anext(llm.stream([True], SHORT))
+        broken = Request("broken", (1, 1 << 40), SHORT, seed=0)
+        answers = await llm._running.submit([broken])
+        assert isinstance(error := await answers.next(), RequestError)
+        assert "cannot read this request" in str(error)
 
     run_over(model, work)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,6 +30,7 @@ from tests.engine.test_overlapped_loop import overlapped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from paceline.core.nouns import Batch
     from paceline.engine.assembly.build import Progress
     from paceline.engine.engine import Engine
     from paceline.serve.worker.messages import ToEngine, ToServer
@@ -83,10 +84,18 @@ def test_a_server_looks_once_for_each_serial_step() -> None:
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
 
 
-def test_who_asked_is_told_of_a_step_before_it() -> None:
-    """So a server knows which requests were in a step that ended the process."""
+def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a server knows which requests were in a step that ended the process, or that were taken into one."""
     engine = make_engine("off", PLAIN)
     heard: list[tuple[str, int, int, int]] = []  # request, tokens, the first one's place, steps so far
+    rows = engine.target.rows
+    apply, told_before = type(rows).apply, list[bool]()
+
+    def noted(self: Any, batch: Batch) -> None:
+        told_before.extend(any(told[0] == a.request.request_id for told in heard) for a in batch.admissions)
+        apply(self, batch)
+
+    monkeypatch.setattr(type(rows), "apply", noted)
 
     class Hearing(Line):
         def send(self, message: ToServer) -> None:
@@ -103,6 +112,7 @@ def test_who_asked_is_told_of_a_step_before_it() -> None:
     assert (tokens, start, next_start) == (0, 2, 2)
     assert next_tokens > 0
     assert next_steps > steps
+    assert told_before == [False, True]
     assert all(told[1] for told in heard if told[0] == "does not")
 
 

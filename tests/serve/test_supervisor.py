@@ -13,7 +13,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
-from paceline.serve.engines import Answers
+from paceline.serve.engines import STOPPING, Answers
 from paceline.serve.worker.client import EngineClient, EngineProcess
 from paceline.serve.worker.messages import Ready
 from tests.serve.fleet.fake_engines import READY
@@ -89,6 +89,23 @@ def test_a_process_that_has_just_ended_gets_no_request() -> None:
         client._engine = None
         client.kill()
         await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_client_that_stops_leaves_nobody_waiting(begun: bool) -> None:
+    """Also if its supervisor is cancelled before it could say so, and for who comes then."""
+
+    async def scenario() -> None:
+        client = Scripted(EngineConfig(model="reference"))
+        await asyncio.sleep(0.05 * begun)
+        client._open.add(waiting := Answers(client, {"r": 0}))
+        await client.stop()
+        assert str(await waiting.next()) == STOPPING
+        client._engine = EngineProcess(None, None, None, ready=Ready(**READY))  # type: ignore[arg-type]
+        with pytest.raises(EngineDied, match=STOPPING):
+            await client.submit([Request("r", (1, 2), SamplingParams(), seed=1)])
 
     asyncio.run(asyncio.wait_for(scenario(), 10.0))
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from paceline.core import logs
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
 from paceline.core.system import end_with_parent
-from paceline.core.watchdog import WATCHDOG_S, Watchdog, process_work
+from paceline.core.watchdog import Watchdog, process_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -191,9 +191,13 @@ def end_all(processes: Sequence[RankProcess]) -> None:
 
 @dataclass(slots=True)
 class HangLimit:
-    """Silence of this process's ranks, after which they hang."""
+    """Silence of this process's ranks, after which they hang.
 
-    seconds: float = WATCHDOG_S  # 0: they are waited for
+    A process that a server watches sets it once its engine is ready: while it loads, compilers may work for the
+    ranks, which look still. In a user's own process, or a drafter's, they are waited for: a debugger may hold one.
+    """
+
+    seconds: float = 0.0  # 0: they are waited for
 
 
 LIMIT = HangLimit()
@@ -206,20 +210,22 @@ class RankSilence:
     """
 
     def __init__(self, pool: Watched) -> None:
-        self._limit_s = HANG_SHARE * LIMIT.seconds
-        self._dog = Watchdog((os.getpid(), *(one.process.pid for one in pool.processes)), self._limit_s)
+        self._dog = Watchdog((os.getpid(), *(one.process.pid for one in pool.processes)), 0.0)
         self._awaited: int | None = None
         self._stopped_s = 0.0
 
     def hang(self, pool: Watched, elapsed_s: float) -> str:
         """Return how the ranks hang; nothing if they do not. elapsed_s: since the last call."""
+        self._dog.limit_s = HANG_SHARE * LIMIT.seconds
+        if not LIMIT.seconds:
+            return ""
         if (awaited := pool.awaited) is None or awaited != self._awaited:
             self._dog.beat()
         self._awaited = awaited
         self._dog.tick(elapsed_s)
         stopped = [one.rank for one in pool.processes if process_work(one.process.pid)[0] in STOPPED]
         self._stopped_s = self._stopped_s + min(elapsed_s, 2 * WATCH_S) if stopped else 0.0
-        if stopped and 0 < self._limit_s < self._stopped_s:
+        if stopped and self._stopped_s > self._dog.limit_s:
             return f"rank {stopped[0]} is stopped"
         return "they wait for one another, and none computes" if self._dog.hung else ""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,9 @@ TICK_S = 0.25  # between two looks at the process
 PATIENCE = 15  # a process that computes without a beat has this many times as long
 LATE_SHARE = 0.4  # of the limit; an engine that is silent for longer is taken out of service
 BUSY_SHARE = 0.02  # of a core, from which on a process counts as computing
-WAITS_FOR_MACHINE = frozenset("RD")  # states of a process that runs, or waits for a core or a disk
+CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts what a process has computed
+LOOK_S = 1.0  # of stillness, from which on its threads are looked at
+WAITS_FOR_MACHINE = frozenset("RD")  # states of a thread that runs, or waits for a core or a disk
 MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 86400.0
 SHOW_THREADS = signal.SIGUSR1  # makes the engine's process write where each of its threads is
 
@@ -43,11 +47,14 @@ class Watchdog:
     limit_s: float  # of silence; 0: none
     _still_s: float = 0.0  # without a beat and without work
     _silent_s: float = 0.0  # without a beat
-    _cpu_s: float = 0.0  # that they have computed
+    _cpu_s: float | None = (
+        None  # that they had computed when stillness began; None: a beat came since the last tick
+    )
 
     def beat(self) -> None:
         """Note a message of the engine."""
         self._still_s = self._silent_s = 0.0
+        self._cpu_s = None
 
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed.
@@ -56,11 +63,17 @@ class Watchdog:
         """
         elapsed_s = min(elapsed_s, 2 * TICK_S)
         self._silent_s += elapsed_s
-        states, times = zip(*map(process_work, self.pids), strict=True)
-        cpu_s = sum(times)
-        computes = cpu_s - self._cpu_s > BUSY_SHARE * elapsed_s or not WAITS_FOR_MACHINE.isdisjoint(states)
-        self._still_s = 0.0 if computes else self._still_s + elapsed_s
-        self._cpu_s = cpu_s
+        self._still_s += elapsed_s
+        cpu_s = sum(process_work(pid)[1] for pid in self.pids)
+        if self._cpu_s is None:
+            self._cpu_s = cpu_s
+        if cpu_s - self._cpu_s > CLOCK_S + BUSY_SHARE * self._still_s or self._waits_for_machine():
+            self._still_s, self._cpu_s = 0.0, cpu_s
+
+    def _waits_for_machine(self) -> bool:
+        return self._still_s > LOOK_S and any(
+            not WAITS_FOR_MACHINE.isdisjoint(thread_states(pid)) for pid in self.pids
+        )
 
     @property
     def late(self) -> bool:
@@ -84,7 +97,28 @@ def process_work(pid: int) -> tuple[str, float]:
     Where the system does not tell, it counts as running, so that only the longer limit holds.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
-        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        fields = _stat(Path(f"/proc/{pid}/stat"))
+        return fields[0], (int(fields[11]) + int(fields[12])) * CLOCK_S
     except (OSError, IndexError, ValueError):
         return "R", 0.0
+
+
+def thread_states(pid: int) -> set[str]:
+    """Return the states of a process's threads, but for the one that asks.
+
+    Where the system does not tell, one runs.
+    """
+    own, found = str(threading.get_native_id()), set()
+    try:
+        threads = [one for one in Path(f"/proc/{pid}/task").iterdir() if one.name != own]
+    except OSError:
+        return {"R"}
+    for one in threads:
+        with suppress(OSError, IndexError):  # it has ended
+            found.add(_stat(one / "stat")[0])
+    return found
+
+
+def _stat(path: Path) -> list[str]:
+    """Return the fields behind the name."""
+    return path.read_text(encoding="latin-1").rpartition(")")[2].split()

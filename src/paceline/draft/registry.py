@@ -70,9 +70,9 @@ class DrafterConfig(Protocol):
 
 @runtime_checkable
 class KeepsForRows(Protocol):
-    """Config of a drafter that keeps keys and values for each row beside pages."""
+    """Config of a drafter that keeps keys and values for rows beside pages."""
 
-    def row_numbers(self, target: ModelConfig, fingerprint: str) -> int:
+    def row_numbers(self, target: ModelConfig, fingerprint: str, num_rows: int) -> int:
         """Return how many numbers that are, by its files. Raises `PacelineError`."""
         ...
 

@@ -180,6 +180,8 @@ class Verbs:
         """Choose the rows of a group that run now, new requests included; hold their pages."""
         batch = self.scheduler.schedule(plan, group)
         self.release_rows()
+        for admission in batch.admissions:
+            self.outputs.tell_start(admission.request)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
@@ -188,7 +190,6 @@ class Verbs:
             valid_lens = self.scheduler.pool.valid_lens(admission.pages)
             self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
             self.controller.admit(admission.row)
-            self.outputs.tell_start(admission.request)
         return batch
 
     def release_rows(self) -> None:
@@ -208,8 +209,7 @@ class Verbs:
         proposed = self.drafting.propose(batch, plan)
         if self.target.rows.grammars.states and self.law.admits_any_trim:
             proposed = self.target.rows.grammars.fit(batch, proposed, plan, self.drafting.names)
-        end = perf_counter()
-        draft = proposed
+        end, draft = perf_counter(), proposed
         if self.law.admits_any_trim:
             draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
         if proposed.branched:

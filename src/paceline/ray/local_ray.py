@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ _ALONE = {CLUSTERS: "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _USUAL = {"RAY_AUTH_MODE": "disabled"}  # nobody else can connect
 PREFIX = "paceline-ray-"
 MAX_FOLDER_BYTES = 40  # of its folder's path: names of sockets in it have 64
+ENDED_S = 5.0  # for processes that were killed to end
 OBJECT_BYTES = 128 << 20  # of Ray's object store: requests and answers are small
 
 
@@ -48,15 +50,30 @@ def ray_folder() -> AbstractContextManager[Path]:
     return socket_folder(PREFIX, MAX_FOLDER_BYTES, _end_ray_in)
 
 
-def _end_ray_in(folder: Path) -> None:
-    """End processes of a Ray, which write their logs to its folder."""
+def _end_ray_in(folder: Path) -> bool:
+    """End processes of a Ray, whose logs are in its folder; return whether all ended."""
+    session, end_s = f"{folder.resolve()}/session_", time.monotonic() + ENDED_S
+    while found := _writers_in(session):
+        if time.monotonic() > end_s:
+            return False
+        for pid in found:
+            with suppress(OSError):  # it has ended, or is another user's
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return True
+
+
+def _writers_in(session: str) -> list[int]:
+    """Return a Ray's processes; those that have ended have no command line."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             said = (process / "cmdline").read_bytes()
             if (b"ray::" in said or b"/ray/" in said) and any(
-                str(file.readlink()).startswith(f"{folder}/session_") for file in (process / "fd").iterdir()
+                str(file.readlink()).startswith(session) for file in (process / "fd").iterdir()
             ):
-                os.kill(int(process.name), signal.SIGKILL)
+                found.append(int(process.name))
+    return found
 
 
 def stay_on_loopback() -> None:

@@ -17,7 +17,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.scheduler import Limits
-from paceline.serve.api.continuation import check_scores, told_answers, told_text
+from paceline.serve.api.continuation import check_scores, check_told, told_answers, told_text
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 from paceline.serve.results import OpenAnswer
 
@@ -51,7 +51,7 @@ class Asking:
     def _prompt_ids(self, prompt: Any) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return self.prompts.of_text(prompt)
-        if isinstance(prompt, Sequence) and all(isinstance(i, int) and i >= 0 for i in prompt):
+        if _are_ids(prompt) and all(i >= 0 for i in prompt):
             return self.prompts.of_ids(prompt)
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
@@ -96,7 +96,11 @@ class Asking:
         self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
         requests = requests_of(name, prompt_ids, params, seed_of(params), speculation=speculation)
-        return [replace(request, told=ids) for request, ids in zip(requests, told, strict=True)]
+        requests = [replace(request, told=ids) for request, ids in zip(requests, told, strict=True)]
+        for request in requests:
+            if request.told:
+                check_told(request, self.prompts.vocab_size or self.prompts.tokenizer.vocab_size)
+        return requests
 
     def _open_answer(self, request: Request) -> OpenAnswer:
         """Return an answer that begins with what its caller has.
@@ -127,7 +131,8 @@ def as_told(answer_ids: Any, num_answers: int) -> list[tuple[int, ...]]:
 
 
 def _are_ids(given: object) -> bool:
-    return isinstance(given, Sequence) and all(isinstance(i, int) for i in given)
+    """Return whether all are integers; True and False are none."""
+    return isinstance(given, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in given)
 
 
 def as_messages(prompt: Any) -> Sequence[Message] | None:

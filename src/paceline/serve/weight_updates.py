@@ -12,11 +12,17 @@ from paceline.serve.worker.command_sender import to_its_end
 from paceline.serve.worker.commands import UpdateWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from paceline.serve.engines import Commanded
     from paceline.serve.worker.commands import Obeyed
+
+    First = Callable[[], Awaitable[object]]
+
+
+async def nothing() -> None:
+    """Return at once: most updates have nothing to await first."""
 
 
 class WeightUpdates:
@@ -30,20 +36,26 @@ class WeightUpdates:
         self.spool = TensorSpool()
         self._turn = asyncio.Lock()
 
-    async def from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
-        """Take a folder or .gguf file. Raises `PacelineError`."""
-        return await to_its_end(self._from_place(commands, place, version))
+    async def from_place(self, commands: Commanded, place: str, version: str, first: First = nothing) -> Obeyed:
+        """Take a folder or .gguf file. Raises `PacelineError`.
+
+        first: awaited in its turn, so that no later update comes before.
+        """
+        return await to_its_end(self._from_place(commands, place, version, first))
 
     async def from_staged(self, commands: Commanded, version: str) -> Obeyed:
         """Take the tensors of all staged files. Raises `PacelineError`."""
         return await self.from_files(commands, self.spool.take_staged(), version)
 
-    async def from_files(self, commands: Commanded, files: Sequence[Path], version: str) -> Obeyed:
-        """Take the tensors of files that were staged. Raises `PacelineError`."""
-        return await to_its_end(self._from_files(commands, files, version))
+    async def from_files(
+        self, commands: Commanded, files: Sequence[Path], version: str, first: First = nothing
+    ) -> Obeyed:
+        """Take the tensors of files that were staged. first: as of `from_place`. Raises `PacelineError`."""
+        return await to_its_end(self._from_files(commands, files, version, first))
 
-    async def _from_place(self, commands: Commanded, place: str, version: str) -> Obeyed:
+    async def _from_place(self, commands: Commanded, place: str, version: str, first: First) -> Obeyed:
         async with self._turn:
+            await first()
             update = UpdateWeights(WeightSource(model=place), check_version(version))
             try:
                 reply = await commands.send(update)
@@ -55,9 +67,10 @@ class WeightUpdates:
             await asyncio.to_thread(self.spool.drop_accepted)
             return reply
 
-    async def _from_files(self, commands: Commanded, files: Sequence[Path], version: str) -> Obeyed:
+    async def _from_files(self, commands: Commanded, files: Sequence[Path], version: str, first: First) -> Obeyed:
         async with self._turn:
             try:
+                await first()
                 folder = await asyncio.to_thread(self.spool.offer, files)
                 source = WeightSource(commands.whole_model, folder)
                 reply = await commands.send(UpdateWeights(source, check_version(version)))

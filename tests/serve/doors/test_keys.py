@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.serve.server import HttpConfig
-from paceline.serve.worker.socket_folder import LOCK, PREFIX, SECONDS_TO_LOCK, socket_folder
+from paceline.serve.worker.socket_folder import PREFIX, SECONDS_TO_LOCK, socket_folder
 from tests.serve.conftest import COMMAND, running
 from tests.serve.test_faults import eventually
 
@@ -56,7 +57,7 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
                 engines = psutil.Process(loading.pid).children()
                 for child in engines:
                     child.suspend()  # one that connects at once leaves no time to look
-                assert eventually(lambda: any(Path(folder).glob(f"*/{LOCK}")))
+                assert eventually(lambda: any(Path(folder).glob("*/engine")))
             finally:
                 loading.kill()
             for child in engines:
@@ -66,14 +67,43 @@ def test_the_engine_does_not_hold_the_key_and_no_socket_stays(model: Path) -> No
             assert list(Path(folder).iterdir()) == []
 
 
-def test_a_folder_without_a_lock_goes_when_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server killed before it locked its folder leaves it; one that is being made stays."""
+def test_a_folder_that_is_not_locked_goes_when_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server killed before it locked its folder leaves it; one that is being made stays.
+
+    So does one that is locked, though all in it was removed.
+    """
     with tempfile.TemporaryDirectory(prefix="t-") as parent:  # a path that is short enough for a socket
         monkeypatch.setattr(tempfile, "tempdir", parent)
         old, young = Path(parent) / f"{PREFIX}old", Path(parent) / f"{PREFIX}young"
         old.mkdir()
         young.mkdir()
         os.utime(old, (0, young.stat().st_mtime - 2 * SECONDS_TO_LOCK))
-        with socket_folder():
+        with socket_folder() as living:
             assert not old.exists()
             assert young.exists()
+            os.utime(living, (0, young.stat().st_mtime - 2 * SECONDS_TO_LOCK))
+            with socket_folder():
+                assert living.exists()
+
+
+def test_what_has_not_ended_keeps_a_dead_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        dead = Path(parent) / f"{PREFIX}dead"
+        (dead / "session").mkdir(parents=True)
+        with socket_folder(end=lambda _: False):
+            assert dead.exists()
+        with socket_folder():
+            assert not dead.exists()
+
+
+def test_a_forked_child_leaves_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as parent:
+        monkeypatch.setattr(tempfile, "tempdir", parent)
+        with socket_folder() as folder:
+            with monkeypatch.context() as patch, ExitStack() as left:
+                child = left.enter_context(socket_folder())
+                patch.setattr(os, "getpid", lambda: -1)
+                left.close()
+            assert child.exists()
+        assert not folder.exists()

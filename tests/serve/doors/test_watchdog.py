@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from paceline.core import watchdog
 from paceline.core.errors import ConfigError
-from paceline.core.watchdog import PATIENCE, TICK_S, Watchdog
+from paceline.core.watchdog import PATIENCE, TICK_S, Watchdog, process_work, thread_states
 from paceline.serve.server import HttpConfig
 from tests.serve.conftest import running
 from tests.serve.test_faults import LONG, eventually
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Server
 
 UNSERVED_S, SERVED_AGAIN_S = 5.0, 15.0  # from the hang on, as the issue promises them
+SPINS_BESIDE = """
+import threading
+def spin():
+    print(flush=True)
+    while True: pass
+threading.Thread(target=spin).start()
+"""
 SEEDED = LONG | {"max_tokens": 1500, "seed": 3}
 
 
@@ -107,6 +115,39 @@ def test_a_long_pass_is_no_hang() -> None:
             assert not dog.late
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("share", "hangs"), [(0.01, True), (0.04, False)])
+def test_a_process_that_hardly_computes_hangs(
+    monkeypatch: pytest.MonkeyPatch, share: float, *, hangs: bool
+) -> None:
+    """The system counts in steps of 10 ms, more than a look's share: it is measured over all of the silence."""
+    now_s = [0.0]
+    monkeypatch.setattr(watchdog, "process_work", lambda _: ("S", int(100 * share * now_s[0]) / 100))
+    monkeypatch.setattr(watchdog, "thread_states", lambda _: {"S"})
+    dog = Watchdog((1,), 5.0)
+    while now_s[0] < 2 * dog.limit_s:
+        now_s[0] += TICK_S
+        dog.tick(TICK_S)
+        assert not (dog.hung and now_s[0] < dog.limit_s)
+    assert dog.hung == hangs
+
+
+def test_any_thread_that_runs_or_waits_for_a_disk_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", SPINS_BESIDE], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            assert eventually(lambda: process_work(process.pid)[0] == "S", 5.0)  # its first thread waits
+            assert "R" in thread_states(process.pid)
+        finally:
+            process.kill()
+    monkeypatch.setattr(watchdog, "process_work", lambda _: ("S", 0.0))
+    monkeypatch.setattr(watchdog, "thread_states", lambda _: {"S", "D"})
+    dog = Watchdog((1,), 5.0)
+    for _ in range(int(2 * dog.limit_s / TICK_S)):
+        dog.tick(TICK_S)
+    assert not dog.late
 
 
 def test_a_pause_of_the_server_blames_nobody() -> None:

@@ -298,6 +298,8 @@ def test_a_step_that_begins_is_no_word() -> None:
                 bench.writer("r").start("r")
             assert answer.legs[0].started
             assert (answer.deadline_s, member.backlog, heard.token_ids) == (1e9, 40, [])
+            bench.writer("r").say("r", 1)
+            assert (answer.deadline_s, member.backlog) == (None, 0), "its first word"
             await bench.finish(request)
             assert heard.last is not None and heard.last.figures is not None
             assert (heard.last.figures.legs, member.backlog) == (1, 0)
@@ -741,9 +743,11 @@ def test_clients_are_told_the_length_that_all_replicas_take() -> None:
 # Slow, and hanging ---------------------------------------------------------------------------------------
 
 
-async def silenced(bench: Bench, request_id: str) -> FakeEngines:
-    """Let an answer's replica be silent until the answer has left it; return that replica."""
+async def silenced(bench: Bench, request_id: str, *, started: bool = True) -> FakeEngines:
+    """Let an answer's replica be silent, in a step of it or before, until the answer has left it; return it."""
     silent = bench.writer(request_id)
+    if started:
+        silent.start(request_id)
     bench.fleet.members[str(bench.fakes.index(silent))].silent_s = SILENT_S + TICK_S
     await until(lambda: request_id not in silent.rows)
     return silent
@@ -785,15 +789,21 @@ def test_replicas_that_are_only_slow_are_no_strikes() -> None:
     run(scenario)
 
 
-def test_a_request_that_hangs_every_replica_is_a_poison_pill() -> None:
+@pytest.mark.parametrize("started", [True, False])
+def test_a_request_that_hangs_every_replica_is_a_poison_pill(started: bool) -> None:
+    """One that only waited at replicas that hang is not."""
+
     async def scenario() -> None:
         async with fleet_of(4) as bench:
-            heard = await bench.ask(request_of("r"))
+            heard = await bench.ask(request := request_of("r"))
             for _ in range(3):
-                hangs = await silenced(bench, "r")
+                hangs = await silenced(bench, "r", started=started)
                 hangs.die()  # its watchdog has killed it
                 hangs.revive()
                 await until(lambda: heard.last is not None or any("r" in fake.rows for fake in bench.fakes))
+            if not started:
+                await bench.finish(request)
+                return
             await until(lambda: heard.last is not None)
             assert heard.last is not None and heard.last.finish_reason == "error"
 

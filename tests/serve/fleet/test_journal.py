@@ -13,7 +13,7 @@ from paceline.core.figures import Spent
 from paceline.core.nouns import Outcome, TokenLogprobs
 from paceline.engine.wire import MAX_ID_CHARS
 from paceline.serve.engines import Answers
-from paceline.serve.fleet.journal import DEATH, MOST_UNSTARTED, Journal, WordsMissing, answer_id
+from paceline.serve.fleet.journal import DEATH, HANG, MOST_UNSTARTED, Journal, WordsMissing, answer_id
 from paceline.serve.fleet.legs import MOST_STRIKES
 from tests.serve.fleet.fake_engines import Heard, Row, request_of
 
@@ -138,6 +138,26 @@ def test_only_deaths_in_its_steps_are_strikes(deaths: list[tuple[bool, bool]]) -
             assert answer.strikes == sum(kind != "early" for kind in fresh)
         if early >= MOST_UNSTARTED + MOST_STRIKES:
             assert answer.strikes >= MOST_STRIKES, "what ends replicas at once is given up, too"
+
+
+def test_hangs_before_any_step_of_it_are_blamed_only_behind_many() -> None:
+    answer = Journal().begin(request_of("r", max_tokens=100), NO_ANSWERS)
+
+    def hang(number: int) -> None:
+        answer.end_leg(leg := answer.begin_leg(str(number)))
+        answer.strike(leg, HANG, (str(number), 0))
+
+    for number in range(MOST_UNSTARTED):
+        hang(number)
+    assert not answer.hung
+    hang(MOST_UNSTARTED)
+    assert answer.hung == {(str(MOST_UNSTARTED), 0)}
+    leg = answer.begin_leg("works")
+    answer.news(leg, Outcome("r", (), "", start=0))
+    answer.end_leg(leg)  # as by a drain, which is no strike
+    hang(MOST_UNSTARTED + 1)
+    assert len(answer.hung) == 1
+    assert not answer.strikes
 
 
 def last_index(seen: list[str], kind: str, otherwise: int = 0) -> int:

@@ -257,6 +257,35 @@ def test_tensors_of_older_weights_do_not_change_whole_ones_that_a_part_of_a_flee
     assert asyncio.run(scenario()) == ["b"]
 
 
+def test_no_later_update_overtakes_one_that_aborts_first(updates: WeightUpdates) -> None:
+    async def scenario() -> list[str]:
+        commands, aborted = FakeCommands(), asyncio.Event()
+        earlier = asyncio.create_task(updates.from_place(commands, "a", "v1", aborted.wait))
+        await asyncio.sleep(0)
+        later = asyncio.create_task(updates.from_place(commands, "b", "v2"))
+        await asyncio.sleep(0.01)
+        assert not commands.sent
+        aborted.set()
+        await asyncio.gather(earlier, later)
+        return [command.version for command in commands.sent if isinstance(command, UpdateWeights)]
+
+    assert asyncio.run(scenario()) == ["v1", "v2"]
+
+
+def test_files_go_if_what_comes_first_fails(updates: WeightUpdates) -> None:
+    async def fails() -> None:
+        raise EngineDied("no")
+
+    async def scenario() -> None:
+        staged(updates, "a")
+        files = updates.spool.take_staged()
+        with pytest.raises(EngineDied):
+            await updates.from_files(FakeCommands(), files, "v1", fails)
+        assert not any(file.exists() for file in files)
+
+    asyncio.run(scenario())
+
+
 def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
     async def scenario() -> None:
         engines = [FakeEngines(), FakeEngines()]

@@ -148,12 +148,12 @@ class BlockHeadConfig(HeadOptions):
     k: int = 7  # a head with smaller blocks makes fewer
     vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
 
-    def row_numbers(self, target: ModelConfig, fingerprint: str) -> int:
-        """Return the keys and values in pages that a row's block reaches into."""
+    def row_numbers(self, target: ModelConfig, fingerprint: str, num_rows: int) -> int:
+        """Return the keys and values in pages that rows' blocks reach into, and padding."""
         folder = resolve(self.model) if self.model else shipped_folder(self.name, fingerprint)
         config = head_config(folder, target)
         per_token = 2 * sum(heads.kv_size for heads in config.layers.kv_heads())
-        return PAGE_TOKENS * per_token * config.block.spare_pages if config.block else 0
+        return PAGE_TOKENS * per_token * config.spare_pages(num_rows)
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""

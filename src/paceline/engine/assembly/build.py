@@ -203,7 +203,7 @@ def assemble(
     limits = _limits(config, loaded.decoder.config)
     if config.draft_process:
         _check_leave(config, specs.configs)
-    beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
+    beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs, limits.num_rows)
     room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)

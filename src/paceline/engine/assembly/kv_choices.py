@@ -90,15 +90,18 @@ class KvRoom:
         )
 
 
-def row_bytes(config: EngineConfig, target: Decoder, fingerprint: str, drafters: Sequence[DrafterConfig]) -> int:
-    """Return the memory that drafters keep for a row beside pages.
+def row_bytes(
+    config: EngineConfig, target: Decoder, fingerprint: str, drafters: Sequence[DrafterConfig], num_rows: int
+) -> int:
+    """Return the memory that drafters keep for rows beside pages.
 
     0 for those on another device. fingerprint: of the target. Raises `PacelineError`.
     """
     if config.device_defaults is not None and config.placement.apart:
         return 0
     model, own = target.config, target.new_kv(1).bytes_per_token * config.tensor_parallel
-    numbers = sum(one.row_numbers(model, fingerprint) for one in drafters if isinstance(one, KeepsForRows))
+    keepers = [one for one in drafters if isinstance(one, KeepsForRows)]
+    numbers = sum(one.row_numbers(model, fingerprint, num_rows) for one in keepers)
     return ceil(numbers * own / (2 * sum(heads.kv_size for heads in model.kv_heads())))
 
 

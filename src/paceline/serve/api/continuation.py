@@ -51,15 +51,19 @@ def told_answers(given: AnswerIds | None, num_answers: int) -> list[tuple[int, .
 
 def told_text(request: Request, tokenizer: Tokenizer, vocab_size: int | None) -> str:
     """Return the text of a request's told tokens. Raises `RequestError` if they end the answer."""
-    size = tokenizer.vocab_size if vocab_size is None else vocab_size
-    check_token_ids(request.prompt_ids, request.params, size, request.told)
+    check_told(request, tokenizer.vocab_size if vocab_size is None else vocab_size)
+    return _text_of(request, tokenizer, request.told)
+
+
+def check_told(request: Request, vocab_size: int) -> None:
+    """Raise `RequestError` for told tokens that no engine takes."""
+    check_token_ids(request.prompt_ids, request.params, vocab_size, request.told)
     if len(request.told) > request.params.max_tokens:
         raise RequestError(
             f"answer_ids has {len(request.told)} tokens, and max_tokens, which counts the whole answer, is "
             f"{request.params.max_tokens}",
             "answer_ids",
         )
-    return _text_of(request, tokenizer, request.told)
 
 
 def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:

@@ -23,7 +23,7 @@ from paceline.serve.api.generate_format import RollOutId, named
 from paceline.serve.api.parse import read_body
 from paceline.serve.engines import NOT_READY
 from paceline.serve.tensor_spool import MAX_CHUNKS, WHOLE, Chunk
-from paceline.serve.weight_updates import WeightUpdates
+from paceline.serve.weight_updates import WeightUpdates, nothing
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
@@ -132,10 +132,9 @@ class RollOuts:
 
     async def _update_from_disk(self, request: HttpRequest) -> Response:
         body = await _body(request, _UpdateBody)
-        if body.abort_all_requests:
-            await self._abort_all()
+        first = self._abort_all if body.abort_all_requests else nothing
         version = self._version_of(body.weight_version)
-        return await _told(self._updates.from_place(self._client.commands, body.model_path, version))
+        return await _told(self._updates.from_place(self._client.commands, body.model_path, version, first))
 
     async def _update_from_tensor(self, request: HttpRequest) -> Response:
         """Take one chunk; the update follows once all are here."""
@@ -147,14 +146,9 @@ class RollOuts:
         if not spool.complete:
             return _done(message=f"chunk {chunk.number} is here, and the update waits for more")
         files = spool.take_staged()  # before anything else may be staged
-        try:
-            if asked.get("abort_all_requests", "").lower() in ("1", "true"):
-                await self._abort_all()
-        except BaseException:
-            spool.drop(files)
-            raise
+        first = self._abort_all if asked.get("abort_all_requests", "").lower() in ("1", "true") else nothing
         version = self._version_of(asked.get("weight_version"))
-        return await _told(self._updates.from_files(self._client.commands, files, version))
+        return await _told(self._updates.from_files(self._client.commands, files, version, first))
 
     async def _save(self, body: AsyncIterator[bytes], chunk: Chunk) -> None:
         """Write a body to a file, off the event loop. Raises `RequestError`.

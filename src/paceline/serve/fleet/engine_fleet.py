@@ -300,13 +300,13 @@ class EngineFleet:
         if leg not in answer.legs:
             return
         member = self.members[leg.replica]
-        member.heard(leg)
         if isinstance(event, EngineDied):
             self._lost(answer, leg, "drain" if member.draining else DEATH, event)
         elif isinstance(event, PacelineError):
             self._lost(answer, leg, "broken", event)
         elif not isinstance(event, Disconnected):
             self._on_outcome(answer, leg, event[1])
+        member.heard(leg)
 
     def _on_outcome(self, answer: OngoingAnswer, leg: AnswerLeg, outcome: Outcome) -> None:
         if outcome.finish_reason == "cancelled":  # not by us

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from paceline.serve.engines import Answers
 
 DEATH = "death"
-FAULTS = frozenset({DEATH, "broken"})  # reasons to blame a request
+BROKEN = "broken"
+FAULTS = frozenset({DEATH, BROKEN})  # reasons to blame a request
 MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
 HANG = "hang"  # is one only if the process was then replaced
 LEG_MARK = "~"  # before the number of a leg in its id
@@ -120,14 +121,16 @@ class OngoingAnswer:
         A slow one is none. One that ended before counts only behind many: what it did to the replica may not have
         been told in time. process: replica and its restarts.
         """
+        if why not in FAULTS | {HANG}:
+            return
+        started = leg.started or why == BROKEN
+        self.num_unstarted = 0 if started else self.num_unstarted + 1
+        counts = started or self.num_unstarted > MOST_UNSTARTED
         if why == HANG:
             self.strikes *= not leg.gave
-            self.hung = (set() if leg.gave else self.hung) | {process}
-        elif why in FAULTS:
-            started = leg.started or why != DEATH
-            self.num_unstarted = 0 if started else self.num_unstarted + 1
-            if started or self.num_unstarted > MOST_UNSTARTED:
-                self.strikes = 1 if leg.gave else self.strikes + 1
+            self.hung = (set() if leg.gave else self.hung) | ({process} if counts else set())
+        elif counts:
+            self.strikes = 1 if leg.gave else self.strikes + 1
 
     def forget_refusals(self) -> None:
         """Note that replicas that were full need not be so any more."""
@@ -144,7 +147,7 @@ class OngoingAnswer:
 
         Raises `WordsMissing`.
         """
-        leg.started = True
+        leg.started, self.num_unstarted = True, 0
         if not (outcome.token_ids or outcome.text or outcome.finish_reason or outcome.prompt_logprobs):
             return None  # a step of it begins
         start = outcome.start - len(self.request.told)

@@ -113,6 +113,7 @@ class EngineClient:
         self._engine: EngineProcess | None = None
         self._stopping = False
         self._supervisor = asyncio.create_task(self._supervise(begun))
+        self._supervisor.add_done_callback(lambda _: self._open.fail(EngineDied(STOPPING)))  # also if cancelled
 
     @property
     def ready(self) -> Ready | None:
@@ -134,6 +135,8 @@ class EngineClient:
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send the requests of one HTTP request; see `Engines`. Raises `EngineDied` without an engine."""
+        if self._stopping:  # the engine reads no further message
+            raise EngineDied(STOPPING)
         engine = self._engine
         if engine is None or self.ready is None or engine.process.returncode is not None:  # ended just now
             raise EngineDied(NOT_READY)

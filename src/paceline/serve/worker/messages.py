@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from paceline.core.errors import RequestError
 from paceline.core.nouns import Outcome
 from paceline.core.pass_notes import StepNote
 from paceline.core.watchdog import WATCHDOG_S
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.stats import Gauges, Stats
-from paceline.engine.wire import Failed, Message, RequestId, Submit
+from paceline.engine.wire import BAD_MESSAGE, Failed, Message, RequestId, Submit
 from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
@@ -151,3 +152,21 @@ ToServer = Progress | Language | Ready | Failed | Draining | Rejected | OutcomeB
 
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_server = msgspec.msgpack.Decoder(ToServer).decode
+
+
+class _SubmitId(Struct, tag="Submit", frozen=True):
+    """The id of a `Submit` whose other fields may be out of bounds."""
+
+    request_id: RequestId
+
+
+def refusal_of(data: bytes, why: Exception) -> Rejected | None:
+    """Return the answer to a `Submit` that is no message.
+
+    Without it its caller would wait for ever. None if it has no id.
+    """
+    try:
+        found = msgspec.msgpack.decode(data, type=_SubmitId)
+    except BAD_MESSAGE:
+        return None
+    return Rejected(found.request_id, RequestError.__name__, f"the engine cannot read this request: {why}")

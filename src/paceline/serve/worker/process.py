@@ -53,6 +53,7 @@ from paceline.serve.worker.messages import (
     ToServer,
     Watch,
     decode_to_engine,
+    refusal_of,
 )
 from paceline.serve.worker.obey import BEAT_S, Commands, Preparation
 
@@ -94,10 +95,13 @@ class ServerConnection:
     def receive(self, timeout_ms: int) -> ToEngine | None:
         """Return the next message, None after `timeout_ms`. Bytes that are no message are dropped."""
         while self._socket.poll(timeout_ms):
+            data = self._socket.recv()
             try:
-                message: ToEngine = decode_to_engine(self._socket.recv())
+                message: ToEngine = decode_to_engine(data)
             except BAD_MESSAGE as error:
                 log.warning("dropped a broken message: %s", error)
+                if (refusal := refusal_of(data, error)) is not None:
+                    self.send(refusal)
             else:
                 return message
         return None
@@ -334,7 +338,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
     if not isinstance(message, Load):
         log.error("the first message must say what to load")
         return None
-    publisher, LIMIT.seconds = None, message.watchdog_s
+    publisher = None
     try:
         if message.config.kv_events is not None:  # before the model, as its place may be taken
             publisher = KvPublisher(message.config.kv_events)
@@ -353,6 +357,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
         commands.begin(message)
         if commands.lost:
             server.send(Obeyed(owner.version, commands.promise))
+        LIMIT.seconds = message.watchdog_s  # from here on
         return EngineWorker(commands, server, publisher)
     except PacelineError as error:
         server.send(Failed(type(error).__name__, str(error)))
