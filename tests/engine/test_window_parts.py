@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from paceline import kernels
 from paceline.backend.page_bytes import Budget
@@ -38,6 +38,8 @@ from tests.engine.trees import plant
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.engine.engine import Engine
 
 # Any schedule ------------------------------------------------------------------------------------
@@ -54,6 +56,15 @@ class PartsBackend(BruteForceBackend):
     def drop(self, page: int) -> None:
         for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
             self.parts.pop(slot, None)
+
+    def drop_rest(self, page: int) -> None:
+        for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
+            self.memory.pop(slot, None)
+
+    def bytes_in_memory(self, budget: Budget) -> int:
+        """Memory that was written and not dropped, which no system gives back by itself."""
+        rest, parts = ({slot // PAGE_TOKENS for slot in slots} for slots in (self.memory, self.parts))
+        return len(rest) * budget.page + len(parts) * budget.part
 
     def _write(self, row: TrueRow, start: int, text: tuple[int, ...]) -> None:
         super()._write(row, start, text)
@@ -101,7 +112,8 @@ class PartsMachine(SchedulerMachine):
         least = num_pages * page + min(num_pages, most_pages(window, prefill_tokens)) * part
         self.backend = PartsBackend(self.lag, Random(seed), window=window)
         budget = Budget(page, part, min(least + spare, num_pages * (page + part)))
-        pool = PartedPool(num_pages, caching=caching, window=window, budget=budget, drop=self.backend.drop)
+        drop, rest = self.backend.drop, self.backend.drop_rest
+        pool = PartedPool(num_pages, caching=caching, window=window, budget=budget, drop=drop, drop_rest=rest)
         self.backend.pool = pool
         self.scheduler = Scheduler(limits, pool)
         self.random = Random(seed)
@@ -116,6 +128,13 @@ class PartsMachine(SchedulerMachine):
     def forget(self) -> None:
         self.scheduler.publish()
         self.scheduler.pool.forget()
+
+    @invariant()
+    def memory_is_within_the_budget(self) -> None:
+        pool = self.scheduler.pool
+        assert isinstance(pool, PartedPool)
+        assert isinstance(self.backend, PartsBackend)
+        assert self.backend.bytes_in_memory(pool.budget) <= pool._used <= pool.budget.total
 
 
 class LatePartsMachine(PartsMachine, LateSchedulerMachine):
@@ -137,7 +156,10 @@ TestLateParts.settings = _SETTINGS
 def parted(num_pages: int, total: int, window: int = 40) -> tuple[PartedPool, list[int]]:
     """A pool whose pages take 1 and whose window parts take 3, and the parts that it dropped."""
     dropped: list[int] = []
-    return PartedPool(num_pages, window=window, budget=Budget(1, 3, total), drop=dropped.append), dropped
+    budget = Budget(1, 3, total)
+    return PartedPool(
+        num_pages, window=window, budget=budget, drop=dropped.append, drop_rest=lambda _: None
+    ), dropped
 
 
 def published(pool: PartedPool, count: int) -> tuple[list[int], list[bytes]]:
@@ -195,6 +217,21 @@ def test_a_page_with_its_part_takes_the_place_of_one_without() -> None:
     pool.check([])
 
 
+def test_drafts_that_are_refused_drop_nothing_while_there_is_room() -> None:
+    pool, dropped = parted(40, total=4 * 8)
+    row = pool.take(6)
+    spare = pool.take(1)
+    for _ in range(3):
+        pool.give_back(pool.held(spare))
+        pool.check([pool.held(row)])
+        assert pool.take(1) == spare, "the page that is in memory"
+    assert not dropped
+    pool.give_back(pool.held(spare))
+    more = pool.take(0, 8)
+    assert dropped == spare
+    pool.check([pool.held(row), pool.held(more, 0, 8)])
+
+
 def test_memory_counts_for_admission() -> None:
     pool, _ = parted(100, total=100 + 3 * 12)
     assert pool.num_available == 136 // 4
@@ -231,26 +268,34 @@ def config(backend: str, **changes: Any) -> EngineConfig:
 
 
 def poison(engine: Engine) -> list[int]:
-    """Overwrite window parts as they are dropped, so that whoever reads one writes another text."""
+    """Overwrite what is dropped of pages, so that whoever reads one writes another text."""
     kv: Any = engine.target.kv
     pool, windows = engine.scheduler.pool, engine.target.config.windows
     assert isinstance(pool, PartedPool)
     dropped: list[int] = []
-    give_back, sliding = pool._drop, engine.target.config.sliding_kv()
+    drop_part, drop_rest, sliding = pool._drop, pool._drop_rest, engine.target.config.sliding_kv()
+    rest = [i for i in range(len(engine.target.config.kv_heads())) if i not in sliding]
 
-    def drop(page: int) -> None:
-        give_back(page)
-        dropped.append(page)
+    def overwrite(page: int, layers: Sequence[int]) -> None:
         if isinstance(kv, KVStore):
-            for i in sliding:
+            for i in layers:
                 kv.data[i][:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = torch.nan
         else:  # all layers have equal heads
             data = np.empty((engine.target.config.num_layers, kv.page_bytes // len(windows)), np.uint8)
             kv.read_page(page, data.reshape(-1))
-            data[list(sliding)] = 255
+            data[list(layers)] = 255
             kv.write_page(page, data.reshape(-1))
 
-    pool._drop = drop
+    def poisoned(page: int) -> None:
+        drop_part(page)
+        dropped.append(page)
+        overwrite(page, sliding)
+
+    def rest_poisoned(page: int) -> None:
+        drop_rest(page)
+        overwrite(page, rest)
+
+    pool._drop, pool._drop_rest = poisoned, rest_poisoned
     return dropped
 
 
@@ -417,6 +462,13 @@ def test_dropped_parts_leave_memory(backend: str) -> None:
     for page in range(1, num_pages):
         kv.drop_window(page)
     assert full - resident_bytes() > 0.9 * num_pages * PAGE_TOKENS * kv.window_bytes_per_token
+    kept = resident_bytes()
+    for page in range(num_pages // 2, num_pages):
+        kv.drop_rest(page)
+    rest = kv.bytes_per_token - kv.window_bytes_per_token
+    assert kept - resident_bytes() > 0.9 * num_pages // 2 * PAGE_TOKENS * rest
+    kv.read_page(num_pages - 1, data)
+    assert not data.any(), "all of it is gone"
     kv.read_page(0, data)
     assert (data == 1).all()
     kv.read_page(7, data)

@@ -84,9 +84,10 @@ class KvRoom:
             if all(windows):
                 return SlidingPool(self.num_pages, stores, window=max(windows), caching=caching)
             return PagePool(self.num_pages, stores, caching=caching)
-        drop = cast("DropsWindows", kv).drop_window
+        drops, (num_pages, budget) = cast("DropsWindows", kv), (self.num_pages, self.budget)
+        drop, drop_rest, window = drops.drop_window, drops.drop_rest, max(windows)
         return PartedPool(
-            self.num_pages, stores, caching=caching, window=max(windows), budget=self.budget, drop=drop
+            num_pages, stores, caching=caching, window=window, budget=budget, drop=drop, drop_rest=drop_rest
         )
 
 
