@@ -123,7 +123,10 @@ def kv_room(
     memory = mapped_bytes, beside, most * part, page
     num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, *memory)
     least = num_pages * page + min(num_pages, most) * part
-    total = min(num_pages * (page + part), max(least, _share_bytes(config, mapped_bytes, beside)))
+    whole = num_pages * (page + part)
+    total = min(whole, max(least, _share_bytes(config, mapped_bytes, beside)))
+    if total == whole:  # all that was asked for is there: nothing needs to go
+        return KvRoom(num_pages, why)
     about = (
         f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens, and keep more if it fits"
     )
