@@ -21,6 +21,7 @@ from paceline.backend.page_bytes import Budget
 from paceline.backend.reference.attention import KVStore
 from paceline.core.nouns import PAGE_TOKENS, BatchRow
 from paceline.draft.drafter import DraftWeights
+from paceline.draft.registry import parse_drafters
 from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
@@ -443,6 +444,14 @@ def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room.budget is not None
     assert room.budget.total == most + 500 * whole.page
     assert "2 of 4 layers see 48 tokens" in room.why
+    head, lookup = (parse_drafters(spec).configs for spec in ("draft-model:model=x", "suffix"))
+    assert kv_room(asked, asked.limits, loaded("native").decoder, drafters=lookup) == room
+    drafting = kv_room(asked, asked.limits, loaded("native").decoder, drafters=head)
+    as_before = (most + 500 * whole.page) // whole.whole
+    assert as_before < drafting.num_pages < 500
+    assert drafting.budget is not None
+    own = (drafting.num_pages - as_before) * whole.whole  # at most, of the drafter for further pages
+    assert drafting.budget.total + own <= most + 500 * whole.page
 
 
 def resident_bytes() -> int:

@@ -202,7 +202,7 @@ def assemble(
     law, files = load_law(config.law), open_folder(config, loaded.decoder)
     limits = _limits(config, loaded.decoder.config)
     beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs) * limits.num_rows
-    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
+    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside, specs.configs)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
     backend = config.backend_spec.target()(loaded.decoder, rows, room.num_pages)
