@@ -315,7 +315,8 @@ def engine(backend: str, monkeypatch: pytest.MonkeyPatch, free_parts: int = 0, *
     room = kv_room(asked, asked.limits, loaded_one.decoder)
     b = budget_of(room, loaded_one.decoder)
     least = room.num_pages * b.page + (most_pages(WINDOW, asked.limits.prefill_tokens) + free_parts) * b.part
-    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 2 * least)
+    share = 1 if asked.kv_tokens else 2
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: share * least)
     same = DraftWeights(loaded_one.decoder, loaded_one.vocabulary)
     built = build.assemble(asked, loaded_one, lambda _: same)
     pool = built.engine.scheduler.pool
@@ -452,6 +453,29 @@ def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafting.budget is not None
     own = (drafting.num_pages - as_before) * whole.whole  # at most, of the drafter for further pages
     assert drafting.budget.total + own <= most + 500 * whole.page
+
+
+def test_tokens_asked_for_take_free_memory_and_equals_have_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decoder = config("native", kv_tokens=16_000), loaded("native").decoder
+    budget = budget_of(kv_room(asked, asked.limits, decoder), decoder)
+    free = 700 * budget.whole
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: free)
+    first = kv_room(asked, asked.limits, decoder)
+    assert first.num_pages == 1000
+    assert first.budget == replace(budget, total=free), "not the usual share of it"
+    halves = replace(asked, sharers=2)
+    free //= 4
+    equal = first.settled(asked, decoder.new_kv(1)).pin(halves)
+    assert kv_room(equal, equal.limits, decoder) == first
+    unpinned = kv_room(halves, halves.limits, decoder).budget
+    assert unpinned is not None
+    assert unpinned.total < free * 4
+    free = 10_000 * budget.whole
+    whole = kv_room(asked, asked.limits, decoder)
+    assert whole.budget is None
+    free = 0
+    equal = whole.settled(asked, decoder.new_kv(1)).pin(halves)
+    assert kv_room(equal, equal.limits, decoder) == whole
 
 
 def resident_bytes() -> int:

@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import commit, machine
 from paceline.draft.registry import KeepsForPages, KeepsForRows, parse_drafters
+from paceline.engine.assembly.config import Settled
 from paceline.engine.kv_disk import KvDisk
 from paceline.engine.kv_files import PageFiles
 from paceline.engine.pages import PagePool, pages_for
@@ -77,6 +78,12 @@ class KvRoom:
     why: str
     budget: Budget | None = None  # None: a page takes the same memory whatever rows see of it
 
+    def settled(self, config: EngineConfig, kv: KV) -> Settled:
+        """Return the choices for engines that are to have as much."""
+        tokens = self.num_pages * PAGE_TOKENS
+        total = self.budget.total if self.budget else tokens * kv.bytes_per_token
+        return Settled(config.weight_type, config.kv_type, tokens, total)
+
     def new_pool(self, config: EngineConfig, model: ModelConfig, stores: Sequence[str], kv: KV) -> PagePool:
         """Return the pool of these pages. stores: of drafters. kv: the target's."""
         windows, caching = model.windows, config.prefix_cache
@@ -131,9 +138,9 @@ def kv_room(
     num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, *memory)
     least = num_pages * page + min(num_pages, most) * part
     whole = num_pages * (page + part)
-    share = _share_bytes(config, mapped_bytes, beside)
-    share -= max(num_pages - share // (page + part), 0) * of_drafters
-    total = min(whole, max(least, share))
+    free = _share_bytes(config, mapped_bytes, beside)
+    free -= max(num_pages - free // (page + part), 0) * of_drafters
+    total = min(whole, max(least, config.kv_budget or free))
     if total == whole:  # all that was asked for is there: nothing needs to go
         return KvRoom(num_pages, why)
     about = (
@@ -180,7 +187,9 @@ def choose_num_pages(
 
 
 def _share_bytes(config: EngineConfig, mapped_bytes: int, beside: int) -> int:
-    return max(int(max(config.free_bytes() - mapped_bytes, 0) * kv_share(config)) - beside, 0)
+    """Return the KV's share of free memory: all of it for tokens that are asked for."""
+    share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
+    return max(int(max(config.free_bytes() - mapped_bytes, 0) * share) - beside, 0)
 
 
 def kv_share(config: EngineConfig) -> float:
