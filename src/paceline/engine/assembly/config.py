@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING
@@ -191,7 +192,8 @@ class EngineConfig:
         """True if the target's store can drop what sliding layers hold of a page."""
         target = self.placement.target
         on_host = target is None or target.is_host
-        return self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
+        takes_back = sys.platform == "linux"  # others keep the memory of what is dropped
+        return takes_back and self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
 
     @property
     def usual_limits(self) -> Limits:
