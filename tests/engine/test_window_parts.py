@@ -19,13 +19,15 @@ from hypothesis.stateful import initialize, invariant, rule
 from paceline import kernels
 from paceline.backend.page_bytes import Budget
 from paceline.backend.reference.attention import KVStore
-from paceline.core.nouns import PAGE_TOKENS, BatchRow
+from paceline.core.nouns import PAGE_TOKENS, BatchRow, Plan, Request
+from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights
 from paceline.draft.registry import parse_drafters
 from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import KvRoom, kv_room
+from paceline.engine.kv_disk import Reading
 from paceline.engine.pages import pages_for
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.sliding_pages import most_pages
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import Decoder
     from paceline.engine.engine import Engine
+    from paceline.engine.kv_events import PageChain
 
 # Any schedule ------------------------------------------------------------------------------------
 
@@ -250,6 +253,50 @@ def test_memory_counts_for_admission() -> None:
     pool.check([])
 
 
+@dataclass
+class AllOnDisk:
+    """A disk that has every page, and ends each reading at once."""
+
+    reading: Reading | None = None
+    counts: list[int] = field(default_factory=list)
+
+    def worth(self, hashes: Sequence[bytes]) -> int:
+        return len(hashes)
+
+    def begin(self, chain: PageChain, first: int, held: list[int], hashes: list[bytes]) -> None:
+        self.counts.append(len(hashes))
+        self.reading = Reading(chain, first, held, hashes, num_read=len(hashes))
+        self.reading.done.set()
+
+    def offer(self, page: int, page_hash: bytes) -> None:
+        """It has it."""
+
+    def withdraw(self, page: int) -> None:
+        """Nothing is being copied."""
+
+
+def test_reading_leaves_what_rows_need_and_goes_on_when_parts_have_gone() -> None:
+    pool, dropped = parted(100, total=60 + 3 * 12)
+    scheduler = Scheduler(Limits(num_rows=2, prefill_tokens=16), pool)
+    params = SamplingParams(max_tokens=4)
+    scheduler.add(Request("short", tuple(range(40)), params, 0))
+    scheduler.schedule(Plan())
+    disk: Any = AllOnDisk()
+    pool.disk = disk
+    scheduler.add(Request("long", tuple(range(1, 16 * 40)), params, 0))
+    admitted = None
+    while admitted is None:
+        admitted = next(iter(scheduler.schedule(Plan()).admissions), None)
+        if disk.reading is not None:
+            assert len(disk.counts) < 10
+            assert pool.num_available >= 1, "a page is left for the row that runs"
+        scheduler.check()
+    assert len(disk.counts) > 1
+    assert sum(disk.counts) == 39
+    assert admitted.cached_len == 39 * PAGE_TOKENS
+    assert dropped
+
+
 # Engines -----------------------------------------------------------------------------------------
 
 WINDOW = 48
@@ -453,6 +500,14 @@ def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafting.budget is not None
     own = (drafting.num_pages - as_before) * whole.whole  # at most, of the drafter for further pages
     assert drafting.budget.total + own <= most + 500 * whole.page
+
+
+def test_pages_are_whole_where_the_system_takes_no_parts_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decoder = config("native", kv_tokens=16_000), loaded("native").decoder
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 0)
+    assert kv_room(asked, asked.limits, decoder).budget is not None
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert kv_room(asked, asked.limits, decoder).budget is None
 
 
 def test_tokens_asked_for_take_free_memory_and_equals_have_as_much(monkeypatch: pytest.MonkeyPatch) -> None:

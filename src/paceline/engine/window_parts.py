@@ -37,7 +37,7 @@ class PartedPool(SlidingPool):
         drop: Callable[[int], None],
         drop_rest: Callable[[int], None],
     ) -> None:
-        """window: tokens that sliding layers see. drop: frees a page's window part; drop_rest: all else of it."""
+        """window: tokens that sliding layers see. drop: a page's window part; drop_rest: all else."""
         super().__init__(num_pages, stores, window=window, caching=caching)
         self.budget: Budget = budget
         self._drop, self._drop_rest = drop, drop_rest
@@ -117,7 +117,7 @@ class PartedPool(SlidingPool):
         self._make_room()
 
     def _make_room(self) -> None:
-        """Drop free pages, then evict what has been idle longest, pages or window parts, until all fits."""
+        """Drop free pages, then evict what has been idle longest, until all fits."""
         while self._used > self.budget.total:
             if self._warm:
                 self._cool(next(iter(self._warm)))

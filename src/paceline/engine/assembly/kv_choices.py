@@ -187,7 +187,7 @@ def choose_num_pages(
 
 
 def _share_bytes(config: EngineConfig, mapped_bytes: int, beside: int) -> int:
-    """Return the KV's share of free memory: all of it for tokens that are asked for."""
+    """Return the share of free memory for KV: all for tokens asked for."""
     share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
     return max(int(max(config.free_bytes() - mapped_bytes, 0) * share) - beside, 0)
 
