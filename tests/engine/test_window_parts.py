@@ -433,6 +433,22 @@ def test_drafters_over_the_same_pages_write_the_same_texts(
     drafting.close()
 
 
+def test_gauges_tell_of_pages_or_memory_what_is_fuller(monkeypatch: pytest.MonkeyPatch) -> None:
+    little = engine("native", monkeypatch, kv_tokens=2 * TIGHT)
+    pool = little.scheduler.pool
+    assert little.gauges().num_held_pages == 0
+    fit = pool.num_available
+    assert fit < pool.num_pages
+    half = pool.take(fit // 2)
+    assert little.gauges().num_held_pages / pool.num_pages == pytest.approx(len(half) / fit, abs=0.02)
+    pool.give_back(pool.held(half))
+    num_bare = pool.num_pages - 12
+    row = pool.take(12, num_bare)
+    assert little.gauges().num_held_pages == pool.num_pages
+    pool.give_back(pool.held(row, 0, num_bare))
+    assert little.gauges().num_held_pages == 0
+
+
 def test_pages_on_disk_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(engine("native", monkeypatch, 1 << 20, kv_tokens=8192))
     writer = engine("native", monkeypatch, 1 << 20, kv_tokens=8192, kv_disk=tmp_path / "kv")
