@@ -44,7 +44,7 @@ class PartedPool(SlidingPool):
         self._there = [False] * num_pages  # pages whose window part is in memory
         self._part_refs = [0] * num_pages  # rows that hold each window part
         self._idle_parts: OrderedDict[int, int] = OrderedDict()  # page -> clock, least recently used first
-        self._warm: dict[int, None] = {}  # free pages that are in memory, freed longest ago first
+        self._freed: dict[int, None] = {}  # free pages that are in memory, freed longest ago first
         self._clock = 0  # of what becomes idle
         self._used = 0  # bytes of all that is in memory
         self._held = 0  # bytes of what rows hold
@@ -96,8 +96,8 @@ class PartedPool(SlidingPool):
             self._refs[page] = 1
             for valid in self._valid.values():
                 valid[page] = 0
-            if page in self._warm:
-                del self._warm[page]
+            if page in self._freed:
+                del self._freed[page]
             else:
                 self._used += self.budget.page
             if bare and self._there[page]:
@@ -119,8 +119,8 @@ class PartedPool(SlidingPool):
     def _make_room(self) -> None:
         """Drop free pages, then evict what has been idle longest, until all fits."""
         while self._used > self.budget.total:
-            if self._warm:
-                self._cool(next(iter(self._warm)))
+            if self._freed:
+                self._drop_freed(next(iter(self._freed)))
                 continue
             page, clock = next(iter(self._idle_parts.items()), (-1, self._clock + 1))
             if page >= 0 and clock <= next(iter(self._idle.values()), self._clock):
@@ -137,11 +137,11 @@ class PartedPool(SlidingPool):
             self.disk.withdraw(page)
         self._drop(page)
 
-    def _cool(self, page: int) -> None:
+    def _drop_freed(self, page: int) -> None:
         """Drop all that a free page takes."""
         if self._there[page]:
             self._drop_part(page)
-        del self._warm[page]
+        del self._freed[page]
         self._used -= self.budget.page
         self._drop_rest(page)
 
@@ -153,7 +153,7 @@ class PartedPool(SlidingPool):
     def _clear(self, page: int) -> None:
         """Note that a page is free, and still in memory."""
         self._idle_parts.pop(page, None)
-        self._warm[page] = None
+        self._freed[page] = None
 
     # Holders -------------------------------------------------------------------------------------
 
@@ -260,10 +260,10 @@ class PartedPool(SlidingPool):
             assert refs == parts[page], f"the window part of page {page} is leaked or held too often"
             assert refs <= self._refs[page], f"the window part of page {page} is held without the page"
             assert there or not refs, f"the window part of page {page} is gone, and held"
-            idle, warm = page in self._idle_parts, page in self._warm
-            assert idle == (there and not refs and not warm), f"the window part of page {page} is lost"
-            assert not warm or page in free, f"page {page} is in memory, and neither free nor used"
+            idle, freed = page in self._idle_parts, page in self._freed
+            assert idle == (there and not refs and not freed), f"the window part of page {page} is lost"
+            assert not freed or page in free, f"page {page} is in memory, and neither free nor used"
             held_bytes += (self._refs[page] > 0) * self.budget.page + (refs > 0) * self.budget.part
-            used += (warm or page not in free) * self.budget.page + there * self.budget.part
+            used += (freed or page not in free) * self.budget.page + there * self.budget.part
         assert (held_bytes, used) == (self._held, self._used), "the bytes do not add up"
         assert used <= self.budget.total, "more memory is used than there is"
