@@ -7,6 +7,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace paceline {
@@ -33,7 +34,7 @@ ZeroPages zero_pages(size_t bytes) {
 
 void release([[maybe_unused]] const ZeroPages& all, [[maybe_unused]] size_t first, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
-    constexpr size_t page = 4096;  // or a part of one: madvise then refuses, and nothing is given back
+    static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // madvise rounds a length up, into what comes next
     if (!all.get_deleter().mapped) return;
     const size_t from = (first + page - 1) / page * page, to = (first + bytes) / page * page;
     if (from < to) madvise(static_cast<char*>(all.get()) + from, to - from, MADV_DONTNEED);

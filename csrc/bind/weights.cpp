@@ -150,6 +150,12 @@ void make_store(KVStore* self, const std::string& type, size_t num_pages, const 
         shapes.push_back({num_kv, dim});
     }
     require(KVStore::fits(chosen, num_pages, shapes), "a KV store of this many pages is larger than any memory");
+    const HeadShape* beside = nullptr;  // of a layer that does not slide
+    for (size_t i = 0; i < shapes.size() && !sliding.empty(); ++i) {
+        if (std::find(sliding.begin(), sliding.end(), i) != sliding.end()) continue;
+        require(!beside || shapes[i] == *beside, "layers beside sliding ones have equal heads");
+        beside = &shapes[i];
+    }
     for (size_t i = 0; i < sliding.size(); ++i) {
         require(sliding[i] < shapes.size() && (i == 0 || sliding[i - 1] < sliding[i]), "sliding layers are named once each, in order");
         require(shapes[sliding[i]] == shapes[sliding[0]], "sliding layers have equal heads");
@@ -218,6 +224,10 @@ void bind_weights(nb::module_& m) {
         .def("drop_window", [](KVStore& self, size_t page) {
             require(page < self.num_pages(), "no such page");
             self.drop_window(page);
+        }, "page"_a)
+        .def("drop_rest", [](KVStore& self, size_t page) {
+            require(page < self.num_pages(), "no such page");
+            self.drop_rest(page);
         }, "page"_a)
         .def("read_page", [](const KVStore& self, size_t page, const OutArray<uint8_t>& to) {
             require(page < self.num_pages() && to.size() == self.page_bytes(), "no such page, or not its number of bytes");

@@ -19,24 +19,27 @@ struct HeadShape {
     bool operator==(const HeadShape&) const = default;
 };
 
-// Memory is taken only as pages are written. Layers with a window can be given other memory than those without: what such layers hold
-// of a page then lies side by side, so that it can be dropped while the other layers keep the page.
+// Memory is taken only as pages are written. Where some layers have a window, what these hold of a page lies side by side, and so does
+// what the others hold of it: each can be dropped without the other.
 class KVStore {
   public:
-    // heads: of each layer; sliding: layers whose part of a page can be dropped, which have equal heads
+    // heads: of each layer; sliding: layers whose part of a page can be dropped. They have equal heads, and so have the others beside them
     KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads, const std::vector<size_t>& sliding = {})
         : type_(type), num_pages_(num_pages), heads_(std::move(heads)), places_(heads_.size()) {
         for (size_t layer : sliding) places_[layer].slides = true, window_bytes_ += 2 * part_bytes(layer);
-        memory_.push_back(zero_pages(num_pages * window_bytes_));
-        size_t at = 0;
+        rest_bytes_ = sliding.empty() ? 0 : page_bytes() - window_bytes_;
+        for (size_t bytes : {window_bytes_, rest_bytes_}) memory_.push_back(zero_pages(num_pages * bytes));
+        size_t of_windows = 0, of_rest = 0;  // bytes before a layer's, within a page
         for (size_t layer = 0; layer < heads_.size(); ++layer) {
             const size_t part = part_bytes(layer);
             Place& place = places_[layer];
-            place.heads_per_page = heads_[layer].num_kv * (place.slides ? 2 * sliding.size() : 1);
+            const size_t beside = place.slides ? sliding.size() : heads_.size() - sliding.size();
+            place.heads_per_page = heads_[layer].num_kv * (sliding.empty() ? 1 : 2 * beside);
+            size_t& at = place.slides ? of_windows : of_rest;
             for (uint8_t** to : {&place.keys, &place.values}) {
-                if (!place.slides) memory_.push_back(zero_pages(num_pages * part));
-                *to = static_cast<uint8_t*>(place.slides ? memory_[0].get() : memory_.back().get()) + (place.slides ? at : 0);
-                at += place.slides ? part : 0;
+                if (sliding.empty()) memory_.push_back(zero_pages(num_pages * part)), at = 0;
+                *to = static_cast<uint8_t*>((sliding.empty() ? memory_.back() : memory_[!place.slides]).get()) + at;
+                at += part;
             }
         }
     }
@@ -78,6 +81,7 @@ class KVStore {
     size_t window_bytes() const { return window_bytes_; }  // of those, what `drop_window` gives back
     // Give back the memory of what sliding layers hold of a page, until it is written again.
     void drop_window(size_t page) { release(memory_[0], page * window_bytes_, window_bytes_); }
+    void drop_rest(size_t page) { release(memory_[1], page * rest_bytes_, rest_bytes_); }  // likewise of the layers beside them
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -120,9 +124,9 @@ class KVStore {
     KVType type_;
     size_t num_pages_;
     std::vector<HeadShape> heads_;
-    size_t window_bytes_ = 0;
+    size_t window_bytes_ = 0, rest_bytes_ = 0;  // of a page, in sliding layers and in those beside them
     std::vector<Place> places_;
-    std::vector<ZeroPages> memory_;  // of all sliding layers, then of the keys and values of each other one
+    std::vector<ZeroPages> memory_;  // of sliding layers, of those beside them; then of each layer's keys and values where none slides
 };
 
 }  // namespace paceline

@@ -182,9 +182,16 @@ def test_sliding_layers_of_a_store_are_named_once_and_alike(sliding: list[int]) 
         kernels.KVStore("i16", 4, [(2, 8), (1, 8)], sliding)
 
 
-def test_window_parts_of_no_page_are_not_dropped() -> None:
+def test_layers_beside_sliding_ones_are_alike() -> None:
+    assert kernels.KVStore("i16", 4, [(2, 8), (1, 8), (1, 8)], [0]).num_pages == 4
+    with pytest.raises(ValueError, match="layers beside sliding ones have equal heads"):
+        kernels.KVStore("i16", 4, [(2, 8), (2, 8), (1, 8)], [0])
+
+
+def test_parts_of_no_page_are_not_dropped() -> None:
     for sliding in ([], [0]):
         kv = kernels.KVStore("i16", 4, [(2, 8)] * 2, sliding)
-        kv.drop_window(3)
-        with pytest.raises(ValueError, match="no such page"):
-            kv.drop_window(4)
+        for drop in (kv.drop_window, kv.drop_rest):
+            drop(3)
+            with pytest.raises(ValueError, match="no such page"):
+                drop(4)

@@ -14,17 +14,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from paceline import kernels
 from paceline.backend.page_bytes import Budget
 from paceline.backend.reference.attention import KVStore
-from paceline.core.nouns import PAGE_TOKENS, BatchRow
+from paceline.core.nouns import PAGE_TOKENS, BatchRow, Plan, Request
+from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights
+from paceline.draft.registry import parse_drafters
 from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.kv_choices import kv_room
+from paceline.engine.assembly.kv_choices import KvRoom, kv_room
+from paceline.engine.kv_disk import Reading
 from paceline.engine.pages import pages_for
 from paceline.engine.scheduler import Limits, Scheduler
 from paceline.engine.sliding_pages import most_pages
@@ -38,7 +41,11 @@ from tests.engine.trees import plant
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.backend.seam import Decoder
     from paceline.engine.engine import Engine
+    from paceline.engine.kv_events import PageChain
 
 # Any schedule ------------------------------------------------------------------------------------
 
@@ -54,6 +61,15 @@ class PartsBackend(BruteForceBackend):
     def drop(self, page: int) -> None:
         for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
             self.parts.pop(slot, None)
+
+    def drop_rest(self, page: int) -> None:
+        for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
+            self.memory.pop(slot, None)
+
+    def bytes_in_memory(self, budget: Budget) -> int:
+        """Memory that was written and not dropped, which no system gives back by itself."""
+        rest, parts = ({slot // PAGE_TOKENS for slot in slots} for slots in (self.memory, self.parts))
+        return len(rest) * budget.page + len(parts) * budget.part
 
     def _write(self, row: TrueRow, start: int, text: tuple[int, ...]) -> None:
         super()._write(row, start, text)
@@ -101,7 +117,8 @@ class PartsMachine(SchedulerMachine):
         least = num_pages * page + min(num_pages, most_pages(window, prefill_tokens)) * part
         self.backend = PartsBackend(self.lag, Random(seed), window=window)
         budget = Budget(page, part, min(least + spare, num_pages * (page + part)))
-        pool = PartedPool(num_pages, caching=caching, window=window, budget=budget, drop=self.backend.drop)
+        drop, rest = self.backend.drop, self.backend.drop_rest
+        pool = PartedPool(num_pages, caching=caching, window=window, budget=budget, drop=drop, drop_rest=rest)
         self.backend.pool = pool
         self.scheduler = Scheduler(limits, pool)
         self.random = Random(seed)
@@ -116,6 +133,13 @@ class PartsMachine(SchedulerMachine):
     def forget(self) -> None:
         self.scheduler.publish()
         self.scheduler.pool.forget()
+
+    @invariant()
+    def memory_is_within_the_budget(self) -> None:
+        pool = self.scheduler.pool
+        assert isinstance(pool, PartedPool)
+        assert isinstance(self.backend, PartsBackend)
+        assert self.backend.bytes_in_memory(pool.budget) <= pool._used <= pool.budget.total
 
 
 class LatePartsMachine(PartsMachine, LateSchedulerMachine):
@@ -137,7 +161,10 @@ TestLateParts.settings = _SETTINGS
 def parted(num_pages: int, total: int, window: int = 40) -> tuple[PartedPool, list[int]]:
     """A pool whose pages take 1 and whose window parts take 3, and the parts that it dropped."""
     dropped: list[int] = []
-    return PartedPool(num_pages, window=window, budget=Budget(1, 3, total), drop=dropped.append), dropped
+    budget = Budget(1, 3, total)
+    return PartedPool(
+        num_pages, window=window, budget=budget, drop=dropped.append, drop_rest=lambda _: None
+    ), dropped
 
 
 def published(pool: PartedPool, count: int) -> tuple[list[int], list[bytes]]:
@@ -195,6 +222,21 @@ def test_a_page_with_its_part_takes_the_place_of_one_without() -> None:
     pool.check([])
 
 
+def test_drafts_that_are_refused_drop_nothing_while_there_is_room() -> None:
+    pool, dropped = parted(40, total=4 * 8)
+    row = pool.take(6)
+    spare = pool.take(1)
+    for _ in range(3):
+        pool.give_back(pool.held(spare))
+        pool.check([pool.held(row)])
+        assert pool.take(1) == spare, "the page that is in memory"
+    assert not dropped
+    pool.give_back(pool.held(spare))
+    more = pool.take(0, 8)
+    assert dropped == spare
+    pool.check([pool.held(row), pool.held(more, 0, 8)])
+
+
 def test_memory_counts_for_admission() -> None:
     pool, _ = parted(100, total=100 + 3 * 12)
     assert pool.num_available == 136 // 4
@@ -209,6 +251,50 @@ def test_memory_counts_for_admission() -> None:
     assert pool.grow(pages_held, 88, most=9) == 84
     pool.give_back(pool.held(pages_held, 4, 84))
     pool.check([])
+
+
+@dataclass
+class AllOnDisk:
+    """A disk that has every page, and ends each reading at once."""
+
+    reading: Reading | None = None
+    counts: list[int] = field(default_factory=list)
+
+    def worth(self, hashes: Sequence[bytes]) -> int:
+        return len(hashes)
+
+    def begin(self, chain: PageChain, first: int, held: list[int], hashes: list[bytes]) -> None:
+        self.counts.append(len(hashes))
+        self.reading = Reading(chain, first, held, hashes, num_read=len(hashes))
+        self.reading.done.set()
+
+    def offer(self, page: int, page_hash: bytes) -> None:
+        """It has it."""
+
+    def withdraw(self, page: int) -> None:
+        """Nothing is being copied."""
+
+
+def test_reading_leaves_what_rows_need_and_goes_on_when_parts_have_gone() -> None:
+    pool, dropped = parted(100, total=60 + 3 * 12)
+    scheduler = Scheduler(Limits(num_rows=2, prefill_tokens=16), pool)
+    params = SamplingParams(max_tokens=4)
+    scheduler.add(Request("short", tuple(range(40)), params, 0))
+    scheduler.schedule(Plan())
+    disk: Any = AllOnDisk()
+    pool.disk = disk
+    scheduler.add(Request("long", tuple(range(1, 16 * 40)), params, 0))
+    admitted = None
+    while admitted is None:
+        admitted = next(iter(scheduler.schedule(Plan()).admissions), None)
+        if disk.reading is not None:
+            assert len(disk.counts) < 10
+            assert pool.num_available >= 1, "a page is left for the row that runs"
+        scheduler.check()
+    assert len(disk.counts) > 1
+    assert sum(disk.counts) == 39
+    assert admitted.cached_len == 39 * PAGE_TOKENS
+    assert dropped
 
 
 # Engines -----------------------------------------------------------------------------------------
@@ -231,27 +317,42 @@ def config(backend: str, **changes: Any) -> EngineConfig:
 
 
 def poison(engine: Engine) -> list[int]:
-    """Overwrite window parts as they are dropped, so that whoever reads one writes another text."""
+    """Overwrite what is dropped of pages, so that whoever reads one writes another text."""
     kv: Any = engine.target.kv
     pool, windows = engine.scheduler.pool, engine.target.config.windows
     assert isinstance(pool, PartedPool)
     dropped: list[int] = []
-    give_back, sliding = pool._drop, engine.target.config.sliding_kv()
+    drop_part, drop_rest, sliding = pool._drop, pool._drop_rest, engine.target.config.sliding_kv()
+    rest = [i for i in range(len(engine.target.config.kv_heads())) if i not in sliding]
 
-    def drop(page: int) -> None:
-        give_back(page)
-        dropped.append(page)
+    def overwrite(page: int, layers: Sequence[int]) -> None:
         if isinstance(kv, KVStore):
-            for i in sliding:
+            for i in layers:
                 kv.data[i][:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = torch.nan
         else:  # all layers have equal heads
             data = np.empty((engine.target.config.num_layers, kv.page_bytes // len(windows)), np.uint8)
             kv.read_page(page, data.reshape(-1))
-            data[list(sliding)] = 255
+            data[list(layers)] = 255
             kv.write_page(page, data.reshape(-1))
 
-    pool._drop = drop
+    def poisoned(page: int) -> None:
+        drop_part(page)
+        dropped.append(page)
+        overwrite(page, sliding)
+
+    def rest_poisoned(page: int) -> None:
+        drop_rest(page)
+        overwrite(page, rest)
+
+    pool._drop, pool._drop_rest = poisoned, rest_poisoned
     return dropped
+
+
+def budget_of(room: KvRoom, decoder: Decoder) -> Budget:
+    """The memory that pages take, whether any may go or not."""
+    kv: Any = decoder.new_kv(1)
+    part, whole = (PAGE_TOKENS * size for size in (kv.window_bytes_per_token, kv.bytes_per_token))
+    return room.budget or Budget(whole - part, part, room.num_pages * whole)
 
 
 def engine(backend: str, monkeypatch: pytest.MonkeyPatch, free_parts: int = 0, **changes: Any) -> Engine:
@@ -259,15 +360,14 @@ def engine(backend: str, monkeypatch: pytest.MonkeyPatch, free_parts: int = 0, *
     asked = config(backend, **changes)
     loaded_one = replace(loaded(backend), content="shape")
     room = kv_room(asked, asked.limits, loaded_one.decoder)
-    assert room.budget is not None
-    b = room.budget
+    b = budget_of(room, loaded_one.decoder)
     least = room.num_pages * b.page + (most_pages(WINDOW, asked.limits.prefill_tokens) + free_parts) * b.part
-    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 2 * least)
+    share = 1 if asked.kv_tokens else 2
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: share * least)
     same = DraftWeights(loaded_one.decoder, loaded_one.vocabulary)
     built = build.assemble(asked, loaded_one, lambda _: same)
     pool = built.engine.scheduler.pool
-    assert isinstance(pool, PartedPool)
-    assert pool.budget.total == min(least, room.num_pages * b.whole)
+    assert least >= room.num_pages * b.whole if pool.budget is None else pool.budget.total == least
     return built.engine
 
 
@@ -333,6 +433,22 @@ def test_drafters_over_the_same_pages_write_the_same_texts(
     drafting.close()
 
 
+def test_gauges_tell_of_pages_or_memory_what_is_fuller(monkeypatch: pytest.MonkeyPatch) -> None:
+    little = engine("native", monkeypatch, kv_tokens=2 * TIGHT)
+    pool = little.scheduler.pool
+    assert little.gauges().num_held_pages == 0
+    fit = pool.num_available
+    assert fit < pool.num_pages
+    half = pool.take(fit // 2)
+    assert little.gauges().num_held_pages / pool.num_pages == pytest.approx(len(half) / fit, abs=0.02)
+    pool.give_back(pool.held(half))
+    num_bare = pool.num_pages - 12
+    row = pool.take(12, num_bare)
+    assert little.gauges().num_held_pages == pool.num_pages
+    pool.give_back(pool.held(row, 0, num_bare))
+    assert little.gauges().num_held_pages == 0
+
+
 def test_pages_on_disk_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(engine("native", monkeypatch, 1 << 20, kv_tokens=8192))
     writer = engine("native", monkeypatch, 1 << 20, kv_tokens=8192, kv_disk=tmp_path / "kv")
@@ -367,8 +483,7 @@ def test_families_write_the_same_texts(family: str, types: str, monkeypatch: pyt
         monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda free=free: free)
         built = build.assemble(replace(asked, kv_tokens=TIGHT if not free else 8192), target).engine
         pool = built.scheduler.pool
-        assert isinstance(pool, PartedPool)
-        assert (pool.budget.total < pool.num_pages * pool.budget.whole) == (not free)
+        assert isinstance(pool, PartedPool) == (not free), "pages are whole where all fit"
         texts.append(answers(built, 2))
     assert texts[0] == texts[1]
 
@@ -379,8 +494,8 @@ def test_families_write_the_same_texts(family: str, types: str, monkeypatch: pyt
 def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config("native")
     room = kv_room(asked, asked.limits, loaded("native").decoder)
-    kv, whole = loaded("native").decoder.new_kv(1), room.budget
-    assert whole is not None
+    assert room.budget is None, "whole pages fit"
+    kv, whole = loaded("native").decoder.new_kv(1), budget_of(room, loaded("native").decoder)
     assert whole.whole == kv.bytes_per_token * PAGE_TOKENS
     assert whole.page == whole.part, "two of four layers slide"
     assert whole.of_row(100, most_parts=8) == 108 * whole.part
@@ -393,6 +508,45 @@ def test_pages_take_what_layers_see(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room.budget is not None
     assert room.budget.total == most + 500 * whole.page
     assert "2 of 4 layers see 48 tokens" in room.why
+    head, lookup = (parse_drafters(spec).configs for spec in ("draft-model:model=x", "suffix"))
+    assert kv_room(asked, asked.limits, loaded("native").decoder, drafters=lookup) == room
+    drafting = kv_room(asked, asked.limits, loaded("native").decoder, drafters=head)
+    as_before = (most + 500 * whole.page) // whole.whole
+    assert as_before < drafting.num_pages < 500
+    assert drafting.budget is not None
+    own = (drafting.num_pages - as_before) * whole.whole  # at most, of the drafter for further pages
+    assert drafting.budget.total + own <= most + 500 * whole.page
+
+
+def test_pages_are_whole_where_the_system_takes_no_parts_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decoder = config("native", kv_tokens=16_000), loaded("native").decoder
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 0)
+    assert kv_room(asked, asked.limits, decoder).budget is not None
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert kv_room(asked, asked.limits, decoder).budget is None
+
+
+def test_tokens_asked_for_take_free_memory_and_equals_have_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, decoder = config("native", kv_tokens=16_000), loaded("native").decoder
+    budget = budget_of(kv_room(asked, asked.limits, decoder), decoder)
+    free = 700 * budget.whole
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: free)
+    first = kv_room(asked, asked.limits, decoder)
+    assert first.num_pages == 1000
+    assert first.budget == replace(budget, total=free), "not the usual share of it"
+    halves = replace(asked, sharers=2)
+    free //= 4
+    equal = first.settled(asked, decoder.new_kv(1)).pin(halves)
+    assert kv_room(equal, equal.limits, decoder) == first
+    unpinned = kv_room(halves, halves.limits, decoder).budget
+    assert unpinned is not None
+    assert unpinned.total < free * 4
+    free = 10_000 * budget.whole
+    whole = kv_room(asked, asked.limits, decoder)
+    assert whole.budget is None
+    free = 0
+    equal = whole.settled(asked, decoder.new_kv(1)).pin(halves)
+    assert kv_room(equal, equal.limits, decoder) == whole
 
 
 def resident_bytes() -> int:
@@ -417,6 +571,13 @@ def test_dropped_parts_leave_memory(backend: str) -> None:
     for page in range(1, num_pages):
         kv.drop_window(page)
     assert full - resident_bytes() > 0.9 * num_pages * PAGE_TOKENS * kv.window_bytes_per_token
+    kept = resident_bytes()
+    for page in range(num_pages // 2, num_pages):
+        kv.drop_rest(page)
+    rest = kv.bytes_per_token - kv.window_bytes_per_token
+    assert kept - resident_bytes() > 0.9 * num_pages // 2 * PAGE_TOKENS * rest
+    kv.read_page(num_pages - 1, data)
+    assert not data.any(), "all of it is gone"
     kv.read_page(0, data)
     assert (data == 1).all()
     kv.read_page(7, data)

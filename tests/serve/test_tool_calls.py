@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -306,6 +307,10 @@ def test_values_that_no_type_allows_do_not_refuse_a_function(family: str) -> Non
     assert held["targets"] == {"type": "array", "items": {"type": "string", "enum": ["trust", "buzz"]}}
     assert held["count"] == {"type": "integer"}
     assert held["type"] == properties["type"]
+    numbers: dict[str, object] = {"type": "integer", "enum": [math.inf, math.nan, 1.5]}
+    assert satisfiable(numbers) == {"type": "integer"}
+    numbers["enum"] = [math.inf, 2.0]
+    assert satisfiable(numbers) == numbers
 
 
 def test_schemas_that_are_too_long_together_are_refused_by_the_field_tools() -> None:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print(built: Built, libraries: int, loaded: int, tokens: int) -> None:
     weights = built.engine.target.decoder.weight_bytes
-    kv = tokens * built.engine.kv_bytes_per_token
+    kv = built.engine.kv_bytes  # of all pages; where layers slide, window parts may be fewer
     table = Table("what", "MiB", title="memory of serving")
     for what, size in (
         ("interpreter and libraries", libraries),

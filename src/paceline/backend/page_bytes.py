@@ -48,6 +48,10 @@ class DropsWindows(KV, Protocol):
         """
         ...
 
+    def drop_rest(self, page: int) -> None:
+        """Give back what the other layers take for it, likewise."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:

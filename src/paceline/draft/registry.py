@@ -77,6 +77,16 @@ class KeepsForRows(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsForPages(Protocol):
+    """Config of a drafter that may have stores over the target's pages."""
+
+    @property
+    def keeps_for_pages(self) -> bool:
+        """True if it has."""
+        ...
+
+
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
 ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: no cost where they do not help

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
@@ -134,7 +135,7 @@ class Engine(Verbs):
         self._stats = Stats()
 
     def gauges(self) -> Gauges:
-        """Return what the engine holds now."""
+        """Return what the engine holds now, in pages or memory, whichever is fuller."""
         scheduler, needs = self.scheduler, {name: d.needs for name, d in self.drafting.drafters.items()}
         held, running = scheduler.pool.num_held * PAGE_TOKENS, len(scheduler.running)
         by_row = sum(n.bytes_per_row for n in needs.values()) * scheduler.limits.num_rows
@@ -143,7 +144,11 @@ class Engine(Verbs):
             for name, n in needs.items()
             if n.has_state
         }
-        return Gauges.of(scheduler, len(needs), self.kv_bytes + by_row, state)
+        gauges, pool = Gauges.of(scheduler, len(needs), self.kv_bytes + by_row, state), scheduler.pool
+        if pool.budget is None:
+            return gauges
+        of_memory = 1 - pool.num_available / (pool.budget.total // pool.budget.whole)
+        return replace(gauges, num_held_pages=max(gauges.num_held_pages, ceil(of_memory * pool.num_pages)))
 
     @property
     def kv_bytes_per_token(self) -> int:

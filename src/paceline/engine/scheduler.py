@@ -313,11 +313,11 @@ class Scheduler:
         past, pages = self.pool.match_window(hashes)
         held, left = self.pool.held(pages, past), hashes[len(pages) :]
         need, num_bare = self.pool.needed(pages_for(known_len), past, len(pages), self._most_pages)
-        reserve = max(0, min(len(self.running), self.pool.num_pages - need - len(held)))  # for rows to grow
-        if not self.pool.fits(need + reserve, num_bare):
+        reserve = max(0, min(len(self.running), self.pool.num_pages - need - num_bare - sum(p >= 0 for p in held)))
+        if not self.pool.fits(need + reserve, num_bare):  # the reserve is for rows to grow
             self.pool.give_back(reversed(held))
             return None
-        if self._begin_reading(state, len(pages), held, left[: min(need + num_bare, self.pool.num_available)]):
+        if self._read(state, len(pages), held, left, min(need + num_bare, self.pool.num_available - reserve)):
             return None
         self._dequeue(state)
         state.row, state.group = self._free_rows.pop(), group or 0
@@ -330,13 +330,13 @@ class Scheduler:
         self._num_asking += _asks(state)
         return state
 
-    def _begin_reading(self, state: RequestState, first: int, hits: list[int], left: list[bytes]) -> bool:
-        """Begin to read a request's further pages from disk, if it pays; hold all."""
+    def _read(self, state: RequestState, first: int, hits: list[int], left: list[bytes], room: int) -> bool:
+        """Begin to read up to `room` further pages from disk, if it pays."""
         disk = self.pool.disk
-        count = 0 if disk is None or state.was_read else disk.worth(left)
+        count = 0 if disk is None or state.was_read else disk.worth(left[:room])
         if disk is None or not count:
             return False
-        state.was_read = True
+        state.was_read = count < room  # or there may be more than fits now
         disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), left[:count])
         return True
 

@@ -4,6 +4,9 @@ A row needs all its pages for layers that see all tokens, and of sliding layers 
 of page p, its window part, is a thing of its own, named `~p`: it is held, idle and dropped apart from the page.
 Pages without it are *bare*. Both share one budget of memory. Window parts behind the windows of all rows stay in
 the prefix cache while there is room: a prefix is found if its window's parts are there, and all its pages.
+
+Free pages that were written keep their memory, which counts as used, until others need it. So drafts that reach
+into a page again and again do not ask the system for it each time.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ class PartedPool(SlidingPool):
         window: int,
         budget: Budget,
         drop: Callable[[int], None],
+        drop_rest: Callable[[int], None],
     ) -> None:
-        """window: tokens that sliding layers see. drop: frees a page's window part."""
+        """window: tokens that sliding layers see. drop: a page's window part; drop_rest: all else."""
         super().__init__(num_pages, stores, window=window, caching=caching)
         self.budget: Budget = budget
-        self._drop = drop
+        self._drop, self._drop_rest = drop, drop_rest
         self._there = [False] * num_pages  # pages whose window part is in memory
         self._part_refs = [0] * num_pages  # rows that hold each window part
         self._idle_parts: OrderedDict[int, int] = OrderedDict()  # page -> clock, least recently used first
+        self._freed: dict[int, None] = {}  # free pages that are in memory, freed longest ago first
         self._clock = 0  # of what becomes idle
         self._used = 0  # bytes of all that is in memory
         self._held = 0  # bytes of what rows hold
@@ -74,9 +79,9 @@ class PartedPool(SlidingPool):
     def take(self, count: int, num_bare: int = 0) -> list[int]:
         """See `PagePool`."""
         assert self.fits(count, num_bare)
-        pages = self._take_bare(count)
+        pages = self._take_pages(count)
         self._fill(pages)
-        return pages + self._take_bare(num_bare)
+        return pages + self._take_pages(num_bare, bare=True)
 
     def grow(self, pages: list[int], num_bare: int, most: int) -> int:
         """See `PagePool`: a row in prefill has its pages, and gets window parts."""
@@ -85,13 +90,18 @@ class PartedPool(SlidingPool):
         self._fill(pages[first : first + count])
         return num_bare - count
 
-    def _take_bare(self, count: int) -> list[int]:
+    def _take_pages(self, count: int, *, bare: bool = False) -> list[int]:
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
             for valid in self._valid.values():
                 valid[page] = 0
-        self._used += count * self.budget.page
+            if page in self._freed:
+                del self._freed[page]
+            else:
+                self._used += self.budget.page
+            if bare and self._there[page]:
+                self._drop_part(page)
         self._held += count * self.budget.page
         self._make_room()
         return pages
@@ -99,16 +109,19 @@ class PartedPool(SlidingPool):
     def _fill(self, pages: Sequence[int]) -> None:
         """Give window parts to pages that their row will write."""
         for page in pages:
-            assert not self._there[page]
+            assert not self._part_refs[page]
+            self._used += 0 if self._there[page] else self.budget.part
             self._there[page] = True
             self._part_refs[page] = 1
-        self._used += len(pages) * self.budget.part
         self._held += len(pages) * self.budget.part
         self._make_room()
 
     def _make_room(self) -> None:
-        """Evict what has been idle longest, pages or window parts, until all fits."""
+        """Drop free pages, then evict what has been idle longest, until all fits."""
         while self._used > self.budget.total:
+            if self._freed:
+                self._drop_freed(next(iter(self._freed)))
+                continue
             page, clock = next(iter(self._idle_parts.items()), (-1, self._clock + 1))
             if page >= 0 and clock <= next(iter(self._idle.values()), self._clock):
                 self._drop_part(page)
@@ -124,16 +137,23 @@ class PartedPool(SlidingPool):
             self.disk.withdraw(page)
         self._drop(page)
 
+    def _drop_freed(self, page: int) -> None:
+        """Drop all that a free page takes."""
+        if self._there[page]:
+            self._drop_part(page)
+        del self._freed[page]
+        self._used -= self.budget.page
+        self._drop_rest(page)
+
     def _evict(self) -> int:
         page = super()._evict()
         self._clear(page)
         return page
 
     def _clear(self, page: int) -> None:
-        """Drop all that a page takes, before it is free."""
-        if self._there[page]:
-            self._drop_part(page)
-        self._used -= self.budget.page
+        """Note that a page is free, and still in memory."""
+        self._idle_parts.pop(page, None)
+        self._freed[page] = None
 
     # Holders -------------------------------------------------------------------------------------
 
@@ -151,13 +171,14 @@ class PartedPool(SlidingPool):
         """See `PagePool`: window parts and pages. Published ones stay cached while there is room."""
         named = list(pages)
         self._clock += 1
+        private: list[int] = []
         for page in (~name for name in named if name < 0):
             self._part_refs[page] -= 1
             assert self._part_refs[page] >= 0, "a window part was given back twice"
             if not self._part_refs[page]:
                 self._held -= self.budget.part
                 if self._hash[page] is None:
-                    self._drop_part(page)
+                    private.append(page)
                 else:
                     self._idle_parts[page] = self._clock
         for page in (name for name in named if name >= 0):
@@ -172,6 +193,9 @@ class PartedPool(SlidingPool):
                     self._free.append(page)
                 else:
                     self._idle[page] = self._clock
+        for page in private:
+            if self._refs[page]:
+                self._drop_part(page)
 
     # The prefix cache ----------------------------------------------------------------------------
 
@@ -219,7 +243,8 @@ class PartedPool(SlidingPool):
         """See `PagePool`."""
         for page in list(self._idle_parts):
             self._drop_part(page)
-        self._used -= len(self._idle) * self.budget.page
+        for page in self._idle:
+            self._clear(page)
         super().forget()
 
     # Checks --------------------------------------------------------------------------------------
@@ -229,14 +254,16 @@ class PartedPool(SlidingPool):
         names = [list(held) for held in holders]
         super().check([[name for name in held if name >= 0] for held in names])
         parts = Counter(~name for held in names for name in held if name < 0)
-        used = held_bytes = 0
+        free, used, held_bytes = set(self._free), 0, 0
         for page in range(self.num_pages):
             there, refs = self._there[page], self._part_refs[page]
             assert refs == parts[page], f"the window part of page {page} is leaked or held too often"
             assert refs <= self._refs[page], f"the window part of page {page} is held without the page"
             assert there or not refs, f"the window part of page {page} is gone, and held"
-            assert (page in self._idle_parts) == (there and not refs), f"the window part of page {page} is lost"
+            idle, freed = page in self._idle_parts, page in self._freed
+            assert idle == (there and not refs and not freed), f"the window part of page {page} is lost"
+            assert not freed or page in free, f"page {page} is in memory, and neither free nor used"
             held_bytes += (self._refs[page] > 0) * self.budget.page + (refs > 0) * self.budget.part
-            used += (self._refs[page] > 0 or page in self._idle) * self.budget.page + there * self.budget.part
+            used += (freed or page not in free) * self.budget.page + there * self.budget.part
         assert (held_bytes, used) == (self._held, self._used), "the bytes do not add up"
         assert used <= self.budget.total, "more memory is used than there is"

@@ -63,7 +63,9 @@ def satisfiable(schema: Any, depth: int = 0) -> Any:
 
 def _has_type(value: Any, kind: str) -> bool:
     name = _TYPE_NAMES.get(type(value), "null")
-    return name == kind or (name == "number" and kind == "integer" and value == int(value))
+    if name == "number" and kind == "integer":
+        return isinstance(value, int) or value.is_integer()  # infinity and NaN are not
+    return name == kind
 
 
 class _Rewriter:

@@ -17,7 +17,7 @@ from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy import floating, int64, uint8
     from numpy.typing import NDArray
@@ -36,7 +36,8 @@ class KVStore:
     """Keys and values of every layer, by slot."""
 
     data: Sequence[torch.Tensor]  # of each layer [2, num_pages * 16, num_kv_heads, head_dim] model dtype
-    sliding: Mapping[int, mmap] = field(default_factory=dict)  # memory of each sliding layer whose pages can drop
+    sliding: Sequence[int] = ()  # layers for `drop_window`
+    memory: Mapping[int, mmap] = field(default_factory=dict)  # of each layer whose pages can drop: of all, or none
 
     @classmethod
     def of(
@@ -50,11 +51,11 @@ class KVStore:
         """Return an empty store. heads: of each layer. sliding: layers for `drop_window`, on a host."""
         where, slots = torch.device(device), num_pages * PAGE_TOKENS
         shapes = [(2, slots, layer.num_kv, layer.dim) for layer in heads]
-        own = sliding if where.type == "cpu" else ()
+        own = range(len(shapes)) if sliding and where.type == "cpu" else ()
         mapped = {i: mmap(-1, math.prod(shapes[i]) * dtype.itemsize, PRIVATE) for i in own}
         of_maps = {i: torch.frombuffer(memory, dtype=dtype).view(shapes[i]) for i, memory in mapped.items()}
         layers = [of_maps[i] if i in own else lazy_zeros(shape, dtype, where) for i, shape in enumerate(shapes)]
-        return cls(layers, mapped)
+        return cls(layers, tuple(sliding) if own else (), mapped)
 
     @property
     def num_slots(self) -> int:
@@ -73,7 +74,15 @@ class KVStore:
 
     def drop_window(self, page: int) -> None:
         """See `DropsWindows`; whole pages of the system are given back."""
-        for i, memory in self.sliding.items():
+        self._drop(page, self.sliding)
+
+    def drop_rest(self, page: int) -> None:
+        """See `DropsWindows`."""
+        self._drop(page, self.memory.keys() - set(self.sliding))
+
+    def _drop(self, page: int, layers: Iterable[int]) -> None:
+        for i in layers:
+            memory = self.memory[i]
             half, part = len(memory) // 2, PAGE_TOKENS * self.data[i][0, 0].nbytes
             for first in (page * part, half + page * part):
                 start, end = -(-first // PAGESIZE) * PAGESIZE, (first + part) // PAGESIZE * PAGESIZE

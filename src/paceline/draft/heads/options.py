@@ -58,6 +58,11 @@ class HeadOptions:
         return sum(prod(shape) for shape in head_shapes(config).values())
 
     @property
+    def keeps_for_pages(self) -> bool:
+        """True: keys and values, and the target's taps."""
+        return True
+
+    @property
     def stands_alone(self) -> bool:
         """False: heads read the target's taps and embedding."""
         return False
@@ -192,6 +197,11 @@ class MtpConfig:
         """Return the size of the layer; embedding and output matrix are the target's."""
         config = _head_within(load_mtp(target)).config
         return sum(prod(shape) for shape in head_shapes(config).values())
+
+    @property
+    def keeps_for_pages(self) -> bool:
+        """True: keys and values, and the target's taps."""
+        return True
 
     @property
     def stands_alone(self) -> bool:

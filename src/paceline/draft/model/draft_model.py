@@ -89,6 +89,11 @@ class DraftModelConfig:
         return num_weights(replace(config, num_layers=self.layers or config.num_layers))
 
     @property
+    def keeps_for_pages(self) -> bool:
+        """True of a model of its own that reads the whole text."""
+        return (self.layers is None or self.model is not None) and self.max_len is None
+
+    @property
     def stands_alone(self) -> bool:
         """True of a whole model: cut layers need the target's tables, own layers its KV."""
         return self.model is not None and not shares_tables(Path(self.model))

@@ -13,14 +13,13 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.fixed import FixedK
 from paceline.control.overlap import OverlapSwitch
 from paceline.core.errors import BadModelFile, ConfigError
-from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.promise import Promise
 from paceline.core.sampling_defaults import chosen, told
 from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.built_again import rebuilders
-from paceline.engine.assembly.config import OFF, ON, Settled
+from paceline.engine.assembly.config import OFF, ON
 from paceline.engine.assembly.kv_choices import (
     choose_kv_type,
     describe_disk,
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Drafter
     from paceline.draft.registry import DrafterConfig, Drafters, Loader
     from paceline.engine.assembly.built_again import BuildAgain
-    from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.config import EngineConfig, Settled
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.kv_files import PageFiles
     from paceline.engine.scheduler import Limits
@@ -204,7 +203,7 @@ def assemble(
     if config.draft_process:
         _check_leave(config, specs.configs)
     beside = row_bytes(config, loaded.decoder, loaded.fingerprint, specs.configs, limits.num_rows)
-    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside)
+    room = kv_room(config, limits, loaded.decoder, loaded.mapped_bytes, beside, specs.configs)
     rows = _rows(config, limits, loaded.tokenizer, law)
     rows.grammars.compiled = Grammars(loaded.tokenizer, loaded.decoder.config.vocab_size)
     backend = config.backend_spec.target()(loaded.decoder, rows, room.num_pages)
@@ -241,8 +240,7 @@ def assemble(
     about = loaded.name, loaded.template, max_len, choices, loaded.sampling, loaded.tokenizer_json
     promise = promise_of(config, loaded.decoder, loaded.content, loaded.language)
     rebuild = rebuilders(config, target, specs.configs, load_drafter or partial(_load_drafter, config), over)
-    settled = Settled(config.weight_type, config.kv_type, room.num_pages * PAGE_TOKENS)
-    return Built(engine, *about, promise, rebuild, fingerprint, settled)
+    return Built(engine, *about, promise, rebuild, fingerprint, room.settled(config, loaded.decoder.new_kv(1)))
 
 
 def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Drafter, Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING
@@ -55,6 +56,9 @@ class EngineConfig:
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
+    kv_budget: int | None = (
+        None  # bytes of the target's KV where pages may lose window parts; None: by free memory
+    )
     sharers: int = 1  # engines that share the free memory: each takes such a part of the usual share for its KV
     prefix_cache: bool = True
     packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
@@ -94,6 +98,7 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
+        _bounded("--kv-budget", self.kv_budget or 0, 0, 1 << 56)
         _bounded("--replicas", self.sharers, 1, MAX_SHARERS)
         _bounded("--packed-cache-bytes", self.packed_cache_bytes, 0, 1 << 50)
         _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
@@ -187,7 +192,8 @@ class EngineConfig:
         """True if the target's store can drop what sliding layers hold of a page."""
         target = self.placement.target
         on_host = target is None or target.is_host
-        return self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
+        takes_back = sys.platform == "linux"  # others keep the memory of what is dropped
+        return takes_back and self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
 
     @property
     def usual_limits(self) -> Limits:
@@ -217,10 +223,12 @@ class Settled:
     weights: str
     kv: str
     kv_tokens: int
+    kv_budget: int | None = None
 
     def pin(self, config: EngineConfig) -> EngineConfig:
         """Return a config that leaves an engine none of these choices."""
-        return replace(config, weights=self.weights, kv=self.kv, kv_tokens=self.kv_tokens)
+        tokens, budget = self.kv_tokens, self.kv_budget
+        return replace(config, weights=self.weights, kv=self.kv, kv_tokens=tokens, kv_budget=budget)
 
 
 def _check_kinds(config: EngineConfig) -> None:

@@ -12,7 +12,8 @@ from paceline.backend.registry import AUTO, MAX_INT_KV_HEAD, NUM_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import commit, machine
-from paceline.draft.registry import KeepsForRows, parse_drafters
+from paceline.draft.registry import KeepsForPages, KeepsForRows, parse_drafters
+from paceline.engine.assembly.config import Settled
 from paceline.engine.kv_disk import KvDisk
 from paceline.engine.kv_files import PageFiles
 from paceline.engine.pages import PagePool, pages_for
@@ -77,6 +78,12 @@ class KvRoom:
     why: str
     budget: Budget | None = None  # None: a page takes the same memory whatever rows see of it
 
+    def settled(self, config: EngineConfig, kv: KV) -> Settled:
+        """Return the choices for engines that are to have as much."""
+        tokens = self.num_pages * PAGE_TOKENS
+        total = self.budget.total if self.budget else tokens * kv.bytes_per_token
+        return Settled(config.weight_type, config.kv_type, tokens, total)
+
     def new_pool(self, config: EngineConfig, model: ModelConfig, stores: Sequence[str], kv: KV) -> PagePool:
         """Return the pool of these pages. stores: of drafters. kv: the target's."""
         windows, caching = model.windows, config.prefix_cache
@@ -84,9 +91,10 @@ class KvRoom:
             if all(windows):
                 return SlidingPool(self.num_pages, stores, window=max(windows), caching=caching)
             return PagePool(self.num_pages, stores, caching=caching)
-        drop = cast("DropsWindows", kv).drop_window
+        drops, (num_pages, budget) = cast("DropsWindows", kv), (self.num_pages, self.budget)
+        drop, drop_rest, window = drops.drop_window, drops.drop_rest, max(windows)
         return PartedPool(
-            self.num_pages, stores, caching=caching, window=max(windows), budget=self.budget, drop=drop
+            num_pages, stores, caching=caching, window=window, budget=budget, drop=drop, drop_rest=drop_rest
         )
 
 
@@ -106,12 +114,18 @@ def row_bytes(
 
 
 def kv_room(
-    config: EngineConfig, limits: Limits, decoder: Decoder, mapped_bytes: int = 0, beside: int = 0
+    config: EngineConfig,
+    limits: Limits,
+    decoder: Decoder,
+    mapped_bytes: int = 0,
+    beside: int = 0,
+    drafters: Sequence[DrafterConfig] = (),
 ) -> KvRoom:
     """Choose the number of pages, and their memory. Raises `ConfigError` if none fits.
 
     Where only some layers slide, a row needs the window parts of its window. What is left of the memory holds
-    those behind windows, for the prefix cache.
+    those behind windows, for the prefix cache. Drafters may take a page of theirs for each, which is at most as
+    large as the target's whole one; those beyond the pages that would fit whole come from the KV's share.
     mapped_bytes: of the memory that counts as free, those that weights need. beside: of the KV's share, those that
     drafters take beside its pages, see `row_bytes`.
     """
@@ -122,10 +136,16 @@ def kv_room(
     in_window = cast("DropsWindows", kv).window_bytes_per_token
     most = most_pages(max(model.windows), limits.prefill_tokens)
     part, page = in_window * PAGE_TOKENS, (kv.bytes_per_token - in_window) * PAGE_TOKENS
-    memory = mapped_bytes, beside, most * part, page
+    of_drafters = page + part if any(isinstance(d, KeepsForPages) and d.keeps_for_pages for d in drafters) else 0
+    memory = mapped_bytes, beside, most * part, page, of_drafters
     num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, *memory)
     least = num_pages * page + min(num_pages, most) * part
-    total = min(num_pages * (page + part), max(least, _share_bytes(config, mapped_bytes, beside)))
+    whole = num_pages * (page + part)
+    free = _share_bytes(config, mapped_bytes, beside)
+    free -= max(num_pages - free // (page + part), 0) * of_drafters
+    total = min(whole, max(least, config.kv_budget or free))
+    if total == whole:  # all that was asked for is there: nothing needs to go
+        return KvRoom(num_pages, why)
     about = (
         f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens, and keep more if it fits"
     )
@@ -140,10 +160,12 @@ def choose_num_pages(
     beside: int = 0,
     window_bytes: int = 0,
     page_bytes: int = 0,
+    drafter_bytes: int = 0,
 ) -> tuple[int, str]:
     """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
 
     window_bytes: that a row's window takes; a page without its window part then takes `page_bytes`.
+    drafter_bytes: of a page, most that drafters take beside.
     mapped_bytes, beside: see `kv_room`.
     """
     if config.kv_tokens is not None:
@@ -155,7 +177,8 @@ def choose_num_pages(
     free = _share_bytes(config, mapped_bytes, beside)
     affordable = free // (bytes_per_token * PAGE_TOKENS)
     if window_bytes:
-        affordable = max(affordable, (free - window_bytes) // page_bytes)
+        rest = free - window_bytes + affordable * drafter_bytes
+        affordable = max(affordable, rest // (page_bytes + drafter_bytes))
     if affordable < MIN_PAGES:
         raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
     num_pages = min(wanted, affordable, most)
@@ -167,7 +190,9 @@ def choose_num_pages(
 
 
 def _share_bytes(config: EngineConfig, mapped_bytes: int, beside: int) -> int:
-    return max(int(max(config.free_bytes() - mapped_bytes, 0) * kv_share(config)) - beside, 0)
+    """Return the share of free memory for KV: all for tokens asked for."""
+    share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
+    return max(int(max(config.free_bytes() - mapped_bytes, 0) * share) - beside, 0)
 
 
 def kv_share(config: EngineConfig) -> float:

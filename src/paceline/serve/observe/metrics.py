@@ -66,7 +66,7 @@ _GAUGES = (
     ("paceline_requests_waiting", "num_waiting", "Requests that wait for a row"),
     ("paceline_queued_tokens", "num_queued_tokens", "Prompt tokens that wait for a row"),
     ("paceline_kv_pages", "num_pages", "KV pages in all"),
-    ("paceline_kv_pages_held", "num_held_pages", "KV pages held by requests"),
+    ("paceline_kv_pages_held", "num_held_pages", "KV pages held by requests, or such a share of memory"),
     ("paceline_drafters", "num_drafters", "Drafters that are loaded; with auto, one that never pays is unloaded"),
     ("paceline_kv_bytes", "kv_bytes", "Memory of the KV cache, drafters included"),
     ("paceline_kv_disk_pages", "num_disk_pages", "KV pages on disk"),
