@@ -141,7 +141,7 @@ def _drafted(count: int, device: torch.device, *, own_store: bool) -> list[torch
 
 
 def _blocks(count: int, device: torch.device) -> list[torch.Tensor]:
-    """Return what passes over blocks of rows read, whose spare pages lie behind those of the page table."""
+    """Return what passes over blocks read; spare pages lie behind the page table's."""
     d = rows_case(count)
     rows: Any = SimpleNamespace(num_rows=count, device=device, pages=d.pages, tap_sinks=[], capture=None)
     rows.on_device = moved(d, device)
