@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from paceline import kernels
 from paceline.backend.page_bytes import Budget
@@ -66,10 +66,14 @@ class PartsBackend(BruteForceBackend):
         for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
             self.memory.pop(slot, None)
 
-    def bytes_in_memory(self, budget: Budget) -> int:
-        """Memory that was written and not dropped, which no system gives back by itself."""
+    def check_memory(self) -> None:
+        """All that was written and not dropped counts, as no system takes it back by itself."""
+        pool = self.pool
+        assert pool is not None
         rest, parts = ({slot // PAGE_TOKENS for slot in slots} for slots in (self.memory, self.parts))
-        return len(rest) * budget.page + len(parts) * budget.part
+        assert all(pool._refs[page] or page in pool._idle or page in pool._freed for page in rest)
+        assert all(pool._there[page] for page in parts)
+        assert len(rest) * pool.budget.page + len(parts) * pool.budget.part <= pool._used <= pool.budget.total
 
     def _write(self, row: TrueRow, start: int, text: tuple[int, ...]) -> None:
         super()._write(row, start, text)
@@ -80,6 +84,7 @@ class PartsBackend(BruteForceBackend):
             self.parts[slot] = text[: position + 1]
 
     def first_read(self, row_computed: int, r: BatchRow) -> int:
+        self.check_memory()
         row = self.rows[r.row]
         first = max(row_computed - self.window + 1, 0) // sliding_pages.WINDOW_STEP * sliding_pages.WINDOW_STEP
         for position in range(first, row_computed + r.num_known):
@@ -133,13 +138,6 @@ class PartsMachine(SchedulerMachine):
     def forget(self) -> None:
         self.scheduler.publish()
         self.scheduler.pool.forget()
-
-    @invariant()
-    def memory_is_within_the_budget(self) -> None:
-        pool = self.scheduler.pool
-        assert isinstance(pool, PartedPool)
-        assert isinstance(self.backend, PartsBackend)
-        assert self.backend.bytes_in_memory(pool.budget) <= pool._used <= pool.budget.total
 
 
 class LatePartsMachine(PartsMachine, LateSchedulerMachine):
