@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.bench.scenarios.engine_pool import drafter_names, fixed_policies
 from paceline.core.errors import ConfigError, ModelNotFound
 from paceline.draft import shipped
 from paceline.draft.drafter import Vocabulary
@@ -91,6 +93,8 @@ def test_auto_drafts_with_the_catalogues_model_once_it_is_here(tmp_path, monkeyp
     kept.write_bytes(b"GGUF")
     (found,) = [c for c in parse_drafters("auto", target.fingerprint).configs if c.name == "draft-model"]
     assert found.model == target.draft
+    seen = SimpleNamespace(fingerprint=target.fingerprint, head_within=None)
+    assert fixed_policies(drafter_names(None, seen), (2,))[-1] == f"draft-model:model={target.draft},k=2"
     assert "draft-model" not in {c.name for c in parse_drafters("auto:ngram", target.fingerprint).configs}
 
 

@@ -111,13 +111,18 @@ def parse_drafters(spec: str, fingerprint: str = "", within: Sequence[str] = ())
     if name != AUTO:
         config = parse_spec(spec)
         return Drafters((config,) if config else (), auto=False)
-    usual = [*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint)), *within]
-    usual += [IF_PULLED.format(name)] if is_pulled(name := draft_for(fingerprint)) else []
-    configs = [parse_spec(one) for one in (BETWEEN_SPECS.split(listed) if listed else usual)]
+    specs = BETWEEN_SPECS.split(listed) if listed else usual_specs(fingerprint, within)
+    configs = [parse_spec(one) for one in specs]
     names = [config.name for config in configs if config]
     if len(set(names)) < len(configs):
         raise ConfigError(f"--draft {spec}: auto takes different drafters, each once, none of them off")
     return Drafters(tuple(config for config in configs if config), auto=True)
+
+
+def usual_specs(fingerprint: str, within: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the specs of the drafters that `auto` has for a target, see `parse_drafters`."""
+    usual = (*ALWAYS_USEFUL, *(one for one in IF_SHIPPED if ships(one, fingerprint)), *within)
+    return (*usual, IF_PULLED.format(name)) if is_pulled(name := draft_for(fingerprint)) else usual
 
 
 def parse_spec(spec: str) -> DrafterConfig | None:

@@ -10,7 +10,7 @@ from paceline.bench.prompt_file import spread
 from paceline.bench.report import PLAIN
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
-from paceline.draft.registry import AUTO, parse_drafters
+from paceline.draft.registry import AUTO, usual_specs
 from paceline.model.heads.mtp import drafters_within
 from paceline.model.template import compiled
 
@@ -70,8 +70,7 @@ class EnginePool:
 
 def drafter_names(requested: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:
     """Return the drafters to compare: those requested, or those that `auto` has for this target."""
-    usual = parse_drafters(AUTO, loaded.fingerprint, drafters_within(loaded.head_within)).configs
-    return tuple(requested or (config.name for config in usual))
+    return tuple(requested or usual_specs(loaded.fingerprint, drafters_within(loaded.head_within)))
 
 
 def fixed_policies(drafters: Sequence[str], ks: Sequence[int] = KS) -> tuple[str, ...]:
