@@ -26,7 +26,7 @@ from tests.oracles.block_head import Drafted, draft_block
 from tests.tiny import tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from paceline.backend.native.head import NativeHead
@@ -148,25 +148,20 @@ def cuda_runner(head: Head) -> HeadRunner:
     return cuda.load_runner(head, load_on_host(TARGET, tiny_weights(TARGET), "f64", "f64", None), None, None)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_device_runs_the_format(name: str, tmp_path: Path) -> None:
-    values = FORMATS[name]
-    tensors = scaled(values)
-    head = load_head(write(tmp_path, values, tensors), TARGET)
-    check(cuda_runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), 1e-6)
-
-
 def native_runner(head: Head, weight_type: str = "f32", own: str | None = None, kv: str = "f32") -> NativeHead:
     weights = tiny_weights(TARGET, dtype=torch.float32)
     return native.load_runner(head, native.pack_decoder(TARGET, weights, THREADS, weight_type, kv), None, own)
 
 
+@pytest.mark.parametrize(("runner", "tolerance"), [(cuda_runner, 1e-6), (native_runner, 2e-4)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_native_kernels_run_the_format(name: str, tmp_path: Path) -> None:
+def test_device_and_native_kernels_run_the_format(
+    name: str, runner: Callable[[Head], HeadRunner], tolerance: float, tmp_path: Path
+) -> None:
     values = FORMATS[name]
     tensors = scaled(values)
     head = load_head(write(tmp_path, values, tensors), TARGET)
-    check(native_runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), 2e-4)
+    check(runner(head), head.token_ids, expected(values, tensors, tiny_weights(TARGET)), tolerance)
 
 
 def few_bits(head: Head, own: str) -> HeadRunner:

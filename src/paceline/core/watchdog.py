@@ -47,9 +47,7 @@ class Watchdog:
     limit_s: float  # of silence; 0: none
     _still_s: float = 0.0  # without a beat and without work
     _silent_s: float = 0.0  # without a beat
-    _cpu_s: float | None = (
-        None  # that they had computed when stillness began; None: a beat came since the last tick
-    )
+    _cpu_s: float | None = None  # computed until stillness began; None: a beat came since the last tick
 
     def beat(self) -> None:
         """Note a message of the engine."""

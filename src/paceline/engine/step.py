@@ -209,7 +209,8 @@ class Verbs:
         proposed = self.drafting.propose(batch, plan)
         if self.target.rows.grammars.states and self.law.admits_any_trim:
             proposed = self.target.rows.grammars.fit(batch, proposed, plan, self.drafting.names)
-        end, draft = perf_counter(), proposed
+        end = perf_counter()
+        draft = proposed
         if self.law.admits_any_trim:
             draft = Draft(controller.trim(batch, proposed).rows, plan.budget)
         if proposed.branched:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.seam import KV, HintRule, PassRequest, PassResult, RelayRequest, RowView, TapStore
+    from paceline.backend.seam import HintRule, PassRequest, PassResult, RelayRequest
     from paceline.model.heads.block_format import BlockShape
     from paceline.model.heads.config import HeadConfig
 
@@ -101,11 +101,7 @@ class CudaBlockHead(CudaHead):
         super().__init__(config, weights, output, setup, target)
         self.block, self.of_block = config.block, of_block
 
-    def late_program(self, rows: RowView, kv: KV, taps: TapStore, hints: HintRule) -> BlockProgram:
-        """Return a program that drafts with it, see `LateHeadRunner`."""
-        assert isinstance(rows, DeviceRows)
-        assert isinstance(kv, DeviceKV)
-        assert isinstance(taps, DeviceTapStore)
+    def _program(self, rows: DeviceRows, kv: DeviceKV, taps: DeviceTapStore, hints: HintRule) -> BlockProgram:
         return BlockProgram(rows, LateBlockHead(self, kv, taps), taps.num_slots, hints)
 
     @property

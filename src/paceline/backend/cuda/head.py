@@ -115,6 +115,9 @@ class CudaHead:
         assert isinstance(rows, DeviceRows)
         assert isinstance(kv, DeviceKV)
         assert isinstance(taps, DeviceTapStore)
+        return self._program(rows, kv, taps, hints)
+
+    def _program(self, rows: DeviceRows, kv: DeviceKV, taps: DeviceTapStore, hints: HintRule) -> Program:
         return Program(rows, LateHead(self, kv, taps), kv.num_slots, hints)
 
     @property
