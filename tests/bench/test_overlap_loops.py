@@ -26,7 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.engine.step import SerialLoop
 
 if TYPE_CHECKING:

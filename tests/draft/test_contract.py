@@ -25,7 +25,7 @@ from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.draft.registry import DRAFTERS, parse_spec
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tests.backend.backends import ALL_BACKENDS, TEST_BACKENDS
 from tests.draft.foreign import TOKENIZERS, foreign_weights
 from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head, trained_mtp

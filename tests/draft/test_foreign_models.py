@@ -12,7 +12,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.files.pull import PACKAGED, cache_folder
 from tests.engine.same_text import run
 

@@ -26,7 +26,7 @@ from paceline.core.weight_source import WeightSource
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import Built, assemble, build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.config import Sliding
 from paceline.model.files import hf
 from paceline.model.heads.mtp import drafters_within, is_mtp_name, load_mtp, usable_mtp

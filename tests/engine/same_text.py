@@ -22,7 +22,7 @@ from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.engine.stats import Stats
 from tests.draft.foreign import TOKENIZERS, foreign_weights
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights

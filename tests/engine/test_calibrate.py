@@ -20,7 +20,7 @@ from paceline.engine.assembly.auto import measure, profile_file
 from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.calibration import Grid, calibrate, room
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tests.engine.same_text import (
     PLAIN,
     Settings,

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 
 
 @pytest.mark.parametrize(

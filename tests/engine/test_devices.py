@@ -19,7 +19,7 @@ from paceline.engine.assembly import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import choose_num_pages
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
 from tests.draft.heads import trained_head

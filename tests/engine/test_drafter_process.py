@@ -30,7 +30,7 @@ from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.remote.protocol import BeginDrafter, Channel, ChannelClosed, open_channel
 from paceline.engine.remote.remote_drafter import MAX_FAILURES, RemoteDrafter
 from paceline.engine.remote.supervisor import DrafterProcess
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.engine.wire import encode
 from paceline.model.files import hf
 from paceline.model.weights import canonical_names

@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.calibration import Grid, calibrate
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.experts import Experts
 from paceline.model.families import FAMILIES
 from tests.engine.same_text import run

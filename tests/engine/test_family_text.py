@@ -14,7 +14,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.families import FAMILIES
 from paceline.model.weights import load_model
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, VOCAB, assert_same, make_decoder, run

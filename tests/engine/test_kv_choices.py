@@ -12,7 +12,7 @@ from paceline.core.errors import BadModelFile, ConfigError
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import choose_kv_type, kv_share
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.config import Heads
 from paceline.model.content_key import content_key
 from paceline.model.files.source_files import SourceFile, file_state

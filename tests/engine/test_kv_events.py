@@ -15,7 +15,7 @@ from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.owner import flush
 from paceline.engine.kv_events import BlockRemoved, BlockStored, KvEventLog, told_hash
 from paceline.engine.pages import PagePool, chain_hash, root_hash
-from paceline.engine.scheduler import RequestState
+from paceline.engine.request_state import RequestState
 from paceline.engine.wire import encode
 from paceline.serve.worker.kv_publisher import batch_of
 from tests.engine.same_text import make_engine, run

@@ -11,7 +11,7 @@ from paceline.backend.native.ranked import load_decoder
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.heads.config import read_config
 from tests.draft.heads import drafter_of, head_values, random_weights, write_head
 from tests.engine.rank_requests import requests

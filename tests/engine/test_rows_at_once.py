@@ -13,7 +13,7 @@ from paceline import kernels
 from paceline.core.nouns import BatchRow, Outcome, Request, RowVerdict
 from paceline.core.params import SamplingParams
 from paceline.engine.output import OutputQueue, Response, StopChecker
-from paceline.engine.scheduler import RequestState
+from paceline.engine.request_state import RequestState
 from paceline.model.detokenizer import Detokenizer
 from tests.engine.same_text import Settings, make_engine
 from tests.oracles import step as oracle

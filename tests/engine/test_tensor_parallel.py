@@ -21,7 +21,7 @@ from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.heads.config import read_config
 from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
 from tests.engine.rank_requests import requests

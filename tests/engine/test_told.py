@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import QueueFull, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.params import Grammar, SamplingParams
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tests.draft.heads import trained_head
 from tests.engine.same_text import (
     PLAIN,

@@ -29,7 +29,8 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import KvRoom, kv_room
 from paceline.engine.kv_disk import Reading
 from paceline.engine.pages import pages_for
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.request_table import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.sliding_pages import most_pages
 from paceline.engine.window_parts import PartedPool
 from paceline.model.config import Heads, Rope, Sliding

@@ -18,7 +18,8 @@ from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.pages import chain_hash, root_hash
-from paceline.engine.scheduler import Limits, Scheduler
+from paceline.engine.request_table import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.engine.sliding_pages import SlidingPool
 from tests.engine.test_kv_disk import written
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine

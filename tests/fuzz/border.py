@@ -22,7 +22,7 @@ from paceline.model.detokenizer import Detokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.engine.scheduler import RequestState
+    from paceline.engine.request_state import RequestState
 
 REFUSALS = (ValueError, TypeError, IndexError, OverflowError, MemoryError, RuntimeError, KeyError, AttributeError)
 NUMBERS = [0, 1, -1, 2, 3, 7, 15, 16, 17, 31, 64, 255, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40]

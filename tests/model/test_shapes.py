@@ -13,7 +13,7 @@ from paceline.core.nouns import Request, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.config import num_weights
 from paceline.model.files.pull import resolve
 from paceline.model.heads.checkpoint import load_head

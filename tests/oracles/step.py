@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def decode_rows(*_: object) -> None:
-    """Leave it to `Scheduler._secure_decodes` and `_decode_row`."""
+    """Leave it to `page_shortage.decode_what_fits`."""
 
 
 def take_in(rows: Sequence[BatchRow], *_: object) -> tuple[list[int], list[object], list[object], int, int]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.engine.scheduler import RequestState
+    from paceline.engine.request_state import RequestState
 
 
 def bounds_of(decoding: Sequence[RequestState]) -> NDArray[int64]:

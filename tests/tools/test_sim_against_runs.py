@@ -31,7 +31,7 @@ from paceline.control.files import read_profile
 from paceline.control.policy import Work
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.sim.command import of_drafter
 from paceline.sim.shared_cores import Handling
 from tests.engine.same_text import STAIRCASE

@@ -16,7 +16,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tools.gpu.bench import BACKEND, EXACT
 from tools.gpu.timing import busy_share
 

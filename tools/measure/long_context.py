@@ -27,7 +27,7 @@ from paceline.core.params import OFF, SamplingParams, Speculation
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.build import Loaded, assemble, load
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.files.pull import resolve
 from tools.entry import exit_status
 from tools.peers.install import STAMP, preloads, python_of

@@ -20,7 +20,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tools.entry import exit_status
 
 if TYPE_CHECKING:

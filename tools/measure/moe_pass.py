@@ -32,7 +32,7 @@ from paceline.engine import step
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.calibration import QUICK, calibrate
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tools.entry import exit_status
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.auto import measure
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.template import compiled
 from paceline.serve.prompts import Prompts
 from tools.entry import add_prompts, exit_status

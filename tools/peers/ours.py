@@ -13,7 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.build import load as load_target
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from tools.measure.quality import QualityText, log_probs
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder
 

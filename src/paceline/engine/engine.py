@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
-    from paceline.engine.scheduler import Limits
+    from paceline.engine.request_table import Limits
     from paceline.model.tokenizer import Tokenizer
     from paceline.verify.law import Law
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.backend.target import PendingPass
     from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch
-    from paceline.engine.scheduler import RequestState
+    from paceline.engine.request_state import RequestState
     from paceline.engine.step import StepInput, Verbs
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from paceline.core.nouns import FinishReason, PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
-    from paceline.engine.scheduler import RequestState
+    from paceline.engine.request_state import RequestState
     from paceline.model.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)

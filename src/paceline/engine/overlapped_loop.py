@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from paceline.backend.pass_thread import PassThread
     from paceline.backend.target import PendingPass, ReadyPass
-    from paceline.engine.scheduler import RequestState, Scheduler
+    from paceline.engine.request_state import RequestState
+    from paceline.engine.scheduler import Scheduler
     from paceline.engine.step import StepInput, Verbs
 
 

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
     from paceline.engine.changes import ChangeBudgets
     from paceline.engine.drafters import DrafterPool
-    from paceline.engine.scheduler import Group, RequestState, Scheduler
+    from paceline.engine.request_state import RequestState
+    from paceline.engine.request_table import Group
+    from paceline.engine.scheduler import Scheduler
     from paceline.verify.law import Law
 
 NO_PLAN = Plan()

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.engine.drafters import DrafterPool
-    from paceline.engine.scheduler import Group, RequestState, Scheduler
+    from paceline.engine.request_state import RequestState
+    from paceline.engine.request_table import Group
+    from paceline.engine.scheduler import Scheduler
 
 
 def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, group: Group = None) -> StepView:
@@ -22,7 +24,7 @@ def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, gr
     """
     decoding = scheduler.decoding(group)
     rows, lengths, max_drafts = kernels.draft_bounds(decoding)
-    special = [r for r in decoding if (asked := r.request.speculation) is not None and asked.steers]
+    special = [r for r in decoding if r.asks]
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
     return StepView(
         rows,

@@ -16,7 +16,7 @@ from paceline.core.sampling_defaults import default_params
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.serve.api.continuation import check_scores, check_told, told_answers, told_text
 from paceline.serve.prompts import Prompts, requests_of, seed_of
 from paceline.serve.results import OpenAnswer

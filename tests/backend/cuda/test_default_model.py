@@ -17,7 +17,7 @@ from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.heads.config import read_config
 from tests.engine.same_text import Answer, assert_same, run
 

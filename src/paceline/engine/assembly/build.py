@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig, Settled
     from paceline.engine.assembly.placement import Placement
     from paceline.engine.kv_files import PageFiles
-    from paceline.engine.scheduler import Limits
+    from paceline.engine.request_table import Limits
     from paceline.engine.step import Loop, Verbs
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head

@@ -11,7 +11,7 @@ from paceline.core.sampling_defaults import KINDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, LAW_BUDGET, OVERLAPS, EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

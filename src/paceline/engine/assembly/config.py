@@ -18,7 +18,7 @@ from paceline.core.sampling_defaults import KINDS, MODEL
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.placement import Placement
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 
 if TYPE_CHECKING:
     from paceline.backend.device import DeviceDefaults

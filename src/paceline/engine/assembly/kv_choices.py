@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import KV, Decoder
     from paceline.draft.registry import DrafterConfig
     from paceline.engine.assembly.config import EngineConfig
-    from paceline.engine.scheduler import Limits
+    from paceline.engine.request_table import Limits
     from paceline.model.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30

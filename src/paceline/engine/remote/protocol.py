@@ -23,7 +23,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Message, Submit, TokenId
 
 if TYPE_CHECKING:
-    from paceline.engine.scheduler import Limits
+    from paceline.engine.request_table import Limits
 
 _MAX_PARAMS_BYTES = 1 << 16  # of one request's parameters: a thousand biases
 _SPARE_BYTES = 1 << 20  # for everything but tokens, pages and parameters

@@ -1,0 +1,144 @@
+"""Prefill: chunks of prompts beside the rows that decode, and the admission of requests that wait.
+
+Pages of the oldest waiting request that are on disk are read into free pages first, beside the steps of others. It
+is admitted once they are in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from paceline.core.nouns import PAGE_TOKENS, Admission
+from paceline.engine.pages import pages_for
+from paceline.engine.request_table import RequestTable, batch_row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.core.nouns import BatchRow
+    from paceline.engine.request_state import RequestState
+    from paceline.engine.request_table import Group
+
+READ_WAIT_S = 0.05  # for pages from disk, where nothing else runs
+
+
+class Prefiller(RequestTable):
+    """The part of a schedule that reads prompts."""
+
+    def _prefill(
+        self, rows: list[BatchRow], begun: Sequence[RequestState], most: int | None, group: Group
+    ) -> tuple[Admission, ...]:
+        """Add chunks of a group's rows to those that decode, then rows of admitted requests.
+
+        begun: the rows in prefill. most: prompt tokens; None for the limits' own.
+        """
+        budget = min(self.limits.prefill_tokens, most or self.limits.prefill_tokens)
+        admissions: list[Admission] = []
+        beside = bool(rows)
+        for state in begun:
+            if budget > 0 and not self.out_of_pages and self._hold_chunk(state, budget):
+                cost = state.token_cost(beside=beside)
+                rows.append(self._prefill_row(state, budget // cost))
+                budget -= rows[-1].num_known * cost
+        while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
+            cost = admitted.token_cost(beside=beside)
+            rows.append(self._prefill_row(admitted, budget // cost))
+            budget -= rows[-1].num_known * cost
+            admissions.append(_admission(admitted))
+        return tuple(admissions)
+
+    def _prefill_row(self, state: RequestState, most: int) -> BatchRow:
+        """Schedule a chunk of a row's prefill, a token at least."""
+        num_known = min(max(most, 1), len(state.token_ids) - state.scheduled_len)
+        num_known = min(num_known, state.num_whole * PAGE_TOKENS - state.scheduled_len)
+        state.scheduled_len += num_known
+        state.decoding = state.scheduled_len == len(state.token_ids)
+        return batch_row(state, num_known, num_drafts=0, samples=state.decoding, decodes=False)
+
+    def _hold_chunk(self, state: RequestState, budget: int) -> bool:
+        """Hold pages for a row's next chunk, if any; False without room for a token."""
+        end = min(state.scheduled_len + budget, len(state.token_ids))
+        missing = pages_for(end) - state.num_whole
+        if missing > 0:
+            self.publish()
+            most = self._most_pages - (state.num_whole - state.num_past)
+            state.num_bare = self.pool.grow(state.pages, state.num_bare, max(0, min(missing, most)))
+        self.out_of_pages = state.num_whole * PAGE_TOKENS <= state.scheduled_len
+        return not self.out_of_pages
+
+    def _unblock(self) -> None:
+        """Preempt the newest of several rows that wait in prefill for each other's pages."""
+        stuck = [r for r in self.running if not r.decoding and not r.ended]
+        if len(stuck) > 1 and not any(r.in_flight for r in self.running):
+            self.preempt(stuck[-1])
+
+    # Admission -----------------------------------------------------------------------------------
+
+    def _admit(self, group: Group) -> RequestState | None:
+        """Give the oldest waiting request a row and pages for its known tokens, if possible."""
+        if not self.waiting or not self._free_rows:
+            return None
+        self.publish()
+        state = self.waiting[0]
+        if not self.end_reading(0.0 if self.running else READ_WAIT_S):
+            return None
+        known_len = len(state.token_ids)
+        num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
+        hashes = state.page_hashes(num_pages)
+        past, pages = self.pool.match_window(hashes)
+        held, left = self.pool.held(pages, past), hashes[len(pages) :]
+        need, num_bare = self.pool.needed(pages_for(known_len), past, len(pages), self._most_pages)
+        reserve = max(0, min(len(self.running), self.pool.num_pages - need - num_bare - sum(p >= 0 for p in held)))
+        if not self.pool.fits(need + reserve, num_bare):  # the reserve is for rows to grow
+            self.pool.give_back(reversed(held))
+            return None
+        if self._read(state, len(pages), held, left, min(need + num_bare, self.pool.num_available - reserve)):
+            return None
+        self._dequeue(state)
+        state.row, state.group = self._free_rows.pop(), group or 0
+        state.num_past, state.num_bare, state.num_sent_pages = past, num_bare, len(pages)
+        state.pages = pages + self.pool.take(need, num_bare)
+        state.scheduled_len = state.computed_len = state.num_sent_pages * PAGE_TOKENS
+        if not state.num_preemptions:
+            state.cached_len = min(state.scheduled_len, len(state.request.prompt_ids))
+        insort(self.running, state, key=lambda r: r.order)
+        self._num_asking += state.asks
+        return state
+
+    def _read(self, state: RequestState, first: int, hits: list[int], left: list[bytes], room: int) -> bool:
+        """Begin to read up to `room` further pages from disk, if it pays."""
+        disk = self.pool.disk
+        count = 0 if disk is None or state.was_read else disk.worth(left[:room])
+        if disk is None or not count:
+            return False
+        state.was_read = count < room  # or there may be more than fits now
+        disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), left[:count])
+        return True
+
+    def end_reading(self, wait_s: float = 0.0) -> bool:
+        """Put pages that were read into the prefix cache; False while they come."""
+        disk = self.pool.disk
+        reading = None if disk is None else disk.reading
+        if disk is None or reading is None:
+            return True
+        reading.stopped = not self.waiting or self.waiting[0].request.request_id != reading.request_id
+        if not reading.done.wait(wait_s) and not disk.gives_up(reading):
+            return False
+        read = zip(reading.into[: reading.num_read], reading.hashes, strict=False)
+        for index, (page, page_hash) in enumerate(read, reading.first):
+            self.pool.publish(page, page_hash, reading.chain, index)
+        self.pool.give_back(reversed(reading.held))
+        disk.reading = None
+        return True
+
+
+def _admission(state: RequestState) -> Admission:
+    return Admission(
+        row=state.row,
+        request=state.request,
+        token_ids=tuple(state.token_ids),
+        cached_len=state.computed_len,
+        pages=tuple(state.pages[: state.computed_len // PAGE_TOKENS]),
+        rebirth=state.num_preemptions > 0 or bool(state.request.told),
+    )
