@@ -14,7 +14,8 @@ from paceline.engine import kv_disk
 from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.owner import flush
 from paceline.engine.kv_events import BlockRemoved, BlockStored, KvEventLog, told_hash
-from paceline.engine.pages import PagePool, chain_hash, root_hash
+from paceline.engine.pages import PagePool
+from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_state import RequestState
 from paceline.engine.wire import encode
 from paceline.serve.worker.kv_publisher import batch_of

@@ -20,7 +20,8 @@ from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, Request, RowPlan
 from paceline.core.params import SamplingParams, Speculation
 from paceline.engine.engine import check_room
-from paceline.engine.pages import PagePool, chain_hash, pages_for, root_hash
+from paceline.engine.pages import PagePool, pages_for
+from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_table import Limits
 from paceline.engine.scheduler import Scheduler
 from tests.oracles.step_view import bounds_of as bounds_of_slow

@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.pages import chain_hash, root_hash
+from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_table import Limits
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sliding_pages import SlidingPool

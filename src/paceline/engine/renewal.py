@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.engine.pages import root_hash
+from paceline.engine.prefix_cache import root_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

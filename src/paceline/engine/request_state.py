@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.engine.pages import chain_hash
+from paceline.engine.prefix_cache import chain_hash
 
 if TYPE_CHECKING:
     from paceline.core.nouns import Request

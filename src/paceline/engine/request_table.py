@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS, BatchRow
-from paceline.engine.pages import pages_for, root_hash
+from paceline.engine.pages import pages_for
+from paceline.engine.prefix_cache import root_hash
 from paceline.engine.request_state import RequestState
 from paceline.engine.sliding_pages import most_pages
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.engine.pages import chain_hash, root_hash
+from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.serve.fleet.index import PrefixIndex, page_hashes
 from tests.oracles.prefix_index import SlowPrefixIndex
 from tests.serve.fleet.fake_engines import request_of

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.engine.pages import chain_hash, root_hash
+from paceline.engine.prefix_cache import chain_hash, root_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
