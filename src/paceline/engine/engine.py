@@ -15,6 +15,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafters import DrafterPool
+from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Gauges, Stats
@@ -79,7 +80,7 @@ class Engine(Verbs):
         check_room(self.scheduler, request)
         checker = StopChecker(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
         if request.told:
-            checker.take_told(request.told)
+            take_told(checker, request.told)
             self._stats.resumed_requests += 1
             self._stats.resumed_tokens += len(request.told)
         self.outputs.open(self.scheduler.add(request), checker)

@@ -1,7 +1,8 @@
 """Output of requests: stops, text, and the outcomes for their clients.
 
 `StopChecker` takes tokens that cannot end an answer, `stops.py` those that may. `Response` adds the counts of an
-open request. `OutputQueue` holds what answers gained until the loop has time to make it an outcome.
+open request. `OutputQueue` holds what answers gained until the loop has time to make it an outcome;
+`open_answers.py` adds how they begin and end.
 """
 
 from __future__ import annotations
@@ -11,25 +12,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from paceline import kernels
-from paceline.core.errors import RequestError
-from paceline.core.figures import Figures, Spent
+from paceline.core.figures import Spent
 from paceline.core.nouns import Outcome
-from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from paceline.core.nouns import FinishReason, PromptScores, Request, RowDraft, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import Request, RowDraft, RowVerdict, TokenLogprobs
     from paceline.engine.request_state import RequestState
     from paceline.model.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
 FAILED = "request %s failed"
-ENDED = "the answer so far has ended ({}), so there is nothing to continue; take it as it is"
-INTERNAL = "internal error while writing the answer; the log has the details"
 
 
 class StopChecker(TokenwiseChecker):
@@ -54,15 +51,6 @@ class StopChecker(TokenwiseChecker):
         self._unread = [*self._unread, *token_ids] if self._unread else token_ids
         self.num_tokens = after
         return StopCheck(len(token_ids))
-
-    def take_told(self, token_ids: Sequence[int]) -> str:
-        """Take in an answer's first tokens; return their text.
-
-        Raises `RequestError` if they end the answer.
-        """
-        if reason := self.take(token_ids).finish_reason:
-            raise RequestError(ENDED.format(reason), "answer_ids")
-        return self.text()
 
     def text(self) -> str:
         """Return the text since the last call that no later token can take back."""
@@ -148,32 +136,6 @@ class Response:
             self.changed_nats,
         )
 
-    def figures(self) -> Figures:
-        """Return the counts that go with the last outcome."""
-        state = self.state
-        return Figures(
-            prompt_tokens=len(state.request.prompt_ids),
-            completion_tokens=self.checker.num_tokens,
-            cached_tokens=state.cached_len,
-            decode_passes=self.decode_passes,
-            decoded_tokens=self.decoded_tokens,
-            drafted_tokens=self.drafted_tokens,
-            verified_tokens=self.verified_tokens,
-            accepted_tokens=self.accepted_tokens,
-            seed=state.request.seed,
-            preemptions=state.num_preemptions,
-            kept_by=tuple(self.kept_by.items()),
-            weights=tuple(self.weights),
-            change_budget=state.request.change_budget,
-            changed_tokens=self.changed_tokens,
-            changed_nats=self.changed_nats,
-        )
-
-    def written_by(self, version: str) -> None:
-        """Note the version of the weights that write from here on."""
-        start = self.checker.num_tokens
-        self.weights = [*(before for before in self.weights if before[0] < start), (start, version)]
-
 
 class OutputQueue:
     """Open responses, their gains of the last step, and the outcomes for the clients.
@@ -182,51 +144,15 @@ class OutputQueue:
     first tokens of an answer and its end become one at once: clients wait for the first, and the end is the last.
     """
 
-    def __init__(self, end_request: Callable[[str], object]) -> None:
-        """end_request: ends a request in the scheduler."""
+    def __init__(self) -> None:
         self.responses: dict[str, Response] = {}  # of open requests, by request id
         self.gains: list[tuple[Response, Sequence[int], RowVerdict]] = []  # at most one for each response
         self.outcomes: list[Outcome] = []  # in the order in which clients should see them
-        self.changeable: dict[str, Response] = {}  # of `responses`, those with a change budget
         self.book = NoteBook()
-        self.weight_version = FIRST_VERSION
-        self.on_start: Callable[[Outcome], object] | None = None  # of those that ask for it
-        self._end_request = end_request
 
-    def open(self, state: RequestState, checker: StopChecker) -> None:
-        """Begin the response to a request."""
-        self.book.open(state.request)
-        request_id = state.request.request_id
-        self.responses[request_id] = response = Response(request_id, state, checker)
-        response.written_by(self.weight_version)
-        if state.request.change_budget:
-            self.changeable[request_id] = response
-        if state.scores_prompt:
-            response.prompt_logprobs = []
-
-    def tell_start(self, request: Request) -> None:
-        """Tell, if asked to, that a request enters a step, which may end this process."""
-        if request.tells_start and self.on_start is not None:
-            self.on_start(Outcome(request.request_id, (), "", start=len(request.told)))
-
-    def renew(self, version: str) -> None:
-        """Note that newer weights write from here on."""
-        self.weight_version = version
-        for response in self.responses.values():
-            response.written_by(version)
-            if response.prompt_logprobs is not None:  # all are computed anew
-                response.prompt_logprobs = []
-
-    def score_prompt(self, request_id: str, scores: PromptScores) -> None:
-        """Add scores of a prompt that are not known yet.
-
-        After a preemption they come again.
-        """
-        response = self.responses.get(request_id)
-        if response is None or response.prompt_logprobs is None:  # ended, or its answer has begun
-            return
-        known = response.prompt_logprobs
-        known += scores.logprobs[len(known) + 1 - scores.first :]
+    def end(self, response: Response, check: StopCheck, text: str) -> None:
+        """Close a response, see `OpenAnswers`."""
+        raise NotImplementedError
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:
         """Queue a response's tokens. Its first become an outcome at once."""
@@ -240,41 +166,6 @@ class OutputQueue:
         gains, self.gains = self.gains, []
         for gain in kernels.make_outcomes(gains, self.outcomes, Outcome):
             self._emit(*gain)
-
-    def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
-        """End an open response with all its text; unknown ids are ignored."""
-        if request_id in self.responses:
-            self.flush()
-        if response := self.responses.get(request_id):
-            self.end(response, StopCheck(0, reason), response.checker.flush())
-
-    def end(
-        self,
-        response: Response,
-        check: StopCheck,
-        text: str,
-        token_ids: Sequence[int] = (),
-        verdict: RowVerdict | None = None,
-    ) -> None:
-        """Close a response and its request, with a last outcome: tokens, why it ended, figures."""
-        del self.responses[response.request_id]
-        self.changeable.pop(response.request_id, None)
-        self.book.end(response.request_id)
-        self._end_request(response.request_id)
-        self.outcomes.append(
-            Outcome(
-                response.request_id,
-                tuple(token_ids),
-                text,
-                logprobs=_logprobs(verdict, len(token_ids)) if verdict else None,
-                finish_reason=check.finish_reason,
-                stop_reason=check.stop_reason,
-                figures=response.figures(),
-                error=INTERNAL if check.finish_reason == "error" else None,
-                prompt_logprobs=response.take_prompt_logprobs(),
-                start=response.checker.num_tokens - len(token_ids),
-            )
-        )
 
     def take_outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call."""
@@ -295,7 +186,7 @@ class OutputQueue:
                 response.request_id,
                 tuple(token_ids),
                 text,
-                logprobs=_logprobs(verdict, len(token_ids)),
+                logprobs=logprobs_of(verdict, len(token_ids)),
                 prompt_logprobs=response.take_prompt_logprobs(),
                 start=response.checker.num_tokens - len(token_ids),
                 spent=response.spent(len(token_ids)),
@@ -303,6 +194,6 @@ class OutputQueue:
         )
 
 
-def _logprobs(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
+def logprobs_of(verdict: RowVerdict, count: int) -> tuple[TokenLogprobs, ...] | None:
     """Return the log-probabilities of a row's first `count` tokens; None if not requested."""
     return None if verdict.logprobs is None else tuple(verdict.logprobs[:count])

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Outcome
 from paceline.core.params import check_token_ids, shown
+from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker
 
 if TYPE_CHECKING:
@@ -141,4 +142,4 @@ def _rest(outcome: Outcome, count: int, cut: int) -> Outcome:
 
 def _text_of(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text that a client has with an answer's first tokens."""
-    return StopChecker(request, frozenset(tokenizer.eos_ids), tokenizer.detokenizer()).take_told(token_ids)
+    return take_told(StopChecker(request, frozenset(tokenizer.eos_ids), tokenizer.detokenizer()), token_ids)
