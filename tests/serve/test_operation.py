@@ -21,7 +21,8 @@ from paceline.cli import main
 from paceline.core import logs
 from paceline.core.errors import ConfigError
 from paceline.core.figures import Figures
-from paceline.engine.stats import Gauges, Stats
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.serve.api.keys import KeyRing, StoredKey, new_key, read_keys
 from paceline.serve.observe.access import RequestRecord
 from paceline.serve.observe.engine_log import line as doings_line

@@ -15,10 +15,11 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafters import DrafterPool
+from paceline.engine.gauges import Gauges
 from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.stats import Gauges, Stats
+from paceline.engine.stats import Stats
 from paceline.engine.step import SerialLoop, Verbs
 
 if TYPE_CHECKING:

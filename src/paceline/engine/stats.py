@@ -1,23 +1,19 @@
-"""Statistics of an engine: counters that only grow, and gauges."""
+"""Statistics of an engine: counters that only grow."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
-from functools import reduce
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from paceline.control.online_cost import Predictions
+from paceline.engine.count_sums import difference
 from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
-    from paceline.engine.scheduler import Scheduler
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -99,8 +95,7 @@ class Stats:
 
     def since(self, earlier: Stats) -> Stats:
         """Return what was added after an earlier snapshot."""
-        difference: Stats = _subtract(self, earlier)
-        return difference
+        return difference(self, earlier)
 
     def count_step(self, target_s: float, overlapped_s: float, *, overlapped: bool) -> None:
         """Add one step with its pass; the caller adds its whole time to `step_s`."""
@@ -136,44 +131,6 @@ class Stats:
             counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """Sizes of what an engine holds now."""
-
-    num_running: int
-    num_waiting: int
-    num_queued_tokens: int
-    num_pages: int
-    num_held_pages: int
-    num_drafters: int  # loaded
-    kv_bytes: int  # all stores
-    num_disk_pages: int = 0  # pages of the prefix cache on disk
-    num_disk_bytes: int = 0
-    drafter_bytes: dict[str, int] = field(default_factory=dict)  # of requests' state in each drafter
-
-    @classmethod
-    def none(cls) -> Gauges:
-        """Return the gauges while there is no engine."""
-        return cls(0, 0, 0, 0, 0, 0, 0)
-
-    @classmethod
-    def of(cls, scheduler: Scheduler, num_drafters: int, kv_bytes: int, drafter_bytes: dict[str, int]) -> Gauges:
-        """Return the gauges of an engine with this scheduler."""
-        files = None if scheduler.pool.disk is None else scheduler.pool.disk.files
-        return cls(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_queued_tokens=scheduler.num_queued_tokens,
-            num_pages=scheduler.pool.num_pages,
-            num_held_pages=scheduler.pool.num_held,
-            num_drafters=num_drafters,
-            kv_bytes=kv_bytes,
-            num_disk_pages=0 if files is None else len(files),
-            num_disk_bytes=0 if files is None else files.num_bytes,
-            drafter_bytes=drafter_bytes,
-        )
-
-
 def _bump_at(counts: list[int], index: int, more: int) -> None:
     counts.extend([0] * (index + 1 - len(counts)))
     counts[index] += more
@@ -183,29 +140,3 @@ def _bump(counts: list[int], length: int) -> None:
     counts.extend([0] * (length - len(counts)))
     for index in range(length):
         counts[index] += 1
-
-
-def total(parts: Sequence[T]) -> T:
-    """Return the sum of several engines' counters or gauges."""
-    return reduce(_add, parts)
-
-
-def _add(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return one | other | {key: _add(one[key], other[key]) for key in one.keys() & other.keys()}
-    if isinstance(one, list):
-        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
-    if hasattr(one, "__dataclass_fields__"):
-        return type(one)(**{f.name: _add(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)})
-    return one + other
-
-
-def _subtract(new: Any, old: Any) -> Any:
-    if isinstance(new, dict):
-        return {key: _subtract(value, old[key]) if key in old else deepcopy(value) for key, value in new.items()}
-    if isinstance(new, list):
-        return [value - (old[i] if i < len(old) else 0) for i, value in enumerate(new)]
-    if hasattr(new, "__dataclass_fields__"):
-        pairs = {f.name: _subtract(getattr(new, f.name), getattr(old, f.name)) for f in fields(new)}
-        return type(new)(**pairs)
-    return new - old

@@ -12,7 +12,8 @@ from paceline.core.errors import EngineDied, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
-from paceline.engine.stats import Gauges, Stats
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.serve.engines import Answers
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.journal import answer_id

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.control.routing import ReplicaView
-from paceline.engine.stats import total
+from paceline.engine.count_sums import total
 from paceline.serve.fleet.index import USUAL_PAGES
 from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot

@@ -10,7 +10,8 @@ from paceline.core.logs import timed
 from paceline.serve.observe.recent import per_pass, rates
 
 if TYPE_CHECKING:
-    from paceline.engine.stats import Gauges, Stats
+    from paceline.engine.gauges import Gauges
+    from paceline.engine.stats import Stats
     from paceline.serve.observe.recent import Recent
 
 log = logging.getLogger("paceline.doings")

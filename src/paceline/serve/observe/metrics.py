@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from paceline.control.online_cost import Predictions
     from paceline.core.figures import Figures
-    from paceline.engine.stats import Gauges, Stats
+    from paceline.engine.gauges import Gauges
+    from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
     from paceline.serve.observe.access import RequestRecord
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from paceline.engine.stats import Gauges, Stats
+    from paceline.engine.gauges import Gauges
+    from paceline.engine.stats import Stats
     from paceline.serve.engines import Engines
 
 _GAUGES: tuple[tuple[str, str, Callable[[Gauges], float]], ...] = (

@@ -10,7 +10,8 @@ from paceline.core.nouns import Outcome
 from paceline.core.pass_notes import StepNote
 from paceline.core.watchdog import WATCHDOG_S
 from paceline.engine.assembly.config import EngineConfig, Settled
-from paceline.engine.stats import Gauges, Stats
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Message, RequestId, Submit
 from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
 

@@ -29,7 +29,8 @@ from paceline.core.system import end_with_parent, give_memory_back, stay_on
 from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
-from paceline.engine.stats import Gauges, Stats
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
 from paceline.serve.worker.commands import COMMANDS, Obeyed, UpdateWeights
