@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import paceline
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine import step as step_module
 from tests.draft.heads import trained_head
 from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, target

@@ -32,7 +32,7 @@ from tools.entry import add_prompts, exit_status
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.assembly.build import Loaded
 
 SPARE_PAGES = 4  # pages beyond those of the longest request, in settings in which pages run out

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.backend.seam import PassRequest, PassResult, Pending, RelayRequest, RowView, Span
-    from paceline.core.nouns import Admission, Batch, SamplingSpec, Taps, Verdict
+    from paceline.core.nouns import Batch, SamplingSpec, Taps, Verdict
+    from paceline.core.request_nouns import Admission
 
 # A step late ---------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ import pytest
 
 from paceline import kernels
 from paceline.backend.rows import Rows
-from paceline.core.nouns import Admission, Batch, BatchRow, Edits, Request, RowVerdict, SamplingSpec, Verdict
+from paceline.core.nouns import Batch, BatchRow, Edits, RowVerdict, SamplingSpec, Verdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Admission, Request
 from tests.oracles import rows as oracle
 from tests.oracles.specs import read_specs
 

@@ -10,8 +10,9 @@ import torch
 from paceline.backend.reference.decoder import choose_from
 from paceline.backend.rows import Rows
 from paceline.backend.sampling import draw
-from paceline.core.nouns import UNCHOSEN, Admission, Batch, BatchRow, Draft, Request, RowDraft, RowVerdict, Verdict
+from paceline.core.nouns import UNCHOSEN, Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Admission, Request
 from paceline.core.sampling import choose_ahead, choose_token, distribution
 
 

@@ -14,8 +14,8 @@ from paceline.bench.doctor import _time_steps
 from paceline.bench.interleave import Question, SlicedRun, interleave, measure_rates, round_robin, warm_run
 from paceline.bench.prompt_file import Prompt
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import PLAIN, make_engine
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.bench.measure import MeasuredAnswer
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.engine.engine import Engine
 
 

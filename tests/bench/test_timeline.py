@@ -12,8 +12,8 @@ from paceline.bench.interleave import Question
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.timeline import DRAFT, STEP, TARGET, Span, Timeline, record, summary
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.system import usable_cores
 from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import PLAIN, make_engine

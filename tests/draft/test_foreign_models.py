@@ -7,8 +7,8 @@ from functools import cache, partial
 
 import pytest
 
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine

@@ -20,8 +20,9 @@ from paceline.backend.reference.block_head import context_keys, correction
 from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
-from paceline.core.nouns import PAGE_TOKENS, Batch, Draft, Plan, Request, Scores, Taps, Verdict
+from paceline.core.nouns import PAGE_TOKENS, Batch, Draft, Plan, Scores, Taps, Verdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.sampling import choose_token
 from paceline.draft import shipped
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, catch_up_tokens, in_pieces, share_out

@@ -13,20 +13,9 @@ from hypothesis import strategies as st
 from paceline import kernels
 from paceline.backend.rows import Rows
 from paceline.backend.sampling import pointed
-from paceline.core.nouns import (
-    BROKEN,
-    UNCHOSEN,
-    Admission,
-    Batch,
-    BatchRow,
-    Edits,
-    Request,
-    RowVerdict,
-    SamplingSpec,
-    Scores,
-    Verdict,
-)
+from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, BatchRow, Edits, RowVerdict, SamplingSpec, Scores, Verdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Admission, Request
 from paceline.core.sampling import choose_token
 from paceline.draft.heads.parallel import hinted
 from paceline.draft.hints import Hints, RecycledGains

@@ -20,8 +20,9 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
 from paceline.backend.seam import Features, FedBack, PassRequest
 from paceline.core.errors import BadModelFile, ConfigError, UnsupportedModel
-from paceline.core.nouns import Request, SamplingSpec
+from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.weight_source import WeightSource
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import Built, assemble, build

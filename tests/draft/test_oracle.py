@@ -11,8 +11,8 @@ import pytest
 
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.lookup.oracle import OracleConfig, read_answers
 from paceline.draft.registry import parse_drafters, parse_spec
 from tests.draft.heads import trained_head

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.backend.rows import Rows
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import BROKEN, Admission, Batch, BatchRow, Plan, Request, RowPlan
+from paceline.core.nouns import BROKEN, Batch, BatchRow, Plan, RowPlan
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Admission, Request
 from paceline.draft.lookup.suffix import MAX_SALTS, SuffixConfig, SuffixDrafter
 from paceline.draft.registry import parse_spec
 from paceline.kernels import TextIndex, extend_rows, propose_continuations

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from paceline.backend.rows import TokenRows
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS, Request
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.drafter import MAX_K
 from paceline.draft.hints import Hints
 from paceline.draft.model.draft_model import DraftModel

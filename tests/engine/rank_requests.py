@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 
 
 def requests() -> list[Request]:

@@ -16,8 +16,9 @@ from paceline.backend.cuda import load as cuda
 from paceline.backend.device import Device
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.core.nouns import Batch, Draft, Outcome, Plan, Request, RowDraft, RowPlan, TokenLogprobs, Verdict
+from paceline.core.nouns import Batch, Draft, Plan, RowDraft, RowPlan, Verdict
 from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.control.cost import Curve
 from paceline.control.policy import Work
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.engine.assembly.auto import measure, profile_file
 from paceline.engine.assembly.build import assemble

@@ -17,8 +17,8 @@ from paceline.control.goodput import Goodput
 from paceline.control.policy import Decision, Outcomes, StepView, Work
 from paceline.control.row_by_row import MIN_PREFILL_TOKENS
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.build import load
 from paceline.engine.assembly.calibration import Grid, calibrate

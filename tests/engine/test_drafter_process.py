@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core import system
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter
@@ -42,7 +42,7 @@ from tests.model.test_safetensors import config_json
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.engine.engine import Engine
 
 pytestmark = two_cores

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.backend.seam import Packed
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.engine.same_text import PLAIN, draft_weights, make_engine, run, target
 
 if TYPE_CHECKING:

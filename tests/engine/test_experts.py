@@ -12,8 +12,9 @@ from paceline import kernels
 from paceline.backend.native.load import pack_decoder
 from paceline.backend.registry import BACKENDS
 from paceline.core.errors import UnsupportedModel
-from paceline.core.nouns import Request, SamplingSpec
+from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.calibration import Grid, calibrate
 from paceline.engine.assembly.config import EngineConfig

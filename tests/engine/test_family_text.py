@@ -9,8 +9,8 @@ import torch
 
 from paceline.backend.registry import backend_spec
 from paceline.core.errors import UnsupportedModel
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig

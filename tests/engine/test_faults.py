@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import PromptTooLong, RequestError
-from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, Draft, Plan, Request, RowDraft, Scores
+from paceline.core.nouns import BROKEN, UNCHOSEN, Batch, Draft, Plan, RowDraft, Scores
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, plain_answers, run
 
 if TYPE_CHECKING:

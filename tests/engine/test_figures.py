@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from tests.engine.same_text import Settings, make_engine
 
 

@@ -12,8 +12,8 @@ import pytest
 from paceline.control.controller import ClosedLoop
 from paceline.control.goodput import Goodput
 from paceline.control.trace_files import begun_with, replay
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import precondition, rule
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS, Plan, Request
+from paceline.core.nouns import PAGE_TOKENS, Plan
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine import kv_disk
 from paceline.engine.assembly.kv_choices import as_bytes
 from paceline.engine.kv_disk import KvDisk

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, precondition, rule
 
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine import kv_disk
 from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.owner import flush

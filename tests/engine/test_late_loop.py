@@ -13,8 +13,8 @@ from paceline.backend.cuda import late_target
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.cuda.record import Record
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.step import SerialLoop
 from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.pass_notes import PassNote
+from paceline.core.request_nouns import Outcome, Request
 from tests.engine.same_text import PLAIN, Settings, make_engine, settings_, workloads
 from tests.engine.test_overlapped_loop import overlapped
 from tests.engine.test_same_text import AUTO, NGRAM, OWN_MODEL

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.backend.seam import Packed
 from paceline.core.errors import RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.sampling import logprobs
 from tests.engine.same_text import (
     PLAIN,
@@ -29,7 +29,7 @@ from tests.engine.same_text import (
 
 if TYPE_CHECKING:
     from paceline.backend.reference.decoder import ReferenceDecoder
-    from paceline.core.nouns import TokenLogprobs
+    from paceline.core.request_nouns import TokenLogprobs
 
 
 def scored(name: str, prompt: tuple[int, ...], num_top: int | None, max_tokens: int = 0) -> Request:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from paceline import LLM, SamplingParams
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
-from paceline.core.nouns import Request
+from paceline.core.request_nouns import Request
 from paceline.core.weight_source import WeightSource
 from paceline.draft.drafter import Needs
 from paceline.engine.assembly import owner

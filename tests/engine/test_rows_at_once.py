@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import kernels
-from paceline.core.nouns import BatchRow, Outcome, Request, RowVerdict
+from paceline.core.nouns import BatchRow, RowVerdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.open_answers import OpenAnswers
 from paceline.engine.output import Response, StopChecker
 from paceline.engine.request_state import RequestState

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paceline import kernels
 from paceline.core.errors import PromptTooLong, QueueFull
-from paceline.core.nouns import PAGE_TOKENS, Admission, Batch, BatchRow, Plan, Request, RowPlan
+from paceline.core.nouns import PAGE_TOKENS, Batch, BatchRow, Plan, RowPlan
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Admission, Request
 from paceline.engine.engine import check_room
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.prefix_cache import chain_hash, root_hash

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 
-from paceline.core.nouns import BROKEN, Request
+from paceline.core.nouns import BROKEN
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.output import StopChecker
 from paceline.engine.stops import StopCheck
 from tests.tiny import tiny_tokenizer

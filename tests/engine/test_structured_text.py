@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.backend.native.decoder import NativeDecoder
-from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import (
     PLAIN,

@@ -33,7 +33,7 @@ from tests.engine.same_text import (
 )
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.engine.engine import Engine
 
 OWN_MODEL, NGRAM, SUFFIX = "draft-model:model=noisy", "ngram:min=1,max=4", "suffix:shared=2000"

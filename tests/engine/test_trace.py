@@ -19,8 +19,8 @@ from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Outcomes, StepView, Work
 from paceline.control.trace_files import Tracer, replay
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.engine import Engine

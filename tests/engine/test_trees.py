@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from paceline.core.nouns import PAGE_TOKENS, Request
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.draft.heads import trained_head
 from tests.engine.same_text import (
     PLAIN,

@@ -26,8 +26,8 @@ from paceline.backend.device import Device
 from paceline.backend.registry import BACKENDS
 from paceline.core import system
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.late import LateDrafter
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig

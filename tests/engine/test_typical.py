@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.figures import Figures
-from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.config import LAW_BUDGET, EngineConfig
 from tests.engine.same_text import (
     PLAIN,

@@ -13,8 +13,9 @@ import pytest
 from paceline.control import exploration
 from paceline.control.online_cost import HostTime, OnlineCost
 from paceline.core.errors import RequestError
-from paceline.core.nouns import Draft, Request, RowDraft
+from paceline.core.nouns import Draft, RowDraft
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from tests.engine.same_text import VOCAB, Settings, make_engine, run
 from tests.engine.test_same_text import AUTO
 

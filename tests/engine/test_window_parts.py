@@ -19,8 +19,9 @@ from hypothesis.stateful import initialize, rule
 from paceline import kernels
 from paceline.backend.page_bytes import Budget
 from paceline.backend.reference.attention import KVStore
-from paceline.core.nouns import PAGE_TOKENS, BatchRow, Plan, Request
+from paceline.core.nouns import PAGE_TOKENS, BatchRow, Plan
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.drafter import DraftWeights
 from paceline.draft.registry import parse_drafters
 from paceline.engine import sliding_pages

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from paceline.core.nouns import PAGE_TOKENS, BatchRow, Request
+from paceline.core.nouns import PAGE_TOKENS, BatchRow
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine import sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig

@@ -13,7 +13,8 @@ from tests.engine.same_text import VOCAB, Answer
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.engine.engine import Engine
 
 MOST = 16  # tokens of branches

@@ -13,8 +13,9 @@ from paceline import kernels
 from paceline.control.acceptance import RATES
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
 from paceline.control.online_cost import CostRates, OnlineCost
-from paceline.core.nouns import NO_DRAFT, BatchRow, Outcome, Request, RowVerdict
+from paceline.core.nouns import NO_DRAFT, BatchRow, RowVerdict
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.output import Response, StopChecker
 from paceline.kernels import _ext
 from paceline.model.detokenizer import Detokenizer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.sampling import allowed_by
 from paceline.engine import wire
 from paceline.model.grammar import Grammars, check

@@ -9,8 +9,9 @@ import pytest
 
 from paceline.backend.registry import BACKENDS
 from paceline.core.errors import ModelError
-from paceline.core.nouns import Request, SamplingSpec
+from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits

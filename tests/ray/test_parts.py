@@ -19,7 +19,7 @@ import pytest
 
 from paceline.cli import main, parse, parser_of
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
-from paceline.core.nouns import Outcome, Request
+from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command

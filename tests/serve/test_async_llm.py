@@ -15,8 +15,8 @@ import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.errors import ConfigError, EngineDied, ModelNotFound, RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import Grammar
+from paceline.core.request_nouns import Request
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

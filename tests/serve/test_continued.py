@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.core.nouns import Outcome, Request, TokenLogprobs
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
 from paceline.serve.api.continuation import SentPart
 from tests.serve.conftest import running
 from tests.serve.test_tools import NOW, WEATHER, chatty

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Figures, Outcome, Request, TokenLogprobs
+from paceline.core.nouns import Figures
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
+from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
 from paceline.core.weight_source import WeightSource
 from paceline.engine.assembly.build import Built
 from paceline.engine.assembly.config import EngineConfig

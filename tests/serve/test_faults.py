@@ -21,8 +21,8 @@ import pytest
 import zmq
 
 from paceline.core.errors import ConfigError, EngineDied
-from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Submit, encode
 from paceline.serve.server import HttpConfig

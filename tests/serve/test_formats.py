@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.nouns import Outcome, TokenLogprobs
+from paceline.core.request_nouns import Outcome, TokenLogprobs
 from paceline.model.detokenizer import Detokenizer
 from paceline.serve.api.openai_format import CompletionFormat, PartialAnswer
 from tests.tiny import END, tiny_tokenizer

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.serve.results import Completion
 
 SHORT = SamplingParams(max_tokens=12, seed=4, temperature=0.9)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.wire import Submit
 from paceline.model.config import tensor_shapes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from paceline.core.errors import EngineDied, RequestError
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.serve.engines import Answers, Event
 from paceline.serve.worker.messages import OutcomeBatch, Rejected
 from paceline.serve.worker.open_answers import OpenAnswers

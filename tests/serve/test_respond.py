@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.errors import EngineDied
 from paceline.core.figures import Figures
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder

@@ -15,8 +15,8 @@ import pytest
 import zmq
 
 from paceline.core.errors import ConfigError, EngineDied
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.serve.server import HttpConfig, HttpServer, listen, log_level
 from paceline.serve.tokenizer_cache import TokenizerCache

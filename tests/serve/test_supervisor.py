@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.core.errors import EngineDied
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import STOPPING, Answers

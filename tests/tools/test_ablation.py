@@ -15,8 +15,8 @@ from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import Outcomes, StepView, Work
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.control.costs import H100
 from tests.control.test_course import STEEP, costs
 from tests.engine.same_text import PLAIN, make_engine, plain_answers, run

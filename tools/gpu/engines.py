@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from paceline.bench.interleave import cancel_all
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.assembly.build import Loaded
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine

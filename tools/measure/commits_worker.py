@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.core.nouns import Request
+from paceline.core.request_nouns import Request
 
 COUNTERS = ("steps", "step_s", "draft_s", "target_s", "control_s", "hidden_s", "overlapped_s")
 

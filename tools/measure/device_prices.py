@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.backend.cuda.record import Record
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.engine import Engine
 
 TIMES = 100.0  # by which prices are multiplied

@@ -15,8 +15,8 @@ from time import process_time
 
 from tests.serve.fleet.fake_engines import FakeEngines
 
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 

@@ -17,8 +17,8 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline.bench.prompt_file import read_prompts, spread
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from tools.entry import add_prompts, exit_status

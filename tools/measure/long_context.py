@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS, Request
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import OFF, SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.build import Loaded, assemble, load
 from paceline.engine.assembly.config import EngineConfig

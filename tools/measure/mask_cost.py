@@ -12,8 +12,8 @@ from argparse import ArgumentParser
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
 
-from paceline.core.nouns import Request
 from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.serve.llm import LLM
 
 if TYPE_CHECKING:

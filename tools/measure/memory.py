@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import Built, build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits

@@ -29,8 +29,8 @@ import numpy as np
 from paceline.control.cost import DraftCost, MeasuredCost, TimedPass, fit_target
 from paceline.control.files import Profile, step_cost
 from paceline.control.policy import Work
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.core.system import stay_on
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config

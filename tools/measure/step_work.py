@@ -23,8 +23,8 @@ from rich.table import Table
 
 from paceline.backend.seam import PassResult
 from paceline.backend.target import Deferred
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits

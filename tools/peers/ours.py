@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import paceline
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly.build import assemble
 from paceline.engine.assembly.build import load as load_target
 from paceline.engine.assembly.config import EngineConfig

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.backend.sampling import pick
-from paceline.core.nouns import PromptScores, SamplingSpec, noun
+from paceline.core.nouns import SamplingSpec, noun
+from paceline.core.request_nouns import PromptScores
 from paceline.core.sampling import logprobs
 
 if TYPE_CHECKING:

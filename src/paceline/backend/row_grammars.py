@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from numpy import int32
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Admission, Batch, BatchRow, Plan, SamplingSpec, Scores
+    from paceline.core.nouns import Batch, BatchRow, Plan, SamplingSpec, Scores
+    from paceline.core.request_nouns import Admission
     from paceline.model.grammar import Grammars, GrammarState
 
 GRAMMAR = "grammar"  # the drafter's name

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import RowView, Span
-    from paceline.core.nouns import Admission, Batch, ChooseKind, Draft, Request, Verdict
+    from paceline.core.nouns import Batch, ChooseKind, Draft, Verdict
     from paceline.core.params import SamplingParams
+    from paceline.core.request_nouns import Admission, Request
 
 SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
 

@@ -15,8 +15,8 @@ from paceline.bench.report import PLAIN
 from paceline.bench.session import Session, run_here
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.system import uninterrupted
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import assemble, load

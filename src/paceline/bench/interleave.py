@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Request
 from paceline.core.params import MAX_SEED
+from paceline.core.request_nouns import Request
 from paceline.core.system import uninterrupted
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from paceline.backend.pass_thread import PassThread
     from paceline.bench.prompt_file import Prompt
-    from paceline.core.nouns import Outcome
     from paceline.core.params import SamplingParams
+    from paceline.core.request_nouns import Outcome
     from paceline.engine.engine import Engine
     from paceline.engine.stats import Stats
     from paceline.serve.prompts import Prompts

@@ -5,6 +5,7 @@
 
 `Batch` names rows and upper bounds only. A row's newest token, its length and positions belong to the
 backend's per-row state (`backend/rows.py`), so a step can be prepared before the last one's outcome is known.
+`Outcome` is a noun of a request, as is `Request` itself: see `request_nouns.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transf
 
 from msgspec import Struct
 
-from paceline.core.figures import Figures, Spent  # at run time: messages are decoded by these types
-from paceline.core.pass_notes import PassNote
 from paceline.core.tree import Branches, chain_and_branches
 
 if TYPE_CHECKING:
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from numpy import float32, floating, int32, int64
     from numpy.typing import NDArray
 
-    from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.params import SamplingParams
+    from paceline.core.request_nouns import Admission, PromptScores, TokenLogprobs
 
 PAGE_TOKENS = 16  # KV slots of one page
 MOST_MARGIN = 6.0  # logits; larger margins of a draft count as this one
@@ -34,7 +34,6 @@ UNCHOSEN = -1  # instead of a token id: the law chooses the token
 BROKEN = -2  # instead of a token id: no logit is a finite number
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "cancelled", "error", "abort"]
 ChooseKind = Literal["argmax", "noisy", "sampled", "logits"]
 
 
@@ -46,45 +45,6 @@ def noun(cls: type[T]) -> type[T]:
     Objects are equal only to themselves.
     """
     return dataclass(slots=True, eq=False)(cls)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """A request for one text; n choices become n requests that differ in `choice` only.
-
-    An answer may have begun elsewhere: its first tokens, `told`, are known, and it goes on behind them.
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]  # [prompt_len]
-    params: SamplingParams
-    seed: int  # 0 <= seed < 2**63
-    choice: int = 0
-    salt: str = ""  # requests of different salts share no cached pages
-    speculation: Speculation | None = None  # None: the engine's own
-    told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
-    tells_start: bool = False  # an outcome without words comes before the first step in which it takes part
-
-    def check(self) -> None:
-        """Assert what every package may rely on."""
-        assert self.prompt_ids, "an empty prompt has no last token to continue"
-        assert 0 <= self.seed < 1 << 63
-        assert 0 <= self.choice < self.params.n
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True if its prompt's tokens get log-probabilities, which come with an answer's first tokens."""
-        return self.params.prompt_logprobs is not None and not self.told
-
-    @property
-    def keeps_text(self) -> bool:
-        """False if it asks for a law that changes texts."""
-        return self.speculation is None or self.speculation.keeps_text
-
-    @property
-    def change_budget(self) -> float | None:
-        """Largest share of changed tokens; None under a lossless law. Settled by the engine."""
-        return None if self.speculation is None else self.speculation.budget
 
 
 @noun
@@ -171,18 +131,6 @@ class BatchRow:
     num_kept_pages: int = 0  # the row's page list is its first `num_kept_pages` pages ...
     new_pages: tuple[int, ...] = ()  # ... followed by these
     decodes: bool = False  # True: a decode pass of the row; False: a chunk of its prefill
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Admission:
-    """A request that gets a row, for the first time or again after a preemption."""
-
-    row: int
-    request: Request
-    token_ids: Sequence[int]  # [length] prompt, and the answer written before a preemption
-    cached_len: int  # leading tokens whose target KV is already there
-    pages: tuple[int, ...]  # of the cached tokens
-    rebirth: bool = False  # True if its answer has begun, before a preemption or elsewhere
 
 
 @noun
@@ -311,14 +259,6 @@ class SamplingSpec(NamedTuple):
 
 
 @noun
-class PromptScores:
-    """Log-probabilities of prompt tokens that a chunk of prefill has scored."""
-
-    first: int  # place of the first of these tokens in its row
-    logprobs: Sequence[TokenLogprobs]
-
-
-@noun
 class Taps:
     """Hidden states of every token of a target pass, for the drafters that read them."""
 
@@ -349,16 +289,6 @@ class Scores:
         assert all(a <= b for a, b in pairwise(self.cu_len))
         assert self.cu_len[-1] == len(self.chosen)
         assert len(self.specs) in {0, len(self.chosen)}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities of the raw distribution at one emitted token."""
-
-    token_id: int
-    logprob: float
-    top_ids: tuple[int, ...] = ()  # most likely first
-    top_logprobs: tuple[float, ...] = ()
 
 
 class Mismatches(NamedTuple):
@@ -407,25 +337,3 @@ class Verdict:
             kept = list(verdict.token_ids[: verdict.num_accepted])
             beside = [drafted.branches.token_ids[i] for i in verdict.off_chain] if drafted.branches else []
             assert kept == [*drafted.token_ids[: verdict.num_on_chain], *beside]
-
-
-class Outcome(Struct, frozen=True, eq=False, gc=False, array_like=True):
-    """Gain of one request in a step, after stops: what is streamed to its client.
-
-    A struct takes a third of a noun's time to make. Its message is an array, without names.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, if asked for
-    finish_reason: FinishReason | None = None  # None while it runs
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
-    figures: Figures | None = None  # with the last outcome
-    error: str | None = None  # with finish_reason "error"
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
-        None  # [prompt_len - 1], with the first outcome if asked for
-    )
-    notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked
-    start: int = 0  # answer tokens before these, those told with the request included
-    spent: Spent | None = None  # None: see `Spent.after`

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import noise
-from paceline.core.nouns import BROKEN, TokenLogprobs
+from paceline.core.nouns import BROKEN
+from paceline.core.request_nouns import TokenLogprobs
 
 if TYPE_CHECKING:
     from numpy import bool_, float64, floating, int32, int64

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from paceline.backend.seam import KV, CutModelDecoder, Decoder, HeadRunner, RowView
-    from paceline.core.nouns import Batch, Draft, Plan, Request, RowDraft, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, RowDraft, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.cut_model import CutModel

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import Decoder, LateDecoder, LateProgram, Pointers, RowView
-    from paceline.core.nouns import Batch, BatchRow, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Target
     from paceline.draft.request_vocabulary import RequestVocabulary
 

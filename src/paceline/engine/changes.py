@@ -18,7 +18,8 @@ from paceline.verify.typical import Tolerance, Typical, most_changed
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from paceline.core.nouns import Batch, Draft, Mismatches, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Mismatches, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.engine.output import Response
 
 PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that the same drafts serve

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from numpy import float64, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.core.tree import Branches
     from paceline.draft.drafter import Drafter, Lookup, OnDevice
 

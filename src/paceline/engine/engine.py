@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.target import Backend
     from paceline.control.protocols import Controller, Keeper
-    from paceline.core.nouns import FinishReason, Request
+    from paceline.core.request_nouns import FinishReason, Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.pages import PagePool
     from paceline.engine.request_table import Limits

@@ -13,7 +13,7 @@ from msgspec import Struct
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
 
 MEDIUM = "GPU"  # vLLM's name for the memory that passes read, whatever the device is
 HASH_BYTES = 8  # of a page's SHA-256 that are told, as vLLM tells 64 bits of its hashes

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from paceline.control.expectation import Expectation
     from paceline.control.protocols import Controller, StepTimes
-    from paceline.core.nouns import Batch, BatchRow, Draft, Outcome, Request, RowDraft, RowVerdict, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
+    from paceline.core.request_nouns import Outcome, Request
 
 LAST_STEPS = 20
 

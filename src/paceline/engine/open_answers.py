@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
 from paceline.core.figures import Figures
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.output import OutputQueue, Response, logprobs_of
 from paceline.engine.stops import StopCheck
@@ -14,7 +14,8 @@ from paceline.engine.stops import StopCheck
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import FinishReason, PromptScores, Request, RowVerdict
+    from paceline.core.nouns import RowVerdict
+    from paceline.core.request_nouns import FinishReason, PromptScores, Request
     from paceline.engine.output import StopChecker
     from paceline.engine.request_state import RequestState
 

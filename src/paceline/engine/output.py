@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from paceline import kernels
 from paceline.core.figures import Spent
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.engine.notes import NoteBook
 from paceline.engine.stops import StopCheck, TokenwiseChecker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Request, RowDraft, RowVerdict, TokenLogprobs
+    from paceline.core.nouns import RowDraft, RowVerdict
+    from paceline.core.request_nouns import Request, TokenLogprobs
     from paceline.engine.request_state import RequestState
     from paceline.model.detokenizer import Detokenizer
 

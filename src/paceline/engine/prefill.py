@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from paceline.core.nouns import PAGE_TOKENS, Admission
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.request_nouns import Admission
 from paceline.engine.pages import pages_for
 from paceline.engine.request_table import RequestTable, batch_row
 

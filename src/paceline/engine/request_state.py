@@ -9,7 +9,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.prefix_cache import chain_hash
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
 
 SCORED_COST = 4  # prompt tokens whose prefill counts like one that gets log-probabilities
 DEEP_TOKENS = 8192  # of context, behind which a prompt token counts like one more beside rows that decode

@@ -15,7 +15,7 @@ from paceline.engine.sliding_pages import most_pages
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.pages import PagePool
 
 Group = int | None  # index of a group of rows that run together; None: all rows

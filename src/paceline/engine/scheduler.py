@@ -26,7 +26,8 @@ from paceline.engine.prefill import Prefiller
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from paceline.core.nouns import Admission, Plan
+    from paceline.core.nouns import Plan
+    from paceline.core.request_nouns import Admission
     from paceline.engine.pages import PagePool
     from paceline.engine.request_state import RequestState
     from paceline.engine.request_table import Group, Limits

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from paceline.backend.row_grammars import PassMasks
     from paceline.backend.target import Backend, PendingPass, ReadyPass
     from paceline.control.protocols import Controller
-    from paceline.core.nouns import Batch, BatchRow, Outcome, RowDraft, RowVerdict, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, RowDraft, RowVerdict, Scores, Verdict
+    from paceline.core.request_nouns import Outcome
     from paceline.engine.changes import ChangeBudgets
     from paceline.engine.drafters import DrafterPool
     from paceline.engine.request_state import RequestState

@@ -9,7 +9,7 @@ from paceline.core.nouns import BROKEN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import FinishReason, Request
+    from paceline.core.request_nouns import FinishReason, Request
     from paceline.model.detokenizer import Detokenizer
 
 

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from paceline.core.errors import PacelineError, RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import (
     MAX_CHOICES,
     MAX_NAME_CHARS,
@@ -20,6 +19,7 @@ from paceline.core.params import (
     SamplingParams,
     Speculation,
 )
+from paceline.core.request_nouns import Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ from paceline.serve.worker.open_answers import OpenAnswers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.ray.line import FromHost
     from paceline.serve.engines import OnEvent
     from paceline.serve.worker.commands import Command, Obeyed

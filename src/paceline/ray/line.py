@@ -13,7 +13,7 @@ from paceline.serve.worker.commands import Command, Obeyed
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
 
 NAMESPACE = "paceline"  # of the engines' actors
 BEAT_S = 5.0  # between two signs of life of a front

@@ -22,7 +22,7 @@ from paceline.serve.prompts import Prompts, requests_of, seed_of
 from paceline.serve.results import OpenAnswer
 
 if TYPE_CHECKING:
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.assembly.build import Progress
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}

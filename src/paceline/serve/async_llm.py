@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.request_nouns import Request
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.api.continuation import AnswerIds

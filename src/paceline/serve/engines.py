@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.serve.worker.commands import Command, Obeyed
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 

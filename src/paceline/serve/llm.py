@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Outcome, Request
     from paceline.core.params import SamplingParams, Speculation
+    from paceline.core.request_nouns import Outcome, Request
     from paceline.engine.assembly.build import Built, Progress
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.assembly.owner import EngineOwner

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.core.errors import ConfigError, PromptTooLong, RequestError
-from paceline.core.nouns import Request
 from paceline.core.params import shown
+from paceline.core.request_nouns import Request
 from paceline.serve.control_text import GuardedValues
 from paceline.serve.conversation import Conversation
 from paceline.serve.template_values import template_values, written_out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.core.figures import Figures
-    from paceline.core.nouns import FinishReason, Outcome, TokenLogprobs
+    from paceline.core.request_nouns import FinishReason, Outcome, TokenLogprobs
     from paceline.serve.api.tool_calls.events import ParsedAnswer
 
 

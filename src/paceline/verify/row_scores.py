@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from numpy import float64, floating
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Draft, RowDraft, SamplingSpec, Scores, TokenLogprobs
+    from paceline.core.nouns import Draft, RowDraft, SamplingSpec, Scores
+    from paceline.core.request_nouns import TokenLogprobs
     from paceline.core.tree import Branches
 
     Rule = Callable[[RowDraft, "RowScores"], Sequence[int]]

@@ -7,8 +7,8 @@ import pytest
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.step_graphs import StepGraphs
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.backend.cuda.row_states import by_torch
 from tests.draft.heads import CORRECTED, drafter_of, trained_head
 from tests.engine.same_text import PLAIN, assert_same, make_engine, plain_answers, run, target

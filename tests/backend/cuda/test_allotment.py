@@ -19,8 +19,9 @@ from paceline.backend.cuda.late_counts import DraftOrders, DraftShape, keep_draf
 from paceline.backend.cuda.row_tensors import StepRows
 from paceline.backend.cuda.step_graphs import StepGraphs
 from paceline.backend.seam import LateDraft
-from paceline.core.nouns import BROKEN, MOST_MARGIN, UNCHOSEN, Plan, Request, RowPlan, Stop
+from paceline.core.nouns import BROKEN, MOST_MARGIN, UNCHOSEN, Plan, RowPlan, Stop
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from tests.backend.cuda.texts import drafts_of, rows_with
 from tests.engine.same_text import PLAIN, RestlessK, assert_same, make_engine, plain_answers, run
 from tests.oracles import allotment as oracle

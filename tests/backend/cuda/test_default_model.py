@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from paceline import drafters
 from paceline.bench.prompt_file import BUILTIN, read_prompts
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams, Speculation
+from paceline.core.request_nouns import Request
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits
@@ -24,8 +24,8 @@ from tests.engine.same_text import Answer, assert_same, run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.nouns import Outcome
     from paceline.core.pass_notes import PassNote
+    from paceline.core.request_nouns import Outcome
 
 pytestmark = [pytest.mark.nightly, pytest.mark.default_model]  # minutes: passes in float32
 

@@ -20,8 +20,8 @@ from paceline.backend.cuda.block_head import CudaBlockHead
 from paceline.backend.cuda.device_pass import DevicePass
 from paceline.backend.cuda.graphs import Uncaptured
 from paceline.backend.seam import LateDraft
-from paceline.core.nouns import Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.model.config import Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config

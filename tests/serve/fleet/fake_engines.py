@@ -10,8 +10,8 @@ from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import EngineDied, RequestError
 from paceline.core.figures import Figures, Spent
-from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.serve.engines import Answers

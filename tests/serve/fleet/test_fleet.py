@@ -12,8 +12,8 @@ from msgspec.structs import replace as with_fields
 from prometheus_client import CollectorRegistry, generate_latest
 
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
-from paceline.core.nouns import Outcome
 from paceline.core.params import Speculation
+from paceline.core.request_nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
@@ -31,7 +31,7 @@ from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
 
 HANGS_S = 20.0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from paceline.core.figures import Spent
-from paceline.core.nouns import Outcome, TokenLogprobs
+from paceline.core.request_nouns import Outcome, TokenLogprobs
 from paceline.engine.wire import MAX_ID_CHARS
 from paceline.serve.engines import Answers
 from paceline.serve.fleet.journal import DEATH, HANG, MOST_UNSTARTED, Journal, WordsMissing, answer_id

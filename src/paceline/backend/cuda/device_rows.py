@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.core.nouns import Admission, Batch, Request, Verdict
+    from paceline.core.nouns import Batch, Verdict
+    from paceline.core.request_nouns import Admission, Request
 
 TapSink = Callable[[Mapping[int, torch.Tensor], torch.Tensor], None]  # (taps, slots)
 # (pass, chosen [num_wanted], num_tokens [num_rows] that rows gain)

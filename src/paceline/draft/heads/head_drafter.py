@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import KV, FedBack, HeadRunner, HintRule, RowView, Span, StepLimit, TapStore
-    from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
     from paceline.model.heads.checkpoint import Head

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel

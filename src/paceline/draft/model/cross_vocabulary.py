@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import Decoder, Packed, PassResult, Span
-    from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Target
     from paceline.draft.model.id_map import IdMap
     from paceline.draft.model.retokenize import Retokenizer

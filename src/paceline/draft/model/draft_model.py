@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import KV, Decoder, LateDecoder, PassResult, RowView, Span, StepLimit
-    from paceline.core.nouns import Batch, Plan, Request, SamplingSpec, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader

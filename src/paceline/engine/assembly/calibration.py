@@ -19,8 +19,9 @@ from paceline.control.expert_cost import mean_touched
 from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core.errors import ConfigError, QueueFull
-from paceline.core.nouns import NO_DRAFT, Draft, Request, RowDraft
+from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.core.system import uninterrupted
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.engine.drafters import DrafterPool

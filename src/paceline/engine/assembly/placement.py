@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-    from paceline.core.nouns import Batch, Draft, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter
 
 T = TypeVar("T")

@@ -12,16 +12,16 @@ import struct
 from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
-from paceline.core.nouns import Request
 from paceline.core.params import MAX_TOP_LOGPROBS, SamplingParams
 from paceline.core.promise import Promise
+from paceline.core.request_nouns import Request
 from paceline.core.version import VERSION
 from paceline.model.config import num_weights
 from paceline.model.files.packed_cache import build_mark
 
 if TYPE_CHECKING:
     from paceline.backend.seam import Decoder
-    from paceline.core.nouns import TokenLogprobs
+    from paceline.core.request_nouns import TokenLogprobs
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
     from paceline.model.template_source import TemplateSource

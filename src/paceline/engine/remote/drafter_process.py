@@ -17,7 +17,8 @@ import numpy as np
 
 from paceline.core import logs
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Admission, Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
+from paceline.core.nouns import Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
+from paceline.core.request_nouns import Admission
 from paceline.core.system import end_with_parent, stay_on
 from paceline.engine.assembly.build import build_apart
 from paceline.engine.remote.protocol import (

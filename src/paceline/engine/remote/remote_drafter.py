@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, Plan, Request, Scores, Verdict
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.engine.remote.protocol import RemoteRowDraft, ToDrafter, ToEngine
 
 MAX_FAILURES = 4  # of a process's drafter in a row; then the process is started anew

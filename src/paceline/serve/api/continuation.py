@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import Outcome
 from paceline.core.params import check_token_ids, shown
+from paceline.core.request_nouns import Outcome
 from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Scope
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.model.tokenizer import Tokenizer
 
     AnswerIds = Sequence[int | Sequence[int]]  # of the one answer, or a list for each

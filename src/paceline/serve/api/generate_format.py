@@ -22,7 +22,7 @@ from paceline.serve.prompts import requests_of, seed_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Outcome, Request, TokenLogprobs
+    from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.openai_format import Json, PartialAnswer
     from paceline.serve.api.parse import Serving

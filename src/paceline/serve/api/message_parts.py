@@ -16,7 +16,7 @@ from paceline.serve.api.tool_calls.events import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.serve.api.tool_calls.events import AnswerEvent, AnswerReader, ParsedAnswer, ParsedCall
 
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from paceline.serve.api.openai_format import to_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.serve.api.answer_blocks import AnswerBlock, Change
     from paceline.serve.api.errors import ApiError
     from paceline.serve.api.openai_format import Json, PartialAnswer, ResponseMeta

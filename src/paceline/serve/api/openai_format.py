@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from paceline.core.nouns import TokenLogprobs
 from paceline.core.params import TYPICAL
+from paceline.core.request_nouns import TokenLogprobs
 from paceline.serve.api.message_parts import MessageParts
 from paceline.serve.api.score_format import MIN_LOGPROB, token_name
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.figures import Figures
-    from paceline.core.nouns import Outcome
     from paceline.core.pass_notes import PassNote
+    from paceline.core.request_nouns import Outcome
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.reader import ReaderPlan
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope
 
-    from paceline.core.nouns import Request
     from paceline.core.params import SamplingParams
+    from paceline.core.request_nouns import Request
     from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json, PartialAnswer, RouteFormat

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 from paceline.core.errors import PacelineError
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.serve.api.continuation import SentPart
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage

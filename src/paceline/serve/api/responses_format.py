@@ -12,7 +12,7 @@ from paceline.serve.api.answer_blocks import AnswerBlocks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
     from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import AnswerBlock, Change
     from paceline.serve.api.errors import ApiError

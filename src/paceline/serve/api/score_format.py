@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.core.nouns import Outcome, TokenLogprobs
+    from paceline.core.request_nouns import Outcome, TokenLogprobs
     from paceline.model.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; as OpenAI

@@ -17,7 +17,7 @@ from paceline.serve.engines import Disconnected
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.serve.engines import Answers, Event
     from paceline.serve.fleet.member import Member
 

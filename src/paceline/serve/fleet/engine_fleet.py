@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
@@ -29,7 +29,7 @@ from paceline.serve.fleet.tail import Tail
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.serve.engines import Engines, Event, OnEvent
     from paceline.serve.fleet.fleet_options import ReplicaOptions
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer

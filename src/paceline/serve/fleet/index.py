@@ -15,7 +15,7 @@ from paceline.engine.prefix_cache import chain_hash, root_hash
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
 
 USUAL_PAGES = 4096  # kept of a replica that has not told the size of its pool
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.core.figures import Figures
-    from paceline.core.nouns import Outcome, Request
+    from paceline.core.request_nouns import Outcome, Request
     from paceline.serve.engines import Answers
 
 DEATH = "death"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
-from paceline.core.nouns import Outcome
+from paceline.core.request_nouns import Outcome
 from paceline.serve.fleet.journal import Journal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from paceline.core.figures import Figures
-    from paceline.core.nouns import Outcome
+    from paceline.core.request_nouns import Outcome
 
 log = logging.getLogger("paceline.access")
 

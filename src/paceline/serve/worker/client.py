@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from paceline.core.nouns import Request
+    from paceline.core.request_nouns import Request
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.engines import OnEvent
 

@@ -6,8 +6,8 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.errors import RequestError
-from paceline.core.nouns import Outcome
 from paceline.core.pass_notes import StepNote
+from paceline.core.request_nouns import Outcome
 from paceline.core.watchdog import WATCHDOG_S
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.gauges import Gauges

@@ -23,8 +23,8 @@ from paceline.control.fixed import FixedK
 from paceline.control.policy import Work
 from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
-from paceline.core.nouns import Outcome, Request
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request
 from paceline.core.system import end_with_parent, give_memory_back, stay_on
 from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
