@@ -34,7 +34,7 @@ from paceline.draft.registry import parse_spec
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.kv_choices import KV_SHARE
-from paceline.engine.drafters import DrafterPool
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.request_table import Limits
 from paceline.model.heads.checkpoint import Head, load_head
 from paceline.model.heads.config import read_config

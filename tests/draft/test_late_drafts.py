@@ -11,7 +11,7 @@ from paceline.backend.cuda.graphs import Uncaptured
 from paceline.control.fixed import FixedK
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
-from paceline.engine.drafters import DrafterPool
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.model.heads.config import read_config
 from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.engine.same_text import (

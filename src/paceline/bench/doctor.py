@@ -22,7 +22,7 @@ from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.calibration import AlwaysDrafter
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
-from paceline.engine.drafters import DrafterPool
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.pages import pages_for
 from paceline.engine.sliding_pages import most_pages
 from paceline.model.config import num_weights

@@ -14,7 +14,7 @@ from paceline.core.errors import PromptTooLong, QueueFull, RequestError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
 from paceline.engine.changes import ChangeBudgets
-from paceline.engine.drafters import DrafterPool
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.gauges import Gauges
 from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker

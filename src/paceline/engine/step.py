@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, BatchRow, RowDraft, RowVerdict, Scores, Verdict
     from paceline.core.request_nouns import Outcome
     from paceline.engine.changes import ChangeBudgets
-    from paceline.engine.drafters import DrafterPool
+    from paceline.engine.drafter_pool import DrafterPool
     from paceline.engine.request_state import RequestState
     from paceline.engine.request_table import Group
     from paceline.engine.scheduler import Scheduler

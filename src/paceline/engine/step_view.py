@@ -11,7 +11,7 @@ from paceline.control.row_by_row import MS_PER_S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from paceline.engine.drafters import DrafterPool
+    from paceline.engine.drafter_pool import DrafterPool
     from paceline.engine.request_state import RequestState
     from paceline.engine.request_table import Group
     from paceline.engine.scheduler import Scheduler

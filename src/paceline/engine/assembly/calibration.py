@@ -24,7 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.system import uninterrupted
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.engine.drafters import DrafterPool
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.step import SerialLoop
 from paceline.engine.step_view import step_view
 
