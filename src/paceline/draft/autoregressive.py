@@ -15,7 +15,7 @@ import numpy as np
 from paceline.backend.sampling import draw, pointed
 from paceline.backend.seam import StepLimit
 from paceline.core.nouns import UNCHOSEN, RowDraft
-from paceline.core.tree import Branches
+from paceline.draft.second_choices import second_choices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,29 +76,10 @@ class Chain:
         """Return the guesses as a draft."""
         probs = np.stack(self.probs) if self.probs else None
         confidence = confidence_of(self.margins)
-        return RowDraft(self.token_ids, drafter, confidence, probs, self._second_choices(confidence))
-
-    def _second_choices(self, confidence: Sequence[float] | None) -> Branches | None:
-        """Return second choices as branches of one token, those likeliest to be kept first.
-
-        The second choice at a depth is kept if all guesses before it are, and its rival is not.
-        """
-        if not self.branches or confidence is None or len(self.second_ids) != len(confidence):
-            return None
-        alive, chances = 1.0, list[tuple[float, int]]()
-        for depth, chance in enumerate(confidence):
-            if 0 <= self.second_ids[depth] != self.token_ids[depth]:
-                chances.append((alive * (1 - chance), depth))
-            alive *= chance
-        depths = [depth for _, depth in sorted(chances, key=_likeliest_first)[: self.branches]]
-        if not depths:
-            return None
-        return Branches(tuple(self.second_ids[d] for d in depths), tuple(d - 1 for d in depths))
-
-
-def _likeliest_first(found: tuple[float, int]) -> tuple[float, int]:
-    chance, depth = found
-    return -chance, depth
+        branches = None
+        if self.branches and confidence is not None and len(self.second_ids) == len(confidence):
+            branches = second_choices(self.token_ids, self.second_ids, confidence, self.branches)
+        return RowDraft(self.token_ids, drafter, confidence, probs, branches)
 
 
 def confidence_of(margins: Sequence[float]) -> list[float] | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
-    from paceline.draft.heads.head_drafter import AskedHead
+    from paceline.draft.heads.asked_head import AskedHead
     from paceline.model.heads.checkpoint import Head
 
 

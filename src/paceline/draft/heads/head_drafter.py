@@ -9,28 +9,27 @@ are never valid: once the target has kept them, they are written again from its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from paceline.backend.seam import Features, PassRequest
-from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft
+from paceline.core.nouns import NO_DRAFT, Draft
 from paceline.draft.autoregressive import CATCH_UP_TOKENS, begin, catch_up_tokens, in_pieces, share_out
-from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.heads.asked_head import feature_store, head_needs, head_report
 from paceline.draft.hints import NO_GAINS, Hints, RecycledGains, rule_on_device
 from paceline.draft.request_vocabulary import RequestVocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import KV, FedBack, HeadRunner, HintRule, RowView, Span, StepLimit, TapStore
+    from paceline.backend.seam import FedBack, HeadRunner, HintRule, RowView, Span, StepLimit
     from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
     from paceline.core.request_nouns import Request
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
+    from paceline.draft.heads.asked_head import AskedHead
     from paceline.model.heads.checkpoint import Head
-    from paceline.model.heads.config import HeadConfig
 
 _MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
 _NEAR = 256  # entries read then, of all rows together: with 64 of each a pass brings 98 % of what all bring ...
@@ -38,54 +37,6 @@ _LEAST_NEAR = 32  # ... and with so few 95 %: a row among many drafts too little
 _MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
 _KEEP_FACTOR = 4  # factor of entries made where otherwise that number of them would be lost
 _AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
-
-
-@dataclass(frozen=True, slots=True)
-class AskedHead:
-    """A drafter's options, as far as drafting needs them."""
-
-    name: str  # of the drafter
-    k: int
-    model: str | None  # folder or Hugging Face id; None: the head that ships for the target
-    weights: str | None  # type of its matrices; None: the usual one
-    trained_to: tuple[float, ...]  # see `Needs`
-    branches: int = 0  # second choices that it hands out, at most
-
-
-def feature_store(name: str) -> str:
-    """Return the name of the store of a head's taps."""
-    return f"{name} features"
-
-
-def head_needs(asked: AskedHead, head: Head, kv: KV, taps: TapStore, *, stops: bool, late: bool = False) -> Needs:
-    """Return the needs of a drafter with a head and its two stores."""
-    block = head.config.block
-    return Needs(
-        pages="shared",
-        stores=(asked.name, feature_store(asked.name)),
-        tap_store=feature_store(asked.name),
-        kv_bytes_per_token=kv.bytes_per_token + taps.bytes_per_token,
-        bytes_per_row=block.spare_pages * PAGE_TOKENS * kv.bytes_per_token if block else 0,
-        taps=head.config.taps,
-        max_k=min(MAX_K, block.num_drafts) if block else MAX_K,
-        stops=stops,
-        late=late,
-        trained_to=asked.trained_to,
-    )
-
-
-def head_report(asked: AskedHead, config: HeadConfig, runner: HeadRunner) -> dict[str, Any]:
-    """Return facts about a drafter with a head for the start-up banner."""
-    return {
-        "drafter": asked.name,
-        "k": asked.k,
-        **({"branches": asked.branches} if asked.branches else {}),
-        "model": asked.model or "ships for this target",
-        "taps after layers": " ".join(map(str, config.taps)),
-        "tokens": config.draft_vocab_size,
-        "of the text besides": "all" if config.request_tokens else "none",
-        "weights": f"{runner.weight_bytes / 2**20:.1f} MiB of {runner.weight_type}",
-    }
 
 
 class HeadDrafter:

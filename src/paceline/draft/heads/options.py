@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import MAX_BRANCHES, MAX_K
+from paceline.draft.heads.asked_head import AskedHead, head_needs, head_report
 from paceline.draft.heads.block_drafter import BlockHeadDrafter
-from paceline.draft.heads.head_drafter import AskedHead, head_needs, head_report
 from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
