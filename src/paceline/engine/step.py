@@ -158,11 +158,6 @@ class Verbs:
             self._stats.step_s += perf_counter() - start
         return self.outputs.take_outcomes()
 
-    @property
-    def takes_branches(self) -> bool:
-        """True if drafts may have branches: law and target take them."""
-        return self.law.walks_trees and self.target.branches is not None
-
     # The verbs -----------------------------------------------------------------------------------
 
     def plan(self, group: Group = None, controller: Controller | None = None) -> Plan:
@@ -195,14 +190,6 @@ class Verbs:
             self.controller.admit(admission.row)
         return batch
 
-    def release_rows(self) -> None:
-        """Tell drafters, grammars and branches of the rows given up since the last call."""
-        for row in self.scheduler.take_released():
-            self.drafting.release(row)
-            self.target.rows.grammars.states.pop(row, None)
-            if self.target.branches is not None:
-                self.target.branches.release(row)
-
     def propose(
         self, batch: Batch, plan: Plan, group: Group = None, controller: Controller | None = None
     ) -> StepInput:
@@ -226,19 +213,6 @@ class Verbs:
         start = perf_counter()
         pending = self.request(drafted).launch()
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
-
-    def request(self, drafted: StepInput) -> ReadyPass:
-        """Gather the target's pass."""
-        if self.outputs.changeable:
-            self.changes.prepare(self.outputs.changeable, drafted.batch, drafted.draft, self.target.rows.changing)
-        ready = self.target.request(drafted.batch, drafted.draft)
-        drafted.mask_room = ready.masks
-        return ready
-
-    def mask(self, drafted: StepInput) -> None:
-        """Make the masks of rows with a grammar, beside the pass that scores them."""
-        if self.target.rows.grammars.states:
-            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft, drafted.mask_room)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
         """Decide which drafts are kept; those that a device has made are known from here."""
@@ -282,10 +256,46 @@ class Verbs:
         self._learn(drafted, verdict, times)
         self._stats.control_s += perf_counter() - start
 
+    # Beside a pass -------------------------------------------------------------------------------
+
+    def mask(self, drafted: StepInput) -> None:
+        """Make the masks of rows with a grammar, beside the pass that scores them."""
+        if self.target.rows.grammars.states:
+            drafted.masks = self.target.rows.grammars.masks(drafted.batch, drafted.draft, drafted.mask_room)
+
     def flush(self) -> None:
         """Publish full pages and make outcomes. Runs beside a pass, as no plan needs it."""
         self.scheduler.publish()
         self.outputs.flush()
+
+    # Parts of the verbs: plan and admit ----------------------------------------------------------
+
+    def controller_of(self, group: Group) -> Controller:
+        """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
+        return self.controller.second_group if group else self.controller
+
+    def unload(self, name: str) -> None:
+        """Give back what a drafter holds; see `Engine`."""
+        raise NotImplementedError
+
+    def release_rows(self) -> None:
+        """Tell drafters, grammars and branches of the rows given up since the last call."""
+        for row in self.scheduler.take_released():
+            self.drafting.release(row)
+            self.target.rows.grammars.states.pop(row, None)
+            if self.target.branches is not None:
+                self.target.branches.release(row)
+
+    def count_waits(self, num_rows: int) -> None:
+        """Count rows that sit out a step, see `Stats`."""
+        self._stats.waited_rows += num_rows
+
+    # Of propose and score ------------------------------------------------------------------------
+
+    @property
+    def takes_branches(self) -> bool:
+        """True if drafts may have branches: law and target take them."""
+        return self.law.walks_trees and self.target.branches is not None
 
     def _fit_branches(self, batch: Batch, draft: Draft) -> Draft:
         """Leave branches only where law, target and rows take them."""
@@ -293,19 +303,15 @@ class Verbs:
             return without_branches(draft.rows)
         return self.target.branches.fit(self.target.rows, batch, draft.rows)
 
-    # Parts of plan and commit --------------------------------------------------------------------
+    def request(self, drafted: StepInput) -> ReadyPass:
+        """Gather the target's pass."""
+        if self.outputs.changeable:
+            self.changes.prepare(self.outputs.changeable, drafted.batch, drafted.draft, self.target.rows.changing)
+        ready = self.target.request(drafted.batch, drafted.draft)
+        drafted.mask_room = ready.masks
+        return ready
 
-    def controller_of(self, group: Group) -> Controller:
-        """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
-        return self.controller.second_group if group else self.controller
-
-    def count_waits(self, num_rows: int) -> None:
-        """Count rows that sit out a step, see `Stats`."""
-        self._stats.waited_rows += num_rows
-
-    def unload(self, name: str) -> None:
-        """Give back what a drafter holds; see `Engine`."""
-        raise NotImplementedError
+    # Of commit -----------------------------------------------------------------------------------
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
         """Take in, in one call, rows without drafts whose answers only grow.
