@@ -13,7 +13,7 @@ from paceline import kernels
 from paceline.core.nouns import BatchRow, RowVerdict
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
-from paceline.engine.open_answers import OpenAnswers
+from paceline.engine.answer_queue import AnswerQueue
 from paceline.engine.output import Response, StopChecker
 from paceline.engine.request_state import RequestState
 from paceline.model.detokenizer import Detokenizer
@@ -128,8 +128,8 @@ def told(runs: list[list[int]], *, strips_space: bool) -> list[tuple[object, ...
     return [*found, (detokenizer.flush(),)]
 
 
-def _open_answer(detokenizer: Detokenizer) -> tuple[OpenAnswers, Response]:
-    outputs = OpenAnswers(_never_ends)
+def _open_answer(detokenizer: Detokenizer) -> tuple[AnswerQueue, Response]:
+    outputs = AnswerQueue(_never_ends)
     request = Request("0", (1,), SamplingParams(max_tokens=99), seed=0)
     state = RequestState(request, order=0, hashes=[], token_ids=[1], answer_end=100)
     outputs.open(state, StopChecker(request, frozenset(), detokenizer))

@@ -1,4 +1,4 @@
-"""Nouns of a request, from its arrival to its last outcome; those of a step are in `nouns.py`."""
+"""Nouns of a request, from its arrival to its last outcome."""
 
 from __future__ import annotations
 

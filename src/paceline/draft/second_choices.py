@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 def second_choices(
     token_ids: Sequence[int], second_ids: Sequence[int], confidence: Sequence[float], most: int
 ) -> Branches | None:
-    """Return second choices as at most `most` branches of one token, those likeliest to be kept first.
+    """Return second choices as branches of one token, those likeliest to be kept first.
 
-    The second choice at a depth is kept if all guesses before it are, and its rival is not. All lists: [k].
+    The second choice at a depth is kept if all guesses before it are, and its rival is not. token_ids, second_ids,
+    confidence: [k] of the guesses. most: branches.
     """
     alive, chances = 1.0, list[tuple[float, int]]()
     for depth, chance in enumerate(confidence):

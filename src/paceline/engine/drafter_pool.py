@@ -1,4 +1,4 @@
-"""The drafters of an engine: rows that begin and end, drafters that come and go, and failures."""
+"""The drafters of an engine: rows begin and end, drafters come, go and fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafters in a step: previews before its plan, drafts, what was kept, and what their stores hold.
+"""The drafters in a step: previews, drafts, and what was kept.
 
 A drafter that fails costs speculation, never a request. What happens now and then is in `drafter_pool.py`: rows
 begin and end, drafters come and go, and fail.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import PromptTooLong, QueueFull, RequestError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import AUTO, OFF, check_token_ids
+from paceline.engine.answer_queue import take_told
 from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.gauges import Gauges
-from paceline.engine.open_answers import take_told
 from paceline.engine.output import StopChecker
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Stats

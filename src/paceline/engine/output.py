@@ -2,7 +2,7 @@
 
 `StopChecker` takes tokens that cannot end an answer, `stops.py` those that may. `Response` adds the counts of an
 open request. `OutputQueue` holds what answers gained until the loop has time to make it an outcome;
-`open_answers.py` adds how they begin and end.
+`answer_queue.py` adds how they begin and end.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class OutputQueue:
         self.book = NoteBook()
 
     def end(self, response: Response, check: StopCheck, text: str) -> None:
-        """Close a response, see `OpenAnswers`."""
+        """Close a response, see `AnswerQueue`."""
         raise NotImplementedError
 
     def put(self, response: Response, token_ids: Sequence[int], verdict: RowVerdict) -> None:

@@ -1,4 +1,4 @@
-"""Decode rows one by one, where the free pages do not last for all of them.
+"""Decode rows one by one, where free pages are short.
 
 When pages run out, drafts shrink first. Then the newest request is preempted, and only while none of its passes is
 in flight. While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.

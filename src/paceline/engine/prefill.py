@@ -1,4 +1,4 @@
-"""Prefill: chunks of prompts beside the rows that decode, and the admission of requests that wait.
+"""Prefill: chunks of prompts, and the admission of requests that wait.
 
 Pages of the oldest waiting request that are on disk are read into free pages first, beside the steps of others. It
 is admitted once they are in the prefix cache.

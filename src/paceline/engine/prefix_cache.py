@@ -1,4 +1,4 @@
-"""The prefix cache of a page pool: published pages by hash, and valid slots of each store.
+"""The prefix cache: published pages by hash, and valid slots of stores.
 
 The hash of a page is a chain over all tokens before it. `kv_disk.py` and `kv_events.py`, if they are there, are
 told of pages that are published and evicted.

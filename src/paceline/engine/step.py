@@ -14,7 +14,7 @@ from paceline.backend.branches import without_branches
 from paceline.backend.row_grammars import NO_MASKS, RowMasks
 from paceline.control.protocols import StepTimes
 from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, Plan, noun
-from paceline.engine.open_answers import OpenAnswers
+from paceline.engine.answer_queue import AnswerQueue
 from paceline.engine.stats import Stats
 from paceline.engine.step_view import step_view
 
@@ -146,7 +146,7 @@ class Verbs:
         self.law = law
         self.scheduler = scheduler
         self.loop = loop
-        self.outputs = OpenAnswers(scheduler.end)
+        self.outputs = AnswerQueue(scheduler.end)
         self._stats = Stats()
         self._planned_s = 0.0  # clock at which the last plan began
 

@@ -454,7 +454,6 @@ class AlwaysDrafter:
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Propose a token for each planned draft."""
-        del plan
         return Draft(tuple(self._drafts(r.max_drafts) if r.max_drafts else NO_DRAFT for r in batch.rows))
 
     def _drafts(self, count: int) -> RowDraft:
@@ -467,7 +466,6 @@ class AlwaysDrafter:
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Return nothing: it has no store."""
-        del row
         return {}
 
     def release(self, row: int) -> None:

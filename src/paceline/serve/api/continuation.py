@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from paceline.core.errors import RequestError
 from paceline.core.params import check_token_ids, shown
 from paceline.core.request_nouns import Outcome
-from paceline.engine.open_answers import take_told
+from paceline.engine.answer_queue import take_told
 from paceline.engine.output import StopChecker
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ ENDED = "the answer so far has ended ({}), so there is nothing to continue; take
 INTERNAL = "internal error while writing the answer; the log has the details"
 
 
-class OpenAnswers(OutputQueue):
+class AnswerQueue(OutputQueue):
     """The queue of outcomes, with the begin and the end of each answer."""
 
     def __init__(self, end_request: Callable[[str], object]) -> None:
