@@ -64,6 +64,7 @@ class Stats:
     steps: int = 0
     overlapped_steps: int = 0  # steps of one of two groups
     step_s: float = 0.0
+    step_core_s: float = 0.0  # processor time of the engine's own thread in steps
     draft_s: float = 0.0
     target_s: float = 0.0  # time of passes, packing of their tokens included
     overlapped_s: float = (
