@@ -12,7 +12,7 @@ client sees.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,7 +95,7 @@ class SharedCores:
         count = num_engines + num_others
         self.used_s = [0.0] * count  # core time of each process
         self.waited_s = [0.0] * count  # for a core
-        self.parts_s: Counter[str] = Counter()  # core time of all engines, by part
+        self.parts_s: defaultdict[str, float] = defaultdict(float)  # core time of all engines, by part
         self._num_cores, self._num_engines = num_cores, num_engines
         self._jobs: list[deque[CoreJob]] = [deque() for _ in range(count)]
         self._left = [1.0] * count  # share of each first job that is to be done
