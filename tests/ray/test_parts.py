@@ -25,7 +25,7 @@ from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.front_options import of_arguments, of_server
-from paceline.ray.line import Down, FrontLine, Up, read_from_host, read_to_host
+from paceline.ray.line import Down, EngineUp, FrontLine, read_from_host, read_to_host
 from paceline.ray.local_ray import ray_folder
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
@@ -399,7 +399,7 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
-    lines = iter([[Up(ready, 2)], [Up(ready, 2)], [Down(), Up(ready, 3)]])
+    lines = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [Down(), EngineUp(ready, 3)]])
 
     async def work() -> list[tuple[int, bool]]:
         found = []
@@ -432,7 +432,7 @@ def test_a_front_is_told_of_each_process_once() -> None:
                 host._tell_state(line)
         return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
 
-    assert asyncio.run(work()) == [Up(ready, 1), Down()]
+    assert asyncio.run(work()) == [EngineUp(ready, 1), Down()]
 
 
 @pytest.mark.ray

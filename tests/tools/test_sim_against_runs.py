@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.measure.fleet_seconds import Counters, Seconds
+from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.sim_against_runs import (
     SHARED_TOKENS,
     CellFigures,
     Inputs,
-    Load,
     LoadKind,
     Seen,
+    ServedLoad,
     compared,
     recorded,
     requests_of,
@@ -93,7 +93,7 @@ def test_what_serving_takes_is_found_from_loads() -> None:
         requests = requests_of(kind, 1, 0)
         used = simulate(requests, 1, kind.at_once, truth, 16)[1]
         asleep = truth.wake_s * len(requests) if kind.at_once == 1 else 0.0
-        loads.append(Load(kind, 1, replace(used, asleep=asleep)))
+        loads.append(ServedLoad(kind, 1, replace(used, asleep=asleep)))
     found = replace(INPUTS)
     take_in(found, loads, 16)
     for name in ("host", "engine", "front", "client"):
@@ -177,5 +177,5 @@ def test_a_line_says_whether_a_cell_is_within_the_bar() -> None:
     lines = [compared("near", real, near), compared("far", real, far)]
     assert [line["within"] for line in lines] == [True, False]
     assert "1.040" in shown(lines)
-    token_ms = {"real": Seconds(*[1.0] * 7).per(1000), "simulated": Seconds(*[2.0] * 7).per(1000)}
+    token_ms = {"real": SpentSeconds(*[1.0] * 7).per(1000), "simulated": SpentSeconds(*[2.0] * 7).per(1000)}
     assert spent([line | {"token_ms": token_ms} for line in lines]).count("2.000") == 14

@@ -1,4 +1,4 @@
-"""Where the seconds of a fleet on this machine go: processor time of its processes, and waits of its engines."""
+"""Seconds of a fleet on this machine: processor time of its processes, waits of its engines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ ENGINE_METRICS = "paceline_step_core_seconds_total", "paceline_step_seconds_tota
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
-    """Seconds of a span. Those from `passes` to `idle` are of all engines, and together their clocks'."""
+class SpentSeconds:
+    """Seconds of a span.
+
+    Those from `passes` to `idle` are of all engines, and together their clocks'.
+    """
 
     client: float  # of a processor
     front: float  # of a processor
@@ -37,7 +40,7 @@ class Seconds:
         return {name: 1e3 * getattr(self, name) / tokens for name in names}
 
     @classmethod
-    def simulated(cls, cores: SharedCores, replicas: int, span_s: float) -> Seconds:
+    def simulated(cls, cores: SharedCores, replicas: int, span_s: float) -> SpentSeconds:
         """Return where a simulated fleet's went."""
         *engines_s, front_s, client_s = cores.used_s
         parts, waiting_s = cores.parts_s, sum(cores.waited_s[:replicas])
@@ -62,7 +65,10 @@ class Counters:
 
     @classmethod
     def at_start(cls, server: RunningServer) -> Counters:
-        """Read them before a span, those of the processors last, as asking for metrics takes some time."""
+        """Read them before a span, those of the processors last.
+
+        Asking for metrics takes some time.
+        """
         metrics = _metrics(server.url)
         return cls(*_used_s(server), *metrics)
 
@@ -71,13 +77,13 @@ class Counters:
         """Read them after a span, those of the processors first."""
         return cls(*_used_s(server), *_metrics(server.url))
 
-    def since(self, start: Counters, replicas: int) -> Seconds:
+    def since(self, start: Counters, replicas: int) -> SpentSeconds:
         """Return where the seconds went after a start."""
         gained = Counters(*(getattr(self, f.name) - getattr(start, f.name) for f in fields(self)))
         passes_s = gained.steps * gained.pass_clock / max(gained.step_clock, 1e-9)
         idle_s = max(gained.clock * replicas - gained.engines - gained.waits, 0.0)
         used_s = gained.client + gained.front + gained.engines
-        return Seconds(
+        return SpentSeconds(
             gained.client,
             gained.front,
             passes_s,

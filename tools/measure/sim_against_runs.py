@@ -49,7 +49,7 @@ from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
 from paceline.sim.shared_cores import Handling, Pace, SharedMachine, run_closed
 from paceline.sim.simulator import SimulatedReplica
-from tools.measure.fleet_seconds import Counters, Seconds
+from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.step_prices import Prices, workers
 from tools.served import start_server
 
@@ -224,12 +224,12 @@ def measured_prices(flags: Sequence[str], seconds: float) -> Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ServedLoad:
     """A load, and where its seconds went."""
 
     kind: LoadKind
     replicas: int
-    used: Seconds
+    used: SpentSeconds
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -248,14 +248,14 @@ def requests_of(kind: LoadKind, replicas: int, seed: int) -> list[Recorded]:
     return [Recorded(prompt, kind.tokens) for prompt in prompts]
 
 
-def run_load(server: RunningServer, replicas: int, seed: int, kind: LoadKind) -> Load:
+def run_load(server: RunningServer, replicas: int, seed: int, kind: LoadKind) -> ServedLoad:
     """Run a load on each replica."""
     requests, before = requests_of(kind, replicas, seed), Counters.at_start(server)
     asyncio.run(run_cell(server.url, requests, kind.at_once * replicas))
-    return Load(kind, replicas, Counters.at_end(server).since(before, replicas))
+    return ServedLoad(kind, replicas, Counters.at_end(server).since(before, replicas))
 
 
-def take_in(inputs: Inputs, loads: Sequence[Load], rows: int) -> None:
+def take_in(inputs: Inputs, loads: Sequence[ServedLoad], rows: int) -> None:
     """Set the inputs that loads of one fleet tell."""
     for name in ("client", "front", "host"):
         setattr(inputs, name, handling(loads, [getattr(load.used, name) for load in loads]))
@@ -266,13 +266,13 @@ def take_in(inputs: Inputs, loads: Sequence[Load], rows: int) -> None:
     inputs.pace = measured_pace(loads, inputs, rows)
 
 
-def handling(loads: Sequence[Load], used_s: Sequence[float]) -> Handling:
+def handling(loads: Sequence[ServedLoad], used_s: Sequence[float]) -> Handling:
     """Return what a process takes, from its processor time under loads."""
     counts, shares = np.array([load.counts for load in loads], np.float64), np.maximum(used_s, 1e-9)[:, None]
     return Handling(*non_negative(counts / shares, np.ones(len(loads))).tolist())
 
 
-def measured_pace(loads: Sequence[Load], inputs: Inputs, rows: int) -> Pace:
+def measured_pace(loads: Sequence[ServedLoad], inputs: Inputs, rows: int) -> Pace:
     """Return the passes' processor time under loads, to that simulated at the prices."""
     bare, simulated = replace(inputs, pace=Pace()), {}
     for kind, replicas in {(load.kind, load.replicas) for load in loads}:
@@ -288,7 +288,7 @@ def measured_pace(loads: Sequence[Load], inputs: Inputs, rows: int) -> Pace:
 
 def simulate(
     requests: list[Recorded], replicas: int, in_flight: int, inputs: Inputs, rows: int
-) -> tuple[CellFigures, Seconds]:
+) -> tuple[CellFigures, SpentSeconds]:
     """Simulate a cell, with a client that keeps so many requests in flight."""
     profile = replace(inputs.alone.profile, accepted_at=(0.5,))  # of drafts, which there are none of
     kind = kind_of(profile, SimulatedReplica(rows), lambda: Static(0), None)
@@ -303,7 +303,9 @@ def simulate(
     result, cores = run_closed(setup, trace, inputs.machine(), in_flight, policy_named("seconds"), options)
     times = zip(result.trace.arrival_s, result.ends.first_s, result.ends.end_s, strict=True)
     found = CellFigures.of([Seen(float(sent), float(first), float(end)) for sent, first, end in times], requests)
-    return replace(found, hits=result.hits), Seconds.simulated(cores, replicas, float(result.ends.end_s.max()))
+    return replace(found, hits=result.hits), SpentSeconds.simulated(
+        cores, replicas, float(result.ends.end_s.max())
+    )
 
 
 # The table ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.engine.wire import Submit, encode
-from paceline.ray.line import SILENCE_S, Down, FrontLine, Up, read_to_host
+from paceline.ray.line import SILENCE_S, Down, EngineUp, FrontLine, read_to_host
 from paceline.serve.engines import Disconnected
 from paceline.serve.worker.client import EngineClient
 from paceline.serve.worker.commands import Obeyed
@@ -165,7 +165,7 @@ class EngineHost:
         if ready is line.told:
             return
         line.told = ready
-        line.put(Down() if client is None or ready is None else Up(ready, client.restarts))
+        line.put(Down() if client is None or ready is None else EngineUp(ready, client.restarts))
 
     @property
     def _running(self) -> EngineClient:

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
-from paceline.ray.line import BEAT_S, Down, Up, read_from_host, read_reply
+from paceline.ray.line import BEAT_S, Down, EngineUp, read_from_host, read_reply
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.commands import UpdateWeights
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected, Snapshot, Watch
@@ -183,7 +183,7 @@ class HostEngines:
         else:
             self._loaded(message)
 
-    def _loaded(self, message: Up) -> None:
+    def _loaded(self, message: EngineUp) -> None:
         self.ready = message.ready
         if not self.first_ready.done():
             self._first_restarts = message.restarts

@@ -55,9 +55,10 @@ class Handling:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Processor time of passes in an engine that serves, to that in one that does nothing else.
+    """Processor time of passes in an engine that serves.
 
-    Others used its core in between, which leaves cold caches.
+    As a share of that in an engine that does nothing else: others used its core in between, which leaves cold
+    caches.
     """
 
     decoding: float = 1.0  # of rows that decode
@@ -194,6 +195,14 @@ class SharedReplica(StepReplica):
         """Return the requests whose prompts end with these chunks."""
         found: list[int] = self._request[(chunks > 0) & (chunks == self._to_prefill)].tolist()
         return found
+
+    def _admit(self) -> None:
+        """Give rows to requests until the step has its prompt tokens, as the engine does."""
+        while self._queue and int(self._to_prefill.sum()) < self.replica.prefill_tokens:
+            (free,) = np.nonzero(self._request < 0)
+            if not len(free):
+                return
+            self._begin_row(int(free[0]), self._queue.popleft())
 
     def end_step(self, now: float) -> None:
         """Commit the step that the cores have done, and plan the next one."""
