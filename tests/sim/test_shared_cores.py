@@ -17,7 +17,7 @@ from paceline.sim.command import of_drafter
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import CoreJob, Handling, Pace, SharedCores, SharedMachine, run_closed
+from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, Slowdown, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tests.engine.same_text import STAIRCASE
 
@@ -141,9 +141,9 @@ def test_an_engines_process_takes_more_than_its_passes() -> None:
 
 
 def test_passes_have_a_pace_of_their_own() -> None:
-    """One request at a time: rows that decode and prompts take as many times longer as the pace tells."""
+    """One request at a time: rows that decode and prompts take as many times longer as the slowdown tells."""
     _, plain = ran(SharedMachine(64), in_flight=1)
-    _, slow = ran(SharedMachine(64, pace=Pace(1.5, 2.0)), in_flight=1)
+    _, slow = ran(SharedMachine(64, slowdown=Slowdown(1.5, 2.0)), in_flight=1)
     assert slow.parts_s["decoding"] == pytest.approx(1.5 * plain.parts_s["decoding"])
     assert slow.parts_s["prefill"] == pytest.approx(2.0 * plain.parts_s["prefill"])
     assert min(plain.parts_s["decoding"], plain.parts_s["prefill"]) > 0
@@ -154,6 +154,14 @@ def test_a_lone_request_waits_to_be_woken() -> None:
         ran(SharedMachine(64, wake_s=0.01), in_flight=1)[0].ttft_s - ran(SharedMachine(64), in_flight=1)[0].ttft_s
     )
     np.testing.assert_allclose(waits, 0.01, rtol=1e-6)
+
+
+def test_what_comes_after_the_last_token_delays_the_next_request() -> None:
+    """One request at a time: as much in all, but for the last answer, and less of it before the first token."""
+    machine = SharedMachine(64, front=Handling(0.01), client=Handling(0.02))
+    before, after = (ran(replace(machine, closing=share), in_flight=1)[0] for share in (0.0, 0.4))
+    np.testing.assert_allclose(before.ttft_s - after.ttft_s, 0.4 * 0.03, rtol=1e-6)
+    assert before.ends.end_s.max() - after.ends.end_s.max() == pytest.approx(0.4 * 0.03)
 
 
 @pytest.mark.parametrize(("in_flight", "hit_pages"), [(1, 3), (3, 0)])

@@ -34,7 +34,7 @@ from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.scheduler import Limits
 from paceline.sim.command import of_drafter
-from paceline.sim.shared_cores import Handling, Pace
+from paceline.sim.shared_cores import Handling, Slowdown
 from tests.engine.same_text import STAIRCASE
 
 REQUESTS = recorded(14, 1)
@@ -81,7 +81,7 @@ def test_what_serving_takes_is_found_from_loads() -> None:
     """Loads of a fleet that is itself simulated give its own inputs back."""
     truth = replace(
         INPUTS,
-        pace=Pace(1.2, 1.5),
+        slowdown=Slowdown(1.2, 1.5),
         host=Handling(1e-3, 2e-4, 5e-5),
         engine=Handling(5e-4, 3e-4, 2e-5),
         front=Handling(1e-3, 3e-4, 1e-4),
@@ -93,7 +93,7 @@ def test_what_serving_takes_is_found_from_loads() -> None:
         requests = requests_of(kind, 1, 0)
         used = simulate(requests, 1, kind.at_once, truth, 16)[1]
         asleep = truth.wake_s * len(requests) if kind.at_once == 1 else 0.0
-        loads.append(ServedLoad(kind, 1, replace(used, asleep=asleep)))
+        loads.append(ServedLoad(kind, 1, replace(used, asleep=asleep), 0.25 * 3e-3 * len(requests)))
     found = replace(INPUTS)
     take_in(found, loads, 16)
     for name in ("host", "engine", "front", "client"):
@@ -101,8 +101,9 @@ def test_what_serving_takes_is_found_from_loads() -> None:
         assert (one.request_s, one.batch_s, one.token_s) == pytest.approx(
             (other.request_s, other.batch_s, other.token_s), rel=0.15, abs=2e-5
         )
-    assert (found.pace.decoding, found.pace.prefill) == pytest.approx((1.2, 1.5), rel=0.01)
+    assert (found.slowdown.decoding, found.slowdown.prefill) == pytest.approx((1.2, 1.5), rel=0.01)
     assert found.wake_s == pytest.approx(2e-3)
+    assert found.closing == pytest.approx(0.25, rel=0.15)
     assert told(found)["wake_ms"] == pytest.approx(2.0)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a fleet on this machine: processor time of its processes, waits of its engines."""
+"""Seconds of a fleet: processor time of its processes, and waits of its engines."""
 
 from __future__ import annotations
 

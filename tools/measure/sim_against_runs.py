@@ -11,8 +11,9 @@ nothing of the cells. Its inputs are measured before them, so nothing else may r
 - then, of each fleet, from what its processes take under five loads that the cells do not have (`LOADS`):
 - processor time of front and client, of the host's part of steps and of the engine's loop outside them, each for a
   request, for the tokens of a step and for each of them, seconds (`Handling`);
-- the pace of passes in these engines: their processor time to the simulated one, for rows that decode and for
-  what prompts add (`Pace`);
+- the slowdown of passes in these engines: their processor time to the simulated one, for rows that decode and for
+  what prompts add (`Slowdown`);
+- the share of a request's time at front and client that comes after its last token;
 - how long a lone request waits, no process working, until processes have been woken, seconds.
 
 Each cell is told with where its seconds go, real and simulated, per token (`fleet_seconds`), so that a difference
@@ -29,6 +30,7 @@ import random
 import ssl
 import sys
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -47,7 +49,7 @@ from paceline.sim.fleet import FleetOptions
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import Handling, Pace, SharedMachine, run_closed
+from paceline.sim.shared_cores import Handling, SharedMachine, Slowdown, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.step_prices import Prices, workers
@@ -63,7 +65,7 @@ BAR = 0.05
 BEGINNINGS, SHARED_TOKENS, OWN_TOKENS = 4, 160, (16, 96)  # of prompts
 ANSWER_TOKENS = (24, 96)
 CACHE_PAGES = 1 << 16
-NOTHING, AS_ALONE = Handling(), Pace()
+NOTHING, AS_ALONE = Handling(), Slowdown()
 CERTIFICATES = ssl.create_default_context()  # reading them takes longer than a request
 TIMEOUT_S = 300.0
 STATES_S = 120.0
@@ -140,17 +142,20 @@ class Inputs:
 
     alone: Prices  # of an engine's passes
     crowded: Prices  # while another engine works
-    pace: Pace = AS_ALONE
+    slowdown: Slowdown = AS_ALONE
     host: Handling = NOTHING
     engine: Handling = NOTHING
     front: Handling = NOTHING
     client: Handling = NOTHING
+    closing: float = 0.0
     wake_s: float = 0.0
 
     def machine(self) -> SharedMachine:
         """Return what the simulator runs on."""
         handling = self.host, self.engine, self.front, self.client
-        return SharedMachine(len(usable_cores()), self.crowded.cost, self.pace, *handling, self.wake_s)
+        return SharedMachine(
+            len(usable_cores()), self.crowded.cost, self.slowdown, *handling, self.closing, self.wake_s
+        )
 
 
 def recorded(count: int, seed: int, vocab: int = 20000) -> list[Recorded]:
@@ -230,6 +235,7 @@ class ServedLoad:
     kind: LoadKind
     replicas: int
     used: SpentSeconds
+    closing_s: float = 0.0  # from the last tokens of answers to the next requests, where one client sends all
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -251,8 +257,10 @@ def requests_of(kind: LoadKind, replicas: int, seed: int) -> list[Recorded]:
 def run_load(server: RunningServer, replicas: int, seed: int, kind: LoadKind) -> ServedLoad:
     """Run a load on each replica."""
     requests, before = requests_of(kind, replicas, seed), Counters.at_start(server)
-    asyncio.run(run_cell(server.url, requests, kind.at_once * replicas))
-    return ServedLoad(kind, replicas, Counters.at_end(server).since(before, replicas))
+    seen = asyncio.run(run_cell(server.url, requests, kind.at_once * replicas))
+    used = Counters.at_end(server).since(before, replicas)
+    closing_s = sum(after.sent_s - one.end_s for one, after in pairwise(seen)) * len(seen) / max(len(seen) - 1, 1)
+    return ServedLoad(kind, replicas, used, closing_s)
 
 
 def take_in(inputs: Inputs, loads: Sequence[ServedLoad], rows: int) -> None:
@@ -262,8 +270,11 @@ def take_in(inputs: Inputs, loads: Sequence[ServedLoad], rows: int) -> None:
     inputs.engine = handling(loads, [load.used.own for load in loads])
     lone = [load for load in loads if load.replicas == load.kind.at_once == load.kind.tokens == 1]
     if lone:
-        inputs.wake_s = sum(load.used.asleep for load in lone) / sum(load.kind.requests for load in lone)
-    inputs.pace = measured_pace(loads, inputs, rows)
+        count = sum(load.kind.requests for load in lone)
+        inputs.wake_s = sum(load.used.asleep for load in lone) / count
+        handled_s = count * (inputs.front.request_s + inputs.client.request_s)
+        inputs.closing = min(sum(load.closing_s for load in lone) / max(handled_s, 1e-9), 1.0)
+    inputs.slowdown = measured_slowdown(loads, inputs, rows)
 
 
 def handling(loads: Sequence[ServedLoad], used_s: Sequence[float]) -> Handling:
@@ -272,15 +283,15 @@ def handling(loads: Sequence[ServedLoad], used_s: Sequence[float]) -> Handling:
     return Handling(*non_negative(counts / shares, np.ones(len(loads))).tolist())
 
 
-def measured_pace(loads: Sequence[ServedLoad], inputs: Inputs, rows: int) -> Pace:
+def measured_slowdown(loads: Sequence[ServedLoad], inputs: Inputs, rows: int) -> Slowdown:
     """Return the passes' processor time under loads, to that simulated at the prices."""
-    bare, simulated = replace(inputs, pace=Pace()), {}
+    bare, simulated = replace(inputs, slowdown=Slowdown()), {}
     for kind, replicas in {(load.kind, load.replicas) for load in loads}:
         requests = requests_of(kind, replicas, 0)
         simulated[kind] = simulate(requests, replicas, kind.at_once * replicas, bare, rows)[1]
     parts = np.array([(simulated[load.kind].passes - (p := simulated[load.kind].prefill), p) for load in loads])
     real_s = np.array([load.used.passes for load in loads])[:, None]
-    return Pace(*non_negative(parts / real_s, np.ones(len(loads))).tolist())
+    return Slowdown(*non_negative(parts / real_s, np.ones(len(loads))).tolist())
 
 
 # The simulator ------------------------------------------------------------------------------------
@@ -384,7 +395,7 @@ def run_fleet(
 def told(inputs: Inputs) -> dict[str, float]:
     """Return the inputs in milliseconds, for a look at them."""
     machine = inputs.machine()
-    found = {"pace_decoding": machine.pace.decoding, "pace_prefill": machine.pace.prefill}
+    found = {"slowdown_decoding": machine.slowdown.decoding, "slowdown_prefill": machine.slowdown.prefill}
     found |= {"fit_error": inputs.alone.error, "fit_error_crowded": inputs.crowded.error}
     for rows in (1, 4, 16):
         found[f"pass_{rows}_ms"] = 1e3 * inputs.alone.pass_s(rows, 250)
@@ -392,7 +403,7 @@ def told(inputs: Inputs) -> dict[str, float]:
     for name in ("host", "engine", "front", "client"):
         part = getattr(machine, name)
         found |= {f"{name}_{f.name[:-2]}_ms": 1e3 * getattr(part, f.name) for f in fields(part)}
-    return found | {"wake_ms": 1e3 * machine.wake_s}
+    return found | {"closing": machine.closing, "wake_ms": 1e3 * machine.wake_s}
 
 
 def main() -> int:

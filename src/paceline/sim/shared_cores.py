@@ -54,7 +54,7 @@ class Handling:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Slowdown:
     """Processor time of passes in an engine that serves.
 
     As a share of that in an engine that does nothing else: others used its core in between, which leaves cold
@@ -71,11 +71,12 @@ class SharedMachine:
 
     num_cores: int
     crowded: Callable[[], StepCost] | None = None  # prices of steps while another engine works; None: as alone
-    pace: Pace = Pace()  # of these, and of an engine alone
+    slowdown: Slowdown = Slowdown()  # of these, and of an engine alone
     host: Handling = Handling()  # of an engine's steps, their passes left out
     engine: Handling = Handling()  # of an engine's process outside its steps
     front: Handling = Handling()
     client: Handling = Handling()
+    closing: float = 0.0  # share of a request's time at front and client that comes after its last token
     wake_s: float = 0.0  # that a request waits on its whole way for processes to be woken; all cores are free then
 
 
@@ -181,8 +182,8 @@ class SharedReplica(StepReplica):
             return None
         self.next_s = inf  # until the cores have done it
         written = len(planned.view.rows) + len(self._begun(planned.chunks))
-        parts = _passes(self.cost, planned, machine.pace)
-        crowded_s = sum(_passes(self._crowded, planned, machine.pace).values())
+        parts = _passes(self.cost, planned, machine.slowdown)
+        crowded_s = sum(_passes(self._crowded, planned, machine.slowdown).values())
         beyond = {
             "host": machine.host.of(self._num_new, written),
             "own": machine.engine.of(self._num_new, written),
@@ -226,13 +227,13 @@ class SharedReplica(StepReplica):
         super()._finish(rows)
 
 
-def _passes(cost: StepCost, planned: PlannedStep, pace: Pace) -> dict[str, float]:
+def _passes(cost: StepCost, planned: PlannedStep, slowdown: Slowdown) -> dict[str, float]:
     """Return the seconds of a step's pass: of rows that decode, and what prompts add."""
     rows, lengths, d = len(planned.view.rows), planned.view.lengths, planned.decision
     keys = int(lengths.sum())
     decoding_s = cost.price(Work(rows, 0, keys, keys), lengths, d.ks, d.drafters) if rows else 0.0
     added_s = cost.price(planned.work, lengths, d.ks, d.drafters) - decoding_s if planned.chunks.any() else 0.0
-    return {"decoding": pace.decoding * decoding_s, "prefill": pace.prefill * added_s}
+    return {"decoding": slowdown.decoding * decoding_s, "prefill": slowdown.prefill * added_s}
 
 
 class SharedFleet(Fleet):
@@ -264,7 +265,7 @@ class SharedFleet(Fleet):
         """Run all requests. The result's trace has the times at which they were sent."""
         for index in range(len(self._replicas)):
             self._start(0.0, index)
-        for _ in range(min(self._in_flight, len(self._trace))):
+        for _ in range(self._in_flight):
             self._ask(0.0)
         while self._events:
             self._until(self._events[0][0])
@@ -274,16 +275,21 @@ class SharedFleet(Fleet):
     # A request's way ----------------------------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
-        """Begin the client's work at its next request."""
+        """Begin the client's work at its next request, if there is one."""
+        if self._num_sent == len(self._trace):
+            return
         request, self._num_sent = self._num_sent, self._num_sent + 1
         self._trace.arrival_s[request] = now
-        self._work(now, self._client, self._machine.client.request_s, self._reach_front, request)
+        self._work(now, self._client, self._opening(self._machine.client), self._reach_front, request)
+
+    def _opening(self, handling: Handling) -> float:
+        return (1 - self._machine.closing) * handling.request_s
 
     def _reach_front(self, now: float, request: int) -> None:
         self._at(now + self._machine.wake_s, self._wake_front, request)
 
     def _wake_front(self, now: float, request: int) -> None:
-        self._work(now, self._front, self._machine.front.request_s, self._send, Cut(request, 0, 0))
+        self._work(now, self._front, self._opening(self._machine.front), self._send, Cut(request, 0, 0))
 
     def _noted(self, now: float, index: int) -> None:
         """Begin the cores' work at a planned step. See `Fleet._noted`."""
@@ -311,14 +317,19 @@ class SharedFleet(Fleet):
         self._work(now, self._client, seconds, self._see, what)
 
     def _see(self, now: float, what: tuple[int, bool, bool]) -> None:
-        """Note a token that the client sees; after an answer's last, send a request."""
+        """Note a token that the client sees; after an answer's last, close it."""
         request, last, _ = what
         if np.isnan(self._seen.first_s[request]):
             self._seen.first_s[request] = now
         if last:
             self._seen.end_s[request] = now
-            if self._num_sent < len(self._trace):
-                self._ask(now)
+            seconds = self._machine.closing * self._machine.front.request_s
+            self._work(now, self._front, seconds, self._close, request)
+
+    def _close(self, now: float, _: int) -> None:
+        """Begin the client's last work at an answer."""
+        seconds = self._machine.closing * self._machine.client.request_s
+        self._work(now, self._client, seconds, lambda end_s, _: self._ask(end_s), None)
 
     # The cores' clock ---------------------------------------------------------------------------------
 
