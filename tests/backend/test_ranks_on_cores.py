@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -221,6 +222,27 @@ def test_what_ends_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EngineDied, match="rank 1 has ended, with status 1"):
         decoder_of(2)
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def files() -> int:
+        links = [link_of(path) for path in Path("/proc/self/fd").iterdir()]
+        return sum("paceline-ranks" in link for link in links)
+
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = files()
+    with pytest.raises(FileNotFoundError):
+        decoder_of(2)
+    gc.collect()  # what is mapped has a descriptor of its own, up to there
+    assert files() == before
+
+
+def link_of(path: Path) -> str:
+    """Target of a link; empty if it is gone."""
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -25,7 +25,7 @@ from paceline.engine.wire import Submit, encode
 from paceline.ray import serve_command
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.front_options import of_arguments, of_server
-from paceline.ray.line import Down, FrontLine, read_from_host, read_to_host
+from paceline.ray.line import Down, EngineUp, FrontLine, read_from_host, read_to_host
 from paceline.ray.local_ray import ray_folder
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
@@ -33,7 +33,10 @@ from paceline.serve.chat_options import chat_options
 from paceline.serve.engines import Answers, OnEvent
 from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
-from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 ROOT = Path(__file__).parents[2]
 
@@ -353,6 +356,7 @@ class TestArguments:
             ({"insecure": "true", "autoscaling": "1-2", "replicas": "2"}, "leave out replicas"),
             ({"insecure": "true", "hedge": "p95", "law": "rejection"}, "--hedge needs --law coupled"),
             ({"insecure": "true", "weights": "int3"}, "int3"),
+            ({"insecure": "true", "kv_events_config": "tcp://127.0.0.1:5557"}, "does not go with Ray"),
         ],
     )
     def test_wrong_ones_are_refused(self, args: dict[str, str], says: str) -> None:
@@ -386,6 +390,49 @@ class TestArguments:
         made = app({"insecure": "true", "autoscaling": "1-3", "tpot_ms": "80", "fronts": "2", "max_len": "512"})
         assert made._bound_deployment.name == "Front"
         assert made._bound_deployment.num_replicas == 2
+
+
+@pytest.mark.ray
+def test_a_line_that_breaks_is_no_restart() -> None:
+    """A front that is attached again hears of the same process; only the actor knows whether it is another."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+    from paceline.ray.host_engines import HostEngines
+
+    ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
+    lines = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [Down(), EngineUp(ready, 3)]])
+
+    async def work() -> list[tuple[int, bool]]:
+        found = []
+
+        async def pieces() -> AsyncIterator[Any]:
+            for message in next(lines, ()):
+                yield asyncio.sleep(0, encode([message]))
+            found.append((engines.restarts, engines.ready is not None))
+
+        stream = SimpleNamespace(remote=lambda _: pieces())
+        attach = SimpleNamespace(options=lambda **_: stream)
+        detach = SimpleNamespace(remote=lambda _: None)
+        engines = HostEngines(SimpleNamespace(attach=attach, detach=detach), "front")
+        while len(found) < 3:
+            await asyncio.sleep(0.01)
+        await engines.stop()
+        return found
+
+    assert asyncio.run(work()) == [(0, True), (0, True), (1, True)]
+
+
+def test_a_front_is_told_of_each_process_once() -> None:
+    ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
+
+    async def work() -> list[Any]:
+        host, line = EngineHost(EngineConfig()), FrontLine()
+        for state in (SimpleNamespace(ready=ready, restarts=1),) * 2, (SimpleNamespace(ready=None, restarts=1),):
+            for client in state:
+                host._client = client  # type: ignore[assignment]
+                host._tell_state(line)
+        return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
+
+    assert asyncio.run(work()) == [EngineUp(ready, 1), Down()]
 
 
 @pytest.mark.ray

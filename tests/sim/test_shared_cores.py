@@ -17,7 +17,7 @@ from paceline.sim.command import of_drafter
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, run_closed
+from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, Slowdown, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tests.engine.same_text import STAIRCASE
 
@@ -46,36 +46,34 @@ def end_times(cores: SharedCores) -> dict[str, float]:
     return ends
 
 
-def job(what: str, alone_s: float, crowded_s: float | None = None) -> CoreJob:
-    return CoreJob(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what)
+def job(what: str, alone_s: float, crowded_s: float | None = None, **shares: float) -> CoreJob:
+    return CoreJob(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what, shares)
 
 
 def test_processes_beyond_the_cores_share_them() -> None:
     """Three on two cores: each has two thirds until the shortest ends, at 1.5; two then have a core each."""
-    cores = SharedCores(2, 0, 3, 1.0)
+    cores = SharedCores(2, 0, 3)
     for process, seconds in enumerate((1.0, 2.0, 2.0)):
         cores.add(0.0, process, job(str(process), seconds))
     assert end_times(cores) == pytest.approx({"0": 1.5, "1": 2.5, "2": 2.5})
     assert cores.used_s == pytest.approx([1.0, 2.0, 2.0])
+    assert cores.waited_s == pytest.approx([0.5, 0.5, 0.5])
 
 
 def test_a_process_does_its_jobs_in_turn() -> None:
-    cores = SharedCores(2, 0, 1, 1.0)
+    cores = SharedCores(2, 0, 1)
     cores.add(0.0, 0, job("first", 1.0))
     cores.add(0.5, 0, job("second", 2.0))
     assert end_times(cores) == pytest.approx({"first": 1.0, "second": 3.0})
 
 
-def test_engines_slow_each_other_and_are_slower_beside_others() -> None:
+def test_engines_slow_each_other() -> None:
     """A step of 1 s alone, 2 s beside an engine: half is done when the other ends; the rest takes 0.5 s."""
-    cores = SharedCores(4, 2, 1, 1.5)
-    cores.add(0.0, 0, job("long", 1.0, 2.0))
-    cores.add(0.0, 1, job("short", 0.5, 1.0))
+    cores = SharedCores(4, 2, 1)
+    cores.add(0.0, 0, job("long", 1.0, 2.0, passes=0.75, own=0.25))
+    cores.add(0.0, 1, job("short", 0.5, 1.0, passes=1.0))
     assert end_times(cores) == pytest.approx({"short": 1.0, "long": 1.5})
-    cores = SharedCores(4, 2, 1, 1.5)
-    cores.add(0.0, 0, job("engine", 1.0, 2.0))
-    cores.add(0.0, 2, job("front", 10.0))
-    assert end_times(cores) == pytest.approx({"engine": 1.5, "front": 10.0})
+    assert cores.parts_s == pytest.approx({"passes": 0.75 * 1.5 + 1.0, "own": 0.25 * 1.5})
 
 
 # Fleets ------------------------------------------------------------------------------------------
@@ -109,16 +107,17 @@ def test_what_front_and_client_do_is_waited_for_and_counted() -> None:
     tokens_s = 3e-3 + 4e-3
     added = slow[0].ttft_s - free[0].ttft_s
     np.testing.assert_allclose(added, 0.03 + tokens_s, rtol=1e-6)
-    assert slow[1][1:] == pytest.approx([COUNT * 0.01 + ANSWERS * 3e-3, COUNT * 0.02 + ANSWERS * 4e-3])
-    assert slow[1][0] == pytest.approx(free[1][0])
+    used_s = slow[1].used_s
+    assert used_s[1:] == pytest.approx([COUNT * 0.01 + ANSWERS * 3e-3, COUNT * 0.02 + ANSWERS * 4e-3])
+    assert used_s[0] == pytest.approx(free[1].used_s[0])
 
 
 def test_one_core_does_the_work_of_all() -> None:
     machine = SharedMachine(
         1, front=Handling(1e-3, 0.0, 2e-4), client=Handling(1e-3, 0.0, 2e-4), engine=Handling(0.0, 1e-4)
     )
-    found, used_s = ran(machine, 2, 8)
-    assert sum(used_s) == pytest.approx(found.ends.end_s.max(), rel=0.01)
+    found, cores = ran(machine, 2, 8)
+    assert sum(cores.used_s) == pytest.approx(found.ends.end_s.max(), rel=0.01)
     assert found.ends.end_s.max() > 1.3 * span_s(replace(machine, num_cores=2), replicas=2, in_flight=8)
 
 
@@ -131,8 +130,45 @@ def test_a_second_engine_brings_less_where_both_slow_each_other() -> None:
     assert span_s(crowded, replicas=2) > 1.6 * span_s(SharedMachine(4), replicas=2)
 
 
-def test_an_engines_process_takes_more_than_its_steps() -> None:
+def test_an_engines_process_takes_more_than_its_passes() -> None:
     """One request at a time: each waits for the process once, and once for every token."""
-    loop = SharedMachine(64, engine=Handling(0.01, 2e-3, 1e-3))
-    more_s = span_s(loop, in_flight=1) - span_s(SharedMachine(64), in_flight=1)
-    assert more_s == pytest.approx(0.01 * COUNT + 3e-3 * ANSWERS)
+    more = SharedMachine(64, engine=Handling(0.01, 2e-3, 1e-3), host=Handling(0.0, 1e-3))
+    found, cores = ran(more, in_flight=1)
+    more_s = float(found.ends.end_s.max()) - span_s(SharedMachine(64), in_flight=1)
+    assert more_s == pytest.approx(0.01 * COUNT + 4e-3 * ANSWERS)
+    assert cores.parts_s["own"] == pytest.approx(0.01 * COUNT + 3e-3 * ANSWERS)
+    assert cores.parts_s["host"] == pytest.approx(1e-3 * ANSWERS)
+
+
+def test_passes_have_a_pace_of_their_own() -> None:
+    """One request at a time: rows that decode and prompts take as many times longer as the slowdown tells."""
+    _, plain = ran(SharedMachine(64), in_flight=1)
+    _, slow = ran(SharedMachine(64, slowdown=Slowdown(1.5, 2.0)), in_flight=1)
+    assert slow.parts_s["decoding"] == pytest.approx(1.5 * plain.parts_s["decoding"])
+    assert slow.parts_s["prefill"] == pytest.approx(2.0 * plain.parts_s["prefill"])
+    assert min(plain.parts_s["decoding"], plain.parts_s["prefill"]) > 0
+
+
+def test_a_lone_request_waits_to_be_woken() -> None:
+    waits = (
+        ran(SharedMachine(64, wake_s=0.01), in_flight=1)[0].ttft_s - ran(SharedMachine(64), in_flight=1)[0].ttft_s
+    )
+    np.testing.assert_allclose(waits, 0.01, rtol=1e-6)
+
+
+def test_what_comes_after_the_last_token_delays_the_next_request() -> None:
+    """One request at a time: as much in all, but for the last answer, and less of it before the first token."""
+    machine = SharedMachine(64, front=Handling(0.01), client=Handling(0.02))
+    before, after = (ran(replace(machine, closing=share), in_flight=1)[0] for share in (0.0, 0.4))
+    np.testing.assert_allclose(before.ttft_s - after.ttft_s, 0.4 * 0.03, rtol=1e-6)
+    assert before.ends.end_s.max() - after.ends.end_s.max() == pytest.approx(0.4 * 0.03)
+
+
+@pytest.mark.parametrize(("in_flight", "hit_pages"), [(1, 3), (3, 0)])
+def test_pages_are_found_once_they_are_computed(in_flight: int, hit_pages: int) -> None:
+    """Two prompts of the same pages wait for a step of another: in one step they find nothing of each other."""
+    size, pages = TRACE.page_tokens, (1, 2, 3)
+    trace = FleetTrace(np.zeros(3), np.full(3, 3 * size + 1), np.full(3, 4), [(), pages, pages])
+    setup = FleetSetup.of(1, KIND, trace)
+    result, _ = run_closed(setup, trace, SharedMachine(64), in_flight, policy_named("round-robin"))
+    assert result.tally.hit_tokens == hit_pages * size

@@ -8,23 +8,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.sim_against_runs import (
     SHARED_TOKENS,
     CellFigures,
-    CoreTime,
     Inputs,
-    Load,
-    Recorded,
+    LoadKind,
     Seen,
-    beyond_steps,
+    ServedLoad,
     compared,
-    handling,
     recorded,
+    requests_of,
     shown,
     simulate,
+    spent,
+    take_in,
     told,
 )
-from tools.measure.step_prices import BEGINNING, Prices, Stepper, StepTime, slowed
+from tools.measure.step_prices import BEGINNING, Prices, Stepper, StepTime
 
 from paceline.control.cost import Curve, TargetCost
 from paceline.control.files import read_profile
@@ -33,11 +34,11 @@ from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits
 from paceline.sim.command import of_drafter
-from paceline.sim.shared_cores import Handling
+from paceline.sim.shared_cores import Handling, Slowdown
 from tests.engine.same_text import STAIRCASE
 
 REQUESTS = recorded(14, 1)
-PRICES = Prices(of_drafter(read_profile(Path(STAIRCASE)), None), 0.0)
+PRICES = Prices(replace(of_drafter(read_profile(Path(STAIRCASE)), None), about={}), 0.0)
 INPUTS = Inputs(PRICES, PRICES)
 
 
@@ -76,23 +77,55 @@ def test_what_the_simulator_is_given_counts() -> None:
 # Inputs ------------------------------------------------------------------------------------------
 
 
-def load_of(load: tuple[int, int, int], client: Handling, engine: Handling = Handling()) -> Load:  # noqa: B008
-    """A load of one replica, and what it would take."""
-    count, at_once, tokens = load
-    requests = [Recorded(tuple(range(32)), tokens) for _ in range(count)]
-    steps_s = simulate(requests, 1, at_once, replace(INPUTS, engine=engine), rows=8)[1].engines
-    bare = Load(requests, at_once, 1, CoreTime(0.0, 0.0, steps_s))
-    parts = zip(bare.counts, (client.request_s, client.batch_s, client.token_s), strict=True)
-    return replace(bare, used=replace(bare.used, client=sum(n * s for n, s in parts)))
+def test_what_serving_takes_is_found_from_loads() -> None:
+    """Loads of a fleet that is itself simulated give its own inputs back."""
+    truth = replace(
+        INPUTS,
+        slowdown=Slowdown(1.2, 1.5),
+        host=Handling(1e-3, 2e-4, 5e-5),
+        engine=Handling(5e-4, 3e-4, 2e-5),
+        front=Handling(1e-3, 3e-4, 1e-4),
+        client=Handling(2e-3, 3e-4, 1e-4),
+        wake_s=2e-3,
+    )
+    loads = []
+    for kind in (LoadKind(6, 1, 1, 32), LoadKind(4, 1, 1, 128), LoadKind(2, 1, 24, 32), LoadKind(4, 4, 24, 32)):
+        requests = requests_of(kind, 1, 0)
+        used = simulate(requests, 1, kind.at_once, truth, 16)[1]
+        asleep = truth.wake_s * len(requests) if kind.at_once == 1 else 0.0
+        loads.append(ServedLoad(kind, 1, replace(used, asleep=asleep), 0.25 * 3e-3 * len(requests)))
+    found = replace(INPUTS)
+    take_in(found, loads, 16)
+    for name in ("host", "engine", "front", "client"):
+        one, other = getattr(found, name), getattr(truth, name)
+        assert (one.request_s, one.batch_s, one.token_s) == pytest.approx(
+            (other.request_s, other.batch_s, other.token_s), rel=0.15, abs=2e-5
+        )
+    assert (found.slowdown.decoding, found.slowdown.prefill) == pytest.approx((1.2, 1.5), rel=0.01)
+    assert found.wake_s == pytest.approx(2e-3)
+    assert found.closing == pytest.approx(0.25, rel=0.15)
+    assert told(found)["wake_ms"] == pytest.approx(2.0)
 
 
-def test_handling_is_found_from_the_processor_time_of_loads() -> None:
-    truth, engine = Handling(2e-3, 3e-4, 1e-4), Handling(1e-3, 2e-4, 5e-5)
-    loads = [load_of(load, truth, engine) for load in ((12, 1, 1), (2, 1, 24), (4, 4, 24))]
-    found = handling(loads, [load.used.client for load in loads])
-    assert (found.request_s, found.batch_s, found.token_s) == pytest.approx((2e-3, 3e-4, 1e-4), rel=0.01)
-    beyond = beyond_steps(loads, INPUTS, rows=8)
-    assert (beyond.request_s, beyond.batch_s, beyond.token_s) == pytest.approx((1e-3, 2e-4, 5e-5), rel=0.1)
+def test_counters_tell_where_seconds_went() -> None:
+    """An engine of 10 s: 8 of a core, of these 6 in steps, of these two thirds in passes; 0.5 s it waited."""
+    start = Counters(*[0.0] * 9)
+    end = Counters(10.0, 0.4, 0.6, 8.0, 0.5, 0.1, 6.0, 9.0, 6.0)
+    found = end.since(start, 1)
+    assert (found.passes, found.host, found.own) == pytest.approx((4.0, 2.0, 2.0))
+    assert (found.waiting, found.idle) == pytest.approx((0.5, 1.5))
+    assert found.asleep == pytest.approx(0.4)
+    parts = found.per(1000)
+    assert parts["client"] == pytest.approx(0.4)
+    assert sum(list(parts.values())[2:]) == pytest.approx(10.0)
+
+
+def test_simulated_seconds_fill_the_clock() -> None:
+    cell, seconds = simulate(REQUESTS, 2, 4, replace(INPUTS, front=Handling(1e-3, 1e-3, 1e-3)), 4)
+    span_s = sum(r.tokens for r in REQUESTS) / cell.per_s
+    engines_s = seconds.passes + seconds.host + seconds.own + seconds.waiting + seconds.idle
+    assert engines_s == pytest.approx(2 * span_s)
+    assert 0 < seconds.prefill < seconds.passes
 
 
 def test_prices_are_found_from_steps_and_interrupted_ones_do_not_count() -> None:
@@ -105,13 +138,11 @@ def test_prices_are_found_from_steps_and_interrupted_ones_do_not_count() -> None
         if chunk:
             work += Work(chunk, chunk - 1, chunk, chunk * (chunk + 1) // 2)
         if work.tokens:
-            steps.append(StepTime(work, rows, float(truth(work)), 1e-4 * (10 + rows)))
+            steps.append(StepTime(work, rows, float(truth(work))))
     stalled = [replace(s, target_s=3 * s.target_s) if i % 20 == 0 else s for i, s in enumerate(steps)]
     found = Prices.of(stalled)
     assert found.error < 0.02
-    assert slowed(steps, found) == pytest.approx(1.0, abs=0.02)
-    right_s = float(truth(Work(4, 0, 800, 800))) + 14e-4
-    assert found.step_s(4, 200) == pytest.approx(right_s, rel=0.03)
+    assert found.pass_s(4, 200) == pytest.approx(float(truth(Work(4, 0, 800, 800))), rel=0.03)
 
 
 def test_a_stepper_tells_the_work_of_its_steps() -> None:
@@ -147,3 +178,5 @@ def test_a_line_says_whether_a_cell_is_within_the_bar() -> None:
     lines = [compared("near", real, near), compared("far", real, far)]
     assert [line["within"] for line in lines] == [True, False]
     assert "1.040" in shown(lines)
+    token_ms = {"real": SpentSeconds(*[1.0] * 7).per(1000), "simulated": SpentSeconds(*[2.0] * 7).per(1000)}
+    assert spent([line | {"token_ms": token_ms} for line in lines]).count("2.000") == 14

@@ -1,11 +1,16 @@
 """Kill replicas of a fleet under load, and compare every answer.
 
-    python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 5] [--in-flight 8] [--out FILE]
+    python -m tools.measure.kills [--kills 1000] [--model default] [--replicas 5] [--in-flight 8]
+        [--profile PROFILE] [--out FILE]
 
 In each round requests of all kinds are answered while replicas that write are harmed, each in another way: killed
 (kill -9), stopped (SIGSTOP), told to end (SIGTERM) or drained. Every text, score and count is compared with that
 of the same request undisturbed, which is answered once and kept. A round begins when one replica more is up than
 it harms; the others are still starting.
+
+Most of a round is that wait (`waited_s` of its line), and most of a start is measuring what steps cost, one
+replica after another. `paceline profile --out PROFILE`, then `--profile PROFILE`, leave that out; `auto` drafts
+as before.
 
 Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
 summary is of all lines. The pause of a stream is its longest gap around the harm. It includes the prefill of what
@@ -217,7 +222,9 @@ class Rounds:
         kinds = [list(HARMS)[(number * self.args.harms + i) % len(HARMS)] for i in range(self.args.harms)]
         bodies = chance.sample(self.requests(), self.args.in_flight)
         whole = self.answer_whole(bodies)
+        wait_s = time.monotonic()
         self.wait_until_up(self.args.harms + 1)
+        waited_s = round(time.monotonic() - wait_s, 2)
         found: list[TimedStream] = [TimedStream() for _ in bodies]
         hits: list[Hit] = []
         with ThreadPoolExecutor(len(bodies)) as pool:
@@ -239,6 +246,7 @@ class Rounds:
             "different": len(different),
             "pauses_ms": pauses_ms(found, hits),
             "prefill_ms": self.prefill_ms,
+            "waited_s": waited_s,
             "seconds": round(time.monotonic() - start_s, 2),
         }
 
@@ -282,9 +290,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--delay", type=float, default=0.5, help="longest wait before each harm, seconds")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile", help="of what steps cost; without one every start measures it")
     parser.add_argument("--out", type=Path, help="file of lines; a run goes on behind them")
     args = parser.parse_args()
     flags = ["--model", args.model, "--replicas", str(args.replicas), "--no-access-log"]
+    flags += ["--profile", args.profile] if args.profile else []
     rounds = read_rounds(args.out)
     with served(flags, command=COMMAND) as url:
         running = Rounds(url, args, rounds)

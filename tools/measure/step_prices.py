@@ -1,11 +1,11 @@
-"""Prices of an engine's steps, alone and beside others: a worker of `sim_against_runs`.
+"""Prices of an engine's passes, alone and beside another: a worker of `sim_against_runs`.
 
     python -m tools.measure.step_prices CORE [FLAG ...]
 
 It loads an engine with the flags of `paceline serve`, on one core. For each line `SECONDS` on its input it takes
-steps for that long, and writes them as one line of JSON. Rows are added one by one, up to the limit, so that
-prompts of many lengths are computed beside any number of rows, behind a shared beginning or without one. Drafts
-are off. Times are of the processor: what another process takes of the core is not the engine's.
+steps for that long, and writes their passes as one line of JSON. Rows are added one by one, up to the limit, so
+that prompts of many lengths are computed beside any number of rows, behind a shared beginning or without one.
+Drafts are off. Times are of the processor: what another process takes of the core is not the engine's.
 
 A start's own calibration takes 2.5 s and no step with a long prompt, so the prices of a prompt token and of a key
 differ by a fifth and more from one start to the next. With drafts that hardly matters; for a simulator it does.
@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,35 +44,20 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16
 DECODE_STEPS = 5  # after each prompt
-FRESH = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a prompt behind its beginning
+FRESH = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 348)  # tokens of a prompt behind its beginning
 BEGINNING = 160  # tokens that prompts of an episode share; every other episode has none
-POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # of the curve of token rows
+POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # of the curve of token rows
 OUTLIER = 1.3  # a step that takes so much longer than its price was interrupted
 WORKER = (sys.executable, "-m", "tools.measure.step_prices")
-# Work like that of a front and a client: small objects, JSON, bytes. Arguments: its core, if any; seconds of rest
-# after half a millisecond.
-PYTHON_LOAD = """
-import json, os, sys, time
-core, rest_s = sys.argv[1], float(sys.argv[2])
-if core:
-    os.sched_setaffinity(0, {int(core)})
-while True:
-    end_s = time.perf_counter() + 5e-4
-    while time.perf_counter() < end_s:
-        json.loads(json.dumps({"choices": [{"text": "word", "index": 0}] * 8}).encode())
-    time.sleep(rest_s)
-"""
-REST_S = 1.5e-3  # front and client of 500 tokens a second use a quarter of a core
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step, or the median of several alike."""
+    """A step's pass, or the median of several alike."""
 
     work: Work
     rows: int  # that decoded
     target_s: float
-    host_s: float
 
 
 # The worker ---------------------------------------------------------------------------------------
@@ -101,8 +86,7 @@ class Stepper:
         for _ in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
             found.append(self._add((*beginning, *self._tokens(self._chance.choice(FRESH)))))
             steps = [self._step() for _ in range(DECODE_STEPS)]
-            middle = sorted(steps, key=lambda s: s.target_s)[DECODE_STEPS // 2]
-            found.append(StepTime(middle.work, middle.rows, middle.target_s, median(s.host_s for s in steps)))
+            found.append(sorted(steps, key=lambda s: s.target_s)[DECODE_STEPS // 2])
             if perf_counter() > end_s:
                 break
         for request_id in [r.request.request_id for r in self._engine.scheduler.requests.values()]:
@@ -134,7 +118,7 @@ class Stepper:
             cached = int(gained.cached_tokens)
             chunk = prompt - cached
             work += Work(chunk, chunk - 1, prompt, chunk * cached + chunk * (chunk + 1) // 2)
-        return StepTime(work, len(view.rows), share * gained.target_s, share * gained.host_s)
+        return StepTime(work, len(view.rows), share * gained.target_s)
 
 
 def work_on(core: int, flags: Sequence[str]) -> None:
@@ -148,7 +132,7 @@ def work_on(core: int, flags: Sequence[str]) -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         found = stepper.run(float(line))
-        sys.stdout.write(json.dumps([(s.work.as_ints, s.rows, s.target_s, s.host_s) for s in found]) + "\n")
+        sys.stdout.write(json.dumps([(s.work.as_ints, s.rows, s.target_s) for s in found]) + "\n")
         sys.stdout.flush()
 
 
@@ -157,14 +141,14 @@ def work_on(core: int, flags: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of steps, fitted to measured ones."""
+    """Prices of passes, fitted to measured ones."""
 
     profile: Profile
-    error: float  # median error of a step, as a share
+    error: float  # median error of a pass, as a share
 
     @classmethod
     def of(cls, steps: Sequence[StepTime]) -> Prices:
-        """Fit prices. Steps that were interrupted are left out of a second fit."""
+        """Fit prices. Passes that were interrupted are left out of a second fit."""
         found = cls._fit(steps)
         kept = [s for s in steps if s.target_s < OUTLIER * float(found.profile.cost.target(s.work))]  # type: ignore[union-attr]
         return cls._fit(kept)
@@ -174,24 +158,17 @@ class Prices:
         most = max(int(s.work.tokens) for s in steps)
         points = [p for p in POINTS if p <= most]
         target = fit_target([TimedPass(s.work, s.target_s) for s in steps], points=points)
-        host_s = median(s.host_s / (10 + s.rows) for s in steps) * 11
         error = median(abs(float(target(s.work)) / s.target_s - 1) for s in steps)
-        return cls(Profile(MeasuredCost(target, (DraftCost(()),)), about={"host_s": host_s}), error)
+        return cls(Profile(MeasuredCost(target, (DraftCost(()),))), error)
 
     def cost(self) -> OnlineCost:
-        """Return the prices of whole steps."""
+        """Return the prices of steps without their host's part."""
         return step_cost(self.profile)  # type: ignore[return-value]
 
-    def step_s(self, rows: int, length: int) -> float:
-        """Return the seconds of a step in which so many rows of some length decode."""
+    def pass_s(self, rows: int, length: int) -> float:
+        """Return the seconds of a pass in which so many rows of some length decode."""
         keys, none = rows * length, np.zeros(rows, np.int64)
         return self.cost().price(Work(rows, 0, keys, keys), np.full(rows, length), none, none)
-
-
-def slowed(steps: Sequence[StepTime], prices: Prices) -> float:
-    """Return how much longer steps took than their price."""
-    target: Any = prices.profile.cost
-    return median(s.target_s / float(target.target(s.work)) for s in steps)
 
 
 class Workers:
@@ -217,8 +194,8 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _steps_of(line: str) -> Iterator[StepTime]:
-    for work, rows, target_s, host_s in json.loads(line):
-        yield StepTime(Work(*work), rows, target_s, host_s)
+    for work, rows, target_s in json.loads(line):
+        yield StepTime(Work(*work), rows, target_s)
 
 
 @contextmanager
@@ -235,18 +212,6 @@ def workers(cores: Sequence[int], flags: Sequence[str]) -> Iterator[Workers]:
                 pass
             processes.append(process)
         yield Workers(processes)
-
-
-@contextmanager
-def python_load(core: int | None, rest_s: float) -> Iterator[None]:
-    """Run Python during a block, on one core or on any, with rests."""
-    place = "" if core is None else str(core)
-    process = subprocess.Popen([sys.executable, "-c", PYTHON_LOAD, place, str(rest_s)])  # noqa: S603
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

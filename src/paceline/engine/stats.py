@@ -60,11 +60,10 @@ class Stats:
     steps: int = 0
     overlapped_steps: int = 0  # steps of one of two groups
     step_s: float = 0.0
+    step_core_s: float = 0.0  # processor time of the engine's own thread in steps
     draft_s: float = 0.0
     target_s: float = 0.0  # time of passes, packing of their tokens included
-    overlapped_s: float = (
-        0.0  # of `target_s` and `draft_s`: counted as time of host or drafters too, which worked beside it
-    )
+    overlapped_s: float = 0.0  # of `target_s` and `draft_s`: also counted for host or drafters, at work beside it
     control_s: float = 0.0  # controller's part of the host time: planning, trimming, learning
     decode_passes: int = 0  # rows summed over the steps in which they decoded
     decoded_tokens: int = 0  # committed by decode passes, without tokens behind a stop

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Protocol
 
 from paceline import kernels
@@ -152,10 +152,11 @@ class Verbs:
 
     def step(self) -> list[Outcome]:
         """Run a step with at most one target pass; without one it is not counted."""
-        start, num_steps = perf_counter(), self._stats.steps
+        start, core_start, num_steps = perf_counter(), thread_time(), self._stats.steps
         self.loop.step(self)
         if self._stats.steps > num_steps:
             self._stats.step_s += perf_counter() - start
+            self._stats.step_core_s += thread_time() - core_start
         return self.outputs.take_outcomes()
 
     # The verbs -----------------------------------------------------------------------------------

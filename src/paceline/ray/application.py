@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.ray.front import Door, FrontReplica
-from paceline.ray.front_options import NAMES, FrontOptions, of_arguments
+from paceline.ray.front_options import NAMES, UNPUBLISHED, FrontOptions, of_arguments
 from paceline.ray.replica import MAX_CALLS, EngineReplica
 from paceline.serve.asking import config_of
 from paceline.serve.fleet.fleet_options import MAX_REPLICAS
@@ -38,6 +38,8 @@ def app(args: Mapping[str, Any]) -> Any:
     model, cpus = str(given.pop("model", "default")), _positive(placement, "cpus")
     given.setdefault("threads", max(1, int(cpus)))
     config = config_of(model, given, (*PLACEMENT, *NAMES, "model"))
+    if config.kv_events is not None:
+        raise ConfigError(f"kv_events_config does not go with Ray: {UNPUBLISHED}")
     options, fronts = of_arguments(front), _count(placement, "fronts")
     options.fleet.check_law(config.law)
     if options.operation.rl and fronts != 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.engine.wire import Submit, encode
-from paceline.ray.line import SILENCE_S, Down, FrontLine, read_to_host
+from paceline.ray.line import SILENCE_S, Down, EngineUp, FrontLine, read_to_host
 from paceline.serve.engines import Disconnected
 from paceline.serve.worker.client import EngineClient
 from paceline.serve.worker.commands import Obeyed
@@ -160,11 +160,12 @@ class EngineHost:
 
     def _tell_state(self, line: FrontLine) -> None:
         """Tell a front of an engine that is ready, or is so no more."""
-        ready = None if self._client is None else self._client.ready
+        client = self._client
+        ready = None if client is None else client.ready
         if ready is line.told:
             return
         line.told = ready
-        line.put(Down() if ready is None else ready)
+        line.put(Down() if client is None or ready is None else EngineUp(ready, client.restarts))
 
     @property
     def _running(self) -> EngineClient:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.serve.server import HttpConfig
 
 FLEET = ("route", "resume", "resume_wait_s", "hedge", "tail")  # of `ReplicaOptions`
+UNPUBLISHED = "engines may move between machines, and so would their endpoints"  # why there are no KV events
 NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
 
 

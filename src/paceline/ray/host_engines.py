@@ -12,10 +12,10 @@ from ray.exceptions import RayActorError
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
-from paceline.ray.line import BEAT_S, Down, read_from_host, read_reply
+from paceline.ray.line import BEAT_S, Down, EngineUp, read_from_host, read_reply
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.commands import UpdateWeights
-from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected, Snapshot, Watch
 from paceline.serve.worker.open_answers import OpenAnswers
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.ray.line import FromHost
     from paceline.serve.engines import OnEvent
     from paceline.serve.worker.commands import Command, Obeyed
-    from paceline.serve.worker.messages import Language
+    from paceline.serve.worker.messages import Language, Ready
 
 AGAIN_S = 0.1  # before a line that broke is attached again
 log = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class HostEngines:
     def __init__(self, host: Any, front: str) -> None:
         """host: handle of an `EngineHost`. front: name of this front."""
         self.dead = False  # the actor has ended
-        self.restarts = 0
+        self.restarts = 0  # of the engine's process, since it was first seen; a line that breaks is none
+        self._first_restarts = 0  # of the process when it was
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -182,12 +183,12 @@ class HostEngines:
         else:
             self._loaded(message)
 
-    def _loaded(self, ready: Ready) -> None:
+    def _loaded(self, message: EngineUp) -> None:
+        self.ready = message.ready
         if not self.first_ready.done():
-            self.first_ready.set_result(ready)
-        elif self.ready is None:
-            self.restarts += 1
-        self.ready = ready
+            self._first_restarts = message.restarts
+            self.first_ready.set_result(message.ready)
+        self.restarts = message.restarts - self._first_restarts
 
     def _down(self) -> None:
         self.ready = None

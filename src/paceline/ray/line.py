@@ -24,7 +24,14 @@ class Down(Message, frozen=True):
     """The engine's process has ended; it is being restarted. All open requests are lost."""
 
 
-FromHost = Ready | Down | OutcomeBatch | Rejected | Snapshot
+class EngineUp(Message, frozen=True):
+    """An engine is ready."""
+
+    ready: Ready
+    restarts: int  # of its process, since the actor began
+
+
+FromHost = EngineUp | Down | OutcomeBatch | Rejected | Snapshot
 ToHost = Submit | Cancel | Watch | Command
 
 read_from_host = msgspec.msgpack.Decoder(list[FromHost]).decode

@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.cli_options import engine_config
 from paceline.engine.wire import error_of
-from paceline.ray.front_options import of_server
+from paceline.ray.front_options import UNPUBLISHED, of_server
 from paceline.ray.local_ray import ray_folder, start_local_ray
 from paceline.serve.chat_options import chat_options
 from paceline.serve.operation import configure_logs
@@ -45,7 +45,7 @@ REFUSED = {
     "drain_seconds": "Ray drains a replica that it stops",
     "watchdog_seconds": "Ray replaces a replica whose engine does not come back",
     "otlp_endpoint": "Ray has traces of its own",
-    "kv_events_config": "engines may move between machines, and so would their endpoints",
+    "kv_events_config": UNPUBLISHED,
     "trace": "engines may be on other machines",
 }
 

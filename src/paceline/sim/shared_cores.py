@@ -1,28 +1,31 @@
 """A simulated fleet on the cores of one machine, with its front and its client.
 
 Engines, front and client are processes of one thread. While more of them work than there are cores, all advance
-alike, as under a fair scheduler (processor sharing, Kleinrock 1967). An engine also advances slower beside others
-that work: they read one memory, and perhaps share a physical core.
+alike, as under a fair scheduler (processor sharing, Kleinrock 1967). Passes of two engines also slow each other:
+they read one memory, and perhaps share a physical core.
 
 A client keeps so many requests in flight. Each one costs time of client and front before it reaches an engine, and
-each token on its way back. The times of a result are those that the client sees.
+each token on its way back. An engine's process takes time for passes, for its host's part of steps, and for its
+own loop. Pages of a prompt are found by others once they are computed. The times of a result are those that the
+client sees.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from paceline.control.policy import Work
 from paceline.sim.fleet import Fleet, FleetOptions, FleetResult
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.replicas import Cut, Ends, StepReplica
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.sim.fleet_traces import FleetTrace
     from paceline.sim.rates import ReplicaKind
     from paceline.sim.replicas import Leg
+    from paceline.sim.simulator import PlannedStep
 
 DONE = 1e-12  # seconds of a job: rounding leaves less
 
@@ -44,17 +48,36 @@ class Handling:
     batch_s: float = 0.0  # of the tokens that one step of an engine brings, however many
     token_s: float = 0.0  # of each of them
 
+    def of(self, requests: int, tokens: int) -> float:
+        """Return the seconds for some requests and the tokens of one step."""
+        return requests * self.request_s + bool(tokens) * self.batch_s + tokens * self.token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Processor time of passes in an engine that serves.
+
+    As a share of that in an engine that does nothing else: others used its core in between, which leaves cold
+    caches.
+    """
+
+    decoding: float = 1.0  # of rows that decode
+    prefill: float = 1.0  # of what prompts add
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMachine:
-    """Everything that the processes of one machine do beside the steps of an engine alone."""
+    """Everything that the processes of one machine do beside the passes of an engine alone."""
 
     num_cores: int
     crowded: Callable[[], StepCost] | None = None  # prices of steps while another engine works; None: as alone
-    beside: float = 1.0  # of a step's time alone, while front or client work
-    engine: Handling = Handling()  # of an engine's process, beyond the steps themselves
+    slowdown: Slowdown = Slowdown()  # of these, and of an engine alone
+    host: Handling = Handling()  # of an engine's steps, their passes left out
+    engine: Handling = Handling()  # of an engine's process outside its steps
     front: Handling = Handling()
     client: Handling = Handling()
+    closing: float = 0.0  # share of a request's time at front and client that comes after its last token
+    wake_s: float = 0.0  # that a request waits on its whole way for processes to be woken; all cores are free then
 
 
 class CoreJob(NamedTuple):
@@ -64,16 +87,18 @@ class CoreJob(NamedTuple):
     crowded_s: float  # while another engine works
     then: Callable[[float, Any], None]  # called at its end
     what: Any
+    shares: Mapping[str, float] = {}  # of its parts, by name
 
 
 class SharedCores:
     """Processes that take turns on cores. Each does its jobs one after another."""
 
-    def __init__(self, num_cores: int, num_engines: int, num_others: int, beside: float) -> None:
-        """beside: of an engine's time, while other processes work and no other engine."""
+    def __init__(self, num_cores: int, num_engines: int, num_others: int) -> None:
         count = num_engines + num_others
         self.used_s = [0.0] * count  # core time of each process
-        self._num_cores, self._num_engines, self._beside = num_cores, num_engines, beside
+        self.waited_s = [0.0] * count  # for a core
+        self.parts_s: defaultdict[str, float] = defaultdict(float)  # core time of all engines, by part
+        self._num_cores, self._num_engines = num_cores, num_engines
         self._jobs: list[deque[CoreJob]] = [deque() for _ in range(count)]
         self._left = [1.0] * count  # share of each first job that is to be done
         self._now = 0.0
@@ -100,23 +125,22 @@ class SharedCores:
 
     def _move(self, now: float) -> None:
         share, rates = self._rates()
+        seconds, self._now = now - self._now, now
         for process, rate in rates.items():
-            self._left[process] -= (now - self._now) * rate
-            self.used_s[process] += (now - self._now) * share
-        self._now = now
+            self._left[process] -= seconds * rate
+            self.used_s[process] += seconds * share
+            self.waited_s[process] += seconds * (1 - share)
+            for part, of_job in self._jobs[process][0].shares.items():
+                self.parts_s[part] += seconds * share * of_job
 
     def _rates(self) -> tuple[float, dict[int, float]]:
         """Return the core share of busy processes, and how fast their jobs go."""
         busy = [p for p, jobs in enumerate(self._jobs) if jobs]
         share = min(1.0, self._num_cores / max(len(busy), 1))
         crowded = sum(p < self._num_engines for p in busy) > 1
-        beside = self._beside if len(busy) > 1 else 1.0
-        rates = {}
-        for process in busy:
-            job = self._jobs[process][0]
-            alone_s = job.alone_s * (beside if process < self._num_engines else 1.0)
-            rates[process] = share / max(job.crowded_s if crowded else alone_s, DONE)
-        return share, rates
+        first = [self._jobs[p][0] for p in busy]
+        seconds = [job.crowded_s if crowded else job.alone_s for job in first]
+        return share, {p: share / max(s, DONE) for p, s in zip(busy, seconds, strict=True)}
 
 
 class SharedReplica(StepReplica):
@@ -126,8 +150,11 @@ class SharedReplica(StepReplica):
         """crowded: prices while another engine works."""
         super().__init__(kind, trace, ends, 1.0)
         self._crowded = crowded or self.cost
+        self._trace = trace
         self.written: list[int] = []  # requests with a token of the last step
         self.ended: set[int] = set()  # those that it ended
+        self.hit_tokens = 0  # of prompts
+        self._computed_pages: set[Any] = set()  # pages of prompts that are computed
         self._num_new = 0  # requests taken since the last step
 
     def submit(self, now: float, leg: Leg) -> None:
@@ -135,26 +162,48 @@ class SharedReplica(StepReplica):
         self._num_new += 1
         super().submit(now, leg)
 
-    def take_step(self, engine: Handling) -> tuple[float, float] | None:
-        """Return the seconds of a newly planned step, alone and crowded; None without one.
+    def _begin_row(self, row: int, request: int) -> None:
+        """Find the pages that are kept now, whatever the router took for kept."""
+        pages, size = self._trace.pages[request], self._trace.page_tokens
+        hits = next((i for i, page in enumerate(pages) if page not in self._computed_pages), len(pages))
+        leg = self._legs[request]
+        cached = min(hits * size, int(self._trace.prompt_lens[request]) - (not leg.told))
+        self._legs[request] = leg._replace(cached=cached)
+        self.hit_tokens += cached
+        super()._begin_row(row, request)
 
-        engine: what its process takes beyond the step.
+    def take_step(self, machine: SharedMachine) -> tuple[float, float, dict[str, float]] | None:
+        """Return the seconds of a newly planned step, alone and crowded, and its parts alone.
+
+        None without one.
         """
         planned = self._planned
         if planned is None or self.next_s == inf:
             return None
         self.next_s = inf  # until the cores have done it
-        d, rows = planned.decision, planned.view.rows
-        crowded_s = self._crowded.price(planned.work, planned.view.lengths, d.ks, d.drafters)
-        written = len(rows) + len(self._begun(planned.chunks))
-        loop_s = self._num_new * engine.request_s + bool(written) * engine.batch_s + written * engine.token_s
+        written = len(planned.view.rows) + len(self._begun(planned.chunks))
+        parts = _passes(self.cost, planned, machine.slowdown)
+        crowded_s = sum(_passes(self._crowded, planned, machine.slowdown).values())
+        beyond = {
+            "host": machine.host.of(self._num_new, written),
+            "own": machine.engine.of(self._num_new, written),
+        }
         self._num_new = 0
-        return planned.verify_s + planned.draft_s + loop_s, crowded_s + loop_s
+        parts |= beyond
+        return sum(parts.values()), crowded_s + sum(beyond.values()), parts
 
     def _begun(self, chunks: NDArray[int64]) -> list[int]:
         """Return the requests whose prompts end with these chunks."""
         found: list[int] = self._request[(chunks > 0) & (chunks == self._to_prefill)].tolist()
         return found
+
+    def _admit(self) -> None:
+        """Give rows to requests until the step has its prompt tokens, as the engine does."""
+        while self._queue and int(self._to_prefill.sum()) < self.replica.prefill_tokens:
+            (free,) = np.nonzero(self._request < 0)
+            if not len(free):
+                return
+            self._begin_row(int(free[0]), self._queue.popleft())
 
     def end_step(self, now: float) -> None:
         """Commit the step that the cores have done, and plan the next one."""
@@ -168,11 +217,23 @@ class SharedReplica(StepReplica):
 
     def _end_prefill(self, chunks: NDArray[int64]) -> None:
         self.written += self._begun(chunks)
+        for row in np.flatnonzero(chunks).tolist():
+            computed = int(self._length[row] + chunks[row]) // self._trace.page_tokens
+            self._computed_pages.update(self._trace.pages[int(self._request[row])][:computed])
         super()._end_prefill(chunks)
 
     def _finish(self, rows: NDArray[int64]) -> None:
         self.ended |= set(self._request[rows].tolist())
         super()._finish(rows)
+
+
+def _passes(cost: StepCost, planned: PlannedStep, slowdown: Slowdown) -> dict[str, float]:
+    """Return the seconds of a step's pass: of rows that decode, and what prompts add."""
+    rows, lengths, d = len(planned.view.rows), planned.view.lengths, planned.decision
+    keys = int(lengths.sum())
+    decoding_s = cost.price(Work(rows, 0, keys, keys), lengths, d.ks, d.drafters) if rows else 0.0
+    added_s = cost.price(planned.work, lengths, d.ks, d.drafters) - decoding_s if planned.chunks.any() else 0.0
+    return {"decoding": slowdown.decoding * decoding_s, "prefill": slowdown.prefill * added_s}
 
 
 class SharedFleet(Fleet):
@@ -193,7 +254,7 @@ class SharedFleet(Fleet):
         make = machine.crowded or setup.kind.make_cost
         self._replicas = [SharedReplica(setup.kind, unsent, ends, make()) for _ in range(setup.num_replicas)]
         super().__init__(unsent, self._replicas, ends, setup.states(), policy, options)
-        self.cores = SharedCores(machine.num_cores, setup.num_replicas, 2, machine.beside)
+        self.cores = SharedCores(machine.num_cores, setup.num_replicas, 2)
         self._machine, self._in_flight = machine, in_flight
         self._front, self._client = setup.num_replicas, setup.num_replicas + 1
         self._num_sent = 0
@@ -204,29 +265,40 @@ class SharedFleet(Fleet):
         """Run all requests. The result's trace has the times at which they were sent."""
         for index in range(len(self._replicas)):
             self._start(0.0, index)
-        for _ in range(min(self._in_flight, len(self._trace))):
+        for _ in range(self._in_flight):
             self._ask(0.0)
         while self._events:
             self._until(self._events[0][0])
+        self._tally.hit_tokens = sum(replica.hit_tokens for replica in self._replicas)
         return replace(self._result(), ends=self._seen)
 
     # A request's way ----------------------------------------------------------------------------------
 
     def _ask(self, now: float) -> None:
-        """Begin the client's work at its next request."""
+        """Begin the client's work at its next request, if there is one."""
+        if self._num_sent == len(self._trace):
+            return
         request, self._num_sent = self._num_sent, self._num_sent + 1
         self._trace.arrival_s[request] = now
-        self._work(now, self._client, self._machine.client.request_s, self._reach_front, request)
+        self._work(now, self._client, self._opening(self._machine.client), self._reach_front, request)
+
+    def _opening(self, handling: Handling) -> float:
+        return (1 - self._machine.closing) * handling.request_s
 
     def _reach_front(self, now: float, request: int) -> None:
-        self._work(now, self._front, self._machine.front.request_s, self._send, Cut(request, 0, 0))
+        self._at(now + self._machine.wake_s, self._wake_front, request)
+
+    def _wake_front(self, now: float, request: int) -> None:
+        self._work(now, self._front, self._opening(self._machine.front), self._send, Cut(request, 0, 0))
 
     def _noted(self, now: float, index: int) -> None:
         """Begin the cores' work at a planned step. See `Fleet._noted`."""
         replica, machine = self._replicas[index], self._machine
         self._states.note(index, replica, now)
-        if (step_s := replica.take_step(machine.engine)) is not None:
-            self._job(now, index, CoreJob(*step_s, self._end_step, index))
+        if (step := replica.take_step(machine)) is not None:
+            alone_s, crowded_s, parts = step
+            shares = {name: seconds / max(alone_s, DONE) for name, seconds in parts.items()}
+            self._job(now, index, CoreJob(alone_s, crowded_s, self._end_step, index, shares))
 
     def _end_step(self, now: float, index: int) -> None:
         replica, front = self._replicas[index], self._machine.front
@@ -245,14 +317,19 @@ class SharedFleet(Fleet):
         self._work(now, self._client, seconds, self._see, what)
 
     def _see(self, now: float, what: tuple[int, bool, bool]) -> None:
-        """Note a token that the client sees; after an answer's last, send a request."""
+        """Note a token that the client sees; after an answer's last, close it."""
         request, last, _ = what
         if np.isnan(self._seen.first_s[request]):
             self._seen.first_s[request] = now
         if last:
             self._seen.end_s[request] = now
-            if self._num_sent < len(self._trace):
-                self._ask(now)
+            seconds = self._machine.closing * self._machine.front.request_s
+            self._work(now, self._front, seconds, self._close, request)
+
+    def _close(self, now: float, _: int) -> None:
+        """Begin the client's last work at an answer."""
+        seconds = self._machine.closing * self._machine.client.request_s
+        self._work(now, self._client, seconds, lambda end_s, _: self._ask(end_s), None)
 
     # The cores' clock ---------------------------------------------------------------------------------
 
@@ -285,10 +362,10 @@ def run_closed(
     in_flight: int,
     policy: RoutingPolicy,
     options: FleetOptions | None = None,
-) -> tuple[FleetResult, list[float]]:
+) -> tuple[FleetResult, SharedCores]:
     """Run requests with so many in flight.
 
-    Returns the result, and the core time of each process: engines, front, client.
+    Returns the result, and the cores, which tell the times of each process: engines, front, client.
     """
     fleet = SharedFleet(trace, setup, machine, in_flight, policy, options or FleetOptions())
-    return fleet.run_closed(), fleet.cores.used_s
+    return fleet.run_closed(), fleet.cores

@@ -181,8 +181,9 @@ class CoreRanks:
     def __init__(self, size: int) -> None:
         self.size = size
         self.processes: list[RankProcess] = []
-        self.close = finalize(self, end_all, self.processes)
         self._file = new_memory(kernels.RANK_MEMORY_BYTES)
+        self.close = finalize(self, _end, self.processes, files := [self._file])
+        self._files = files  # that are open
         self.memory = kernels.RankMemory(self._file, 0, size)
         self._head = mmap.mmap(self._file, mmap.PAGESIZE)
         self._lock = RLock()
@@ -216,7 +217,7 @@ class CoreRanks:
             for one in self.processes:
                 one.answer(timeout_s)
         finally:
-            os.close(self._file)
+            _close_files(self._files)
         Thread(target=watch, args=(ref(self), os._exit), daemon=True, name="ranks-watch").start()
 
     def new_kv(self, num_pages: int, num_layers: int) -> int:
@@ -246,6 +247,17 @@ class CoreRanks:
                         one.line.send(data)
                 except LineEnded:
                     raise EngineDied(f"rank {one.rank} has ended{one.how()}; start the engine anew") from None
+
+
+def _end(processes: list[RankProcess], files: list[int]) -> None:
+    """End processes, and close the files of ranks that never began."""
+    end_all(processes)
+    _close_files(files)
+
+
+def _close_files(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 class RankedKV(kernels.KVStore):

@@ -30,6 +30,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.
 _COUNTERS = (
     ("paceline_steps", "steps", "Engine steps"),
     ("paceline_step_seconds", "step_s", "Time in engine steps"),
+    ("paceline_step_core_seconds", "step_core_s", "Processor time of the engine's thread in steps"),
     ("paceline_draft_seconds", "draft_s", "Time drafting"),
     ("paceline_target_seconds", "target_s", "Time in the target's passes"),
     ("paceline_decode_passes", "decode_passes", "Rows times steps in which they decoded"),
