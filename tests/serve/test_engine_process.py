@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import Figures
+from paceline.core.figures import Figures
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
 from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
