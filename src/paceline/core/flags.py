@@ -1,0 +1,35 @@
+"""Flags of the command line whose defaults are the fields of a dataclass, and the dataclass back from them."""
+
+from __future__ import annotations
+
+from argparse import BooleanOptionalAction
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from argparse import _ArgumentGroup as ArgumentGroup
+    from collections.abc import Mapping
+
+OptionsT = TypeVar("OptionsT")
+
+
+def add_flags(group: ArgumentParser | ArgumentGroup, defaults: object, flags: Mapping[str, str]) -> None:
+    """Add a flag for each field of `defaults` named, of its default's type.
+
+    flags: field -> metavar and, behind a space, help; of a switch the help alone.
+    """
+    for name, text in flags.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        if isinstance(default, bool):
+            group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
+        else:
+            kind = type(default) if isinstance(default, int | float) else str
+            metavar, _, about = text.partition(" ")
+            group.add_argument(flag, type=kind, metavar=metavar, default=default, help=about)
+
+
+def of_flags(kind: type[OptionsT], args: Namespace, **others: Any) -> OptionsT:
+    """Return a dataclass with the flags of its fields' names, `others`, and its own defaults."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
