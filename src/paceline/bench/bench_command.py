@@ -149,7 +149,7 @@ def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dic
 
 
 def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
-    from paceline.bench.load import server
+    from paceline.bench.load import driven_server
     from paceline.bench.report import file_head
     from paceline.bench.session import run_there
 
@@ -159,7 +159,7 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
         "max_tokens": args.max_tokens,
         "ignore_eos": args.ignore_eos,
     }
-    target = server(args.url, params)
+    target = driven_server(args.url, params)
     levels = 1 if args.request_rate is not None else len(session.concurrencies)
     total = session.repeat * levels * len(prompts)
     with progress("measuring") as update:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from paceline.bench.interleave import Question
-    from paceline.bench.load import Server
+    from paceline.bench.load import DrivenServer
     from paceline.bench.prompt_file import Prompt
     from paceline.core.params import SamplingParams
     from paceline.engine.assembly.build import Loaded
@@ -115,7 +115,11 @@ def _repeat(
 
 
 def run_there(
-    target: Server, session: Session, rate_per_s: float | None, prompts: Sequence[Prompt], on_progress: OnProgress
+    target: DrivenServer,
+    session: Session,
+    rate_per_s: float | None,
+    prompts: Sequence[Prompt],
+    on_progress: OnProgress,
 ) -> Iterator[Run]:
     """Yield the runs against a server of fixed drafter; its caches are not emptied."""
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
