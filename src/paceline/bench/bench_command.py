@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError
+from paceline.core.flags import numbers_of
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
-from paceline.engine.assembly.config import AUTO, DEFAULT_DRAFT, OVERLAPS
+from paceline.engine.assembly.config import AUTO, DEFAULT_DRAFT, MAX_ROWS, OVERLAPS
 from paceline.serve.terminal.display import progress, say
 from paceline.serve.terminal.output_files import check_file, check_picture
 
@@ -109,14 +110,10 @@ def _check_server(args: Namespace) -> None:
 def _session(args: Namespace) -> Session:
     from paceline.bench.session import Session
 
-    try:
-        concurrencies = tuple(dict.fromkeys(int(c) for c in args.concurrency.split(",")))
-    except ValueError:
-        raise ConfigError(f"--concurrency must be numbers such as 1,8,32, not {args.concurrency!r}") from None
     usual = ["server"] if args.url else ["off", DEFAULT_DRAFT]
     return Session(
         drafts=tuple(dict.fromkeys(args.draft or usual)),
-        concurrencies=concurrencies,
+        concurrencies=numbers_of("--concurrency", args.concurrency, 1, MAX_ROWS),
         params=SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,

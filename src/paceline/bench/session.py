@@ -11,7 +11,6 @@ from paceline.bench.measure import Run
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_SEED, MAX_TOKENS
 from paceline.core.system import peak_rss_mb, reset_peak_rss
-from paceline.engine.assembly.config import MAX_ROWS
 from paceline.model.template import compiled
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class Session:
         for name, (low, high) in _BOUNDS.items():
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"--{name} must be between {low} and {high}, not {getattr(self, name)}")
-        if not self.concurrencies or not all(1 <= c <= MAX_ROWS for c in self.concurrencies):
-            raise ConfigError(f"--concurrency must be numbers between 1 and {MAX_ROWS}, such as 1,8,32")
 
     @property
     def num_runs(self) -> int:

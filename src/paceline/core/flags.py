@@ -6,6 +6,8 @@ from argparse import BooleanOptionalAction
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from argparse import _ArgumentGroup as ArgumentGroup
@@ -33,3 +35,14 @@ def of_flags(kind: type[OptionsT], args: Namespace, **others: Any) -> OptionsT:
     """Return a dataclass with the flags of its fields' names, `others`, and its own defaults."""
     names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
+
+
+def numbers_of(flag: str, text: str, low: int, high: int) -> tuple[int, ...]:
+    """Return the numbers of a flag's list, each once. Raises `ConfigError`."""
+    try:
+        found = tuple(dict.fromkeys(int(word) for word in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(low <= number <= high for number in found):
+        raise ConfigError(f"{flag} must be numbers between {low} and {high} such as 1,4,16, not {text!r}")
+    return found
