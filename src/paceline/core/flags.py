@@ -1,4 +1,4 @@
-"""Flags of the command line whose defaults are the fields of a dataclass, and the dataclass back from them."""
+"""Flags whose defaults are the fields of a dataclass, and the dataclass back from them."""
 
 from __future__ import annotations
 

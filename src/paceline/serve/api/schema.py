@@ -288,7 +288,7 @@ def seed_asked(given: int | None) -> int | None:
 
 
 def sampling_of(fields: Any, **others: Any) -> SamplingParams:
-    """Return the parameters that fields of a body say, by OpenAI's names, and `others`. Raises `RequestError`."""
+    """Return the parameters in fields of OpenAI's names, and `others`. Raises `RequestError`."""
     same = ("temperature", "top_p", "min_p", "ignore_eos", "n")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     return given_params(

@@ -112,7 +112,7 @@ TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
 
 
 def template_kwargs(given: Mapping[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
-    """Return the variables of a template that a client sets, and those by which templates know its effort.
+    """Return the variables of a template that a client sets, and those of its effort.
 
     Raises `RequestError` for variables that are too large or ours to set.
     """

@@ -25,7 +25,7 @@ ID_CHARS = 9  # Mistral's templates refuse ids of another length
 
 
 class JsonCalls(ToolFamily):
-    """The family `json`, for models that have no form of their own: an object with name and arguments."""
+    """The family `json`, for models without a form of their own: name and arguments."""
 
     name = "json"
     bare_key: str | None = "arguments"
