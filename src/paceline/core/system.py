@@ -74,11 +74,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of the running code; None outside a checkout.
+def commit(folder: Path = Path(__file__).parents[3]) -> str | None:
+    """Return the commit of the running code; None if it is no checkout, though it may lie in another.
 
     A changed checkout gets `-dirty` and a hash of its changes, as two changes of one commit are two builds.
     """
+    if not (folder / ".git").exists():
+        return None
     try:
         found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12").decode().strip()
         changes = _git(folder, "diff", "HEAD") if found.endswith("-dirty") else b""

@@ -12,6 +12,7 @@ import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.core.params import TYPICAL, Speculation
+from paceline.serve.api.auth import header_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
@@ -121,7 +122,7 @@ class Job:
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
     """Return the body. Raises `ApiError` 408, 413 (over `limit` bytes) or 415, and `ClientDisconnected`."""
     _check_type(scope)
-    announced = _header(scope, b"content-length")
+    announced = header_of(scope, b"content-length")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     if announced.isdigit() and int(announced[:20]) > MAX_DISCARDED_BYTES:
         raise too_large
@@ -152,15 +153,11 @@ def _check_type(scope: Scope) -> None:
 
     A page can leave the type out, but not its Origin; a simple client such as curl may send neither.
     """
-    kind = _header(scope, b"content-type").split(b";")[0].strip().lower()
+    kind = header_of(scope, b"content-type").split(b";")[0].strip().lower()
     if kind == b"application/json" or (kind == b"" and b"origin" not in dict(scope["headers"])):
         return
     shown = kind[:64].decode("latin-1") or "without a type"
     raise ApiError(415, f"the body must be application/json, not {shown}; set the header content-type")
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
 # Jobs ------------------------------------------------------------------------------------------------
