@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from argparse import BooleanOptionalAction
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from argparse import _ArgumentGroup as ArgumentGroup
-    from collections.abc import Mapping
+    from collections.abc import Collection
 
 OptionsT = TypeVar("OptionsT")
+MAX_SHOWN = 64  # characters of an unknown key
 
 
 def add_flags(group: ArgumentParser | ArgumentGroup, defaults: object, flags: Mapping[str, str]) -> None:
@@ -46,3 +49,20 @@ def numbers_of(flag: str, text: str, low: int, high: int) -> tuple[int, ...]:
     if not found or not all(low <= number <= high for number in found):
         raise ConfigError(f"{flag} must be numbers between {low} and {high} such as 1,4,16, not {text!r}")
     return found
+
+
+def json_of(flag: str, given: str | Mapping[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
+    """Return a flag's JSON object, or a mapping given in its place, if its keys are known.
+
+    wanted: what the flag takes, for the error. Raises `ConfigError`.
+    """
+    try:
+        values = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{flag} is no JSON: {error}") from None
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{flag} must be {wanted}")
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{flag} has no key {str(key)[:MAX_SHOWN]!r}{suggest(str(key), known)}")
+    return dict(values)
