@@ -274,18 +274,30 @@ def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> It
         with suppress(OSError):  # no such folder, or a file system without locks
             file = stack.enter_context(path.open("a"))
             start = time.monotonic()
-            while not (held := _try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
+            while not (held := try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
                 on_wait(waited_s)
                 time.sleep(POLL_S)
         yield held
 
 
-def _try_lock(file: IO[str]) -> bool:
+def try_lock(file: IO[Any]) -> bool:
+    """Lock a file for this process if no other has it; return whether it did."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def anonymous_memory(num_bytes: int) -> int:
+    """Return the descriptor of a file of zeros without a name, in memory if possible."""
+    if hasattr(os, "memfd_create"):
+        found = os.memfd_create("paceline")
+    else:
+        with tempfile.TemporaryFile() as file:
+            found = os.dup(file.fileno())
+    os.ftruncate(found, num_bytes)
+    return found
 
 
 def replace_file(path: Path, data: bytes) -> None:
