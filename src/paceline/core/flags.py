@@ -52,7 +52,7 @@ def numbers_of(flag: str, text: str, low: int, high: int) -> tuple[int, ...]:
 
 
 def json_of(flag: str, given: str | Mapping[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:
-    """Return a flag's JSON object, or a mapping given in its place, if its keys are known.
+    """Return a flag's JSON object, or a mapping in its place, its keys checked.
 
     wanted: what the flag takes, for the error. Raises `ConfigError`.
     """

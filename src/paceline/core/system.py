@@ -75,7 +75,7 @@ def _version(package: str) -> str | None:
 
 
 def commit(folder: Path = Path(__file__).parents[3]) -> str | None:
-    """Return the commit of the running code; None if it is no checkout, though it may lie in another.
+    """Return the commit of the running code; None if it is no checkout.
 
     A changed checkout gets `-dirty` and a hash of its changes, as two changes of one commit are two builds.
     """

@@ -215,7 +215,7 @@ def _chunk_of(asked: Mapping[str, str]) -> Chunk:
 
 
 async def _told(work: Awaitable[Obeyed], done: Callable[[Obeyed], Response] | None = None) -> Response:
-    """Return the response to a command that may be refused. done: makes that of one that is obeyed."""
+    """Return the response to a command that may be refused. done: makes one if not."""
     try:
         reply = await work
     except EngineDied:
