@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -222,9 +222,7 @@ def _run_pip(requirement: str, scratch: Path, fetched: Callable[[int], None]) ->
 def _bytes_below(folder: Path) -> int:
     """Return the bytes of all wheels in a folder that another process writes to."""
     total = 0
-    for path in folder.rglob("*.whl"):
-        try:
+    with suppress(FileNotFoundError):  # pip removes folders of its own while they are looked through
+        for path in folder.rglob("*.whl"):
             total += path.stat().st_size
-        except OSError:  # moved meanwhile
-            continue
     return total
