@@ -121,7 +121,7 @@ def _main(argv: list[str]) -> int:
         sys.stdout.write(_overview())
         return 0
     if name in ("-V", "--version"):
-        from paceline.serve.observe.build_facts import version_line
+        from paceline.serve.terminal.banner import version_line
 
         sys.stdout.write(f"{version_line()}\n")
         return 0

@@ -95,6 +95,7 @@ def test_auto_drafts_with_the_catalogues_model_once_it_is_here(tmp_path, monkeyp
     assert found.model == target.draft
     seen = SimpleNamespace(fingerprint=target.fingerprint, head_within=None)
     assert fixed_policies(drafter_names(None, seen), (2,))[-1] == f"draft-model:model={target.draft},k=2"
+    assert "grammar" not in drafter_names(None, seen)  # the prompts of a comparison have no grammars
     assert "draft-model" not in {c.name for c in parse_drafters("auto:ngram", target.fingerprint).configs}
 
 

@@ -14,11 +14,12 @@ from paceline.backend.registry import BACKENDS
 from paceline.bench.doctor import device_checks
 from paceline.bench.session import model_and_backend
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.kv_choices import choose_num_pages
+from paceline.engine.assembly.kv_choices import choose_num_pages, kv_bytes
 from paceline.engine.request_table import Limits
 from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
@@ -94,12 +95,15 @@ def test_kv_takes_its_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatc
     """Less with drafters, which need weights and stores of their own; no other bound than what rows could use."""
     monkeypatch.setattr("paceline.backend.cuda.device_memory.free_bytes", lambda device: 16 * 1000 * 1000)
     config, limits = EngineConfig(backend="cuda", draft="off"), Limits(256, 8192)
-    assert choose_num_pages(config, limits, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
-    assert choose_num_pages(config, limits, 1000) == (900, "90% of the free memory")
-    drafting = replace(config, draft="ngram")
-    assert choose_num_pages(drafting, limits, 1000) == (500, "50% of the free memory")
+
+    def chosen(config: EngineConfig, bytes_per_token: int) -> tuple[int, str]:
+        return choose_num_pages(config, limits, kv_bytes(config) // (bytes_per_token * PAGE_TOKENS))
+
+    assert chosen(config, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
+    assert chosen(config, 1000) == (900, "90% of the free memory")
+    assert chosen(replace(config, draft="ngram"), 1000) == (500, "50% of the free memory")
     with pytest.raises(ConfigError, match="no memory left for the KV cache"):
-        choose_num_pages(config, limits, 1 << 20)
+        chosen(config, 1 << 20)
 
 
 def test_the_doctor_says_what_the_chosen_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

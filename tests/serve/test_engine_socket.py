@@ -11,7 +11,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serve.worker.engine_socket import EngineSocket
+from paceline.serve.worker.engine_socket import AT_ONCE, EngineSocket
 from paceline.serve.worker.socket_folder import socket_folder
 
 if TYPE_CHECKING:
@@ -122,3 +122,20 @@ async def test_sending_waits_for_the_process_only_if_told_to() -> None:
         engine.connect(place)
         await asyncio.wait_for(first, LIMIT_S)
         assert engine.recv() == b"load"
+
+
+@in_a_loop
+async def test_others_get_turns_though_messages_never_end() -> None:
+    async with ends() as (server, _, _):
+        server.receive_now = lambda: b"one more"
+        turns = []
+
+        async def other() -> None:
+            for turn in range(3):
+                turns.append(turn)
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await received(server, 4 * AT_ONCE)
+        assert turns == [0, 1, 2]
+        await task

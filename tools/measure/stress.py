@@ -8,10 +8,10 @@ behaviour.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from itertools import cycle
@@ -22,53 +22,47 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from paceline.bench.load import Server, drive, server
+from paceline.bench.load import DrivenServer, drive, driven_server
 from paceline.bench.prompt_file import Prompt, read_prompts
 from paceline.bench.statistics import percentile
+from paceline.core.errors import EngineDied
+from paceline.serve.terminal.running_server import ANSWER_S
 from tools.entry import add_prompts, exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FEW_TOKENS = 8
-BIG_BODY = b'{"messages": "' + b"x" * 10_000_000 + b'"}'
+BIG_BODY = {"messages": "x" * 10_000_000}
+ROUTE = "/v1/chat/completions"
 
 
-def calm(target: Server, prompt: Prompt) -> None:
+def calm(target: DrivenServer, prompt: Prompt) -> None:
     """Ask for a few tokens and read them all."""
     _stream(target, prompt, max_tokens=FEW_TOKENS, num_lines=1 << 20)
 
 
-def stormy(target: Server, prompt: Prompt) -> None:
+def stormy(target: DrivenServer, prompt: Prompt) -> None:
     """Ask for many tokens, disconnect after a few, send a body that is too large."""
     _stream(target, prompt, max_tokens=512, num_lines=2 * FEW_TOKENS)
-    connection = target.connect()
-    try:
-        connection.request("POST", target.path("/v1/chat/completions"), BIG_BODY, target.headers())
-        connection.getresponse().read()
-    except (OSError, HTTPException):
-        pass  # the server refuses it while it is still being sent, as it should
-    finally:
-        connection.close()
+    refused = OSError, HTTPException, EngineDied  # while it is still being sent, as it should be
+    with closing(target.server.connection(ANSWER_S)) as connection, suppress(*refused):
+        target.server.asked(connection, "POST", ROUTE, BIG_BODY).read()
 
 
-def _stream(target: Server, prompt: Prompt, max_tokens: int, num_lines: int) -> None:
+def _stream(target: DrivenServer, prompt: Prompt, max_tokens: int, num_lines: int) -> None:
     messages = [{"role": "user", "content": prompt.text[:400]}]
     body = {**target.body, "messages": messages, "max_tokens": max_tokens}
-    connection = target.connect()
-    try:
-        connection.request("POST", target.path("/v1/chat/completions"), json.dumps(body), target.headers())
-        response = connection.getresponse()
+    with closing(target.server.connection(ANSWER_S)) as connection:
+        response = target.server.asked(connection, "POST", ROUTE, body)
         while num_lines > 0 and response.readline():
             num_lines -= 1
-    finally:
-        connection.close()
 
 
 BEHAVIOURS = {"calm": calm, "storm": stormy}
 
 
-def phase(target: Server, prompts: Sequence[Prompt], behaviour: str, clients: int) -> list[float]:
+def phase(target: DrivenServer, prompts: Sequence[Prompt], behaviour: str, clients: int) -> list[float]:
     """Return the TPOT of every good answer in ms, beside clients of a behaviour."""
     over, others = Event(), cycle(prompts)
 
@@ -94,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4, metavar="C", help="good clients, and as many others")
     parser.add_argument("--phases", type=int, default=3, metavar="P", help="calm and stormy phases of each kind")
     args = parser.parse_args(argv)
-    target = server(args.url, {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True})
+    target = driven_server(args.url, {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True})
     prompts = [replace(p, text=p.text[:400]) for p in read_prompts(args.prompts, args.limit)]
     measured: dict[str, list[float]] = {name: [] for name in BEHAVIOURS}
     for name in track(list(BEHAVIOURS) * args.phases, "measuring", console=Console(stderr=True)):

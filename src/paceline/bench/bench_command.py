@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError
+from paceline.core.flags import numbers_of
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.cli_options import add_target_arguments, engine_config
-from paceline.engine.assembly.config import AUTO, DEFAULT_DRAFT, OVERLAPS
+from paceline.engine.assembly.config import AUTO, DEFAULT_DRAFT, MAX_ROWS, OVERLAPS
 from paceline.serve.terminal.display import progress, say
 from paceline.serve.terminal.output_files import check_file, check_picture
 
@@ -109,14 +110,10 @@ def _check_server(args: Namespace) -> None:
 def _session(args: Namespace) -> Session:
     from paceline.bench.session import Session
 
-    try:
-        concurrencies = tuple(dict.fromkeys(int(c) for c in args.concurrency.split(",")))
-    except ValueError:
-        raise ConfigError(f"--concurrency must be numbers such as 1,8,32, not {args.concurrency!r}") from None
     usual = ["server"] if args.url else ["off", DEFAULT_DRAFT]
     return Session(
         drafts=tuple(dict.fromkeys(args.draft or usual)),
-        concurrencies=concurrencies,
+        concurrencies=numbers_of("--concurrency", args.concurrency, 1, MAX_ROWS),
         params=SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,
@@ -149,7 +146,7 @@ def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dic
 
 
 def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
-    from paceline.bench.load import server
+    from paceline.bench.load import driven_server
     from paceline.bench.report import file_head
     from paceline.bench.session import run_there
 
@@ -159,7 +156,7 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
         "max_tokens": args.max_tokens,
         "ignore_eos": args.ignore_eos,
     }
-    target = server(args.url, params)
+    target = driven_server(args.url, params)
     levels = 1 if args.request_rate is not None else len(session.concurrencies)
     total = session.repeat * levels * len(prompts)
     with progress("measuring") as update:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.bench.report import PLAIN
 from paceline.core.errors import ConfigError
+from paceline.core.flags import numbers_of
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import MAX_K
 from paceline.draft.registry import AUTO
@@ -264,14 +265,8 @@ def _policies(args: Namespace, pool: EnginePool) -> tuple[str, ...]:
 
 def _sizes(args: Namespace, default: str) -> tuple[int, ...]:
     """Return the numbers of `--sizes`. The text becomes a setting of the file. Raises `ConfigError`."""
-    args.sizes = text = args.sizes or default
-    try:
-        sizes = tuple(dict.fromkeys(int(n) for n in text.split(",")))
-    except ValueError:
-        sizes = ()
-    if not sizes or not all(1 <= n <= MAX_SIZE for n in sizes):
-        raise ConfigError(f"--sizes must be numbers such as 1,8,32, not {text!r}")
-    return sizes
+    args.sizes = args.sizes or default
+    return numbers_of("--sizes", args.sizes, 1, MAX_SIZE)
 
 
 def _interval(found: dict[str, Any]) -> str:

@@ -6,87 +6,42 @@ so a bench needs no HTTP package.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import accumulate
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from paceline.bench.measure import MeasuredAnswer
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.errors import PacelineError
+from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from http.client import HTTPResponse
 
     from paceline.bench.prompt_file import Prompt
 
     OnProgress = Callable[[int], None]  # called with the number of finished requests
 
-TIMEOUT_S = 600.0
-MAX_LINE_BYTES = 1 << 20
 MAX_THREADS = 4096
-_CONNECTIONS = {"http": HTTPConnection, "https": HTTPSConnection}
-_DONE = "[DONE]"
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Address of a server and the fields that every request has beside its prompt."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DrivenServer:
+    """A server, and the fields that every request has beside its prompt."""
 
-    url: str
+    server: RunningServer
     body: Mapping[str, Any]  # body for /v1/chat/completions, without messages
-    api_key: str | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_address(self.url):
-            raise ConfigError(f"--url must look like http://127.0.0.1:8000, not {self.url!r}")
-
-    def connect(self) -> HTTPConnection:
-        """Return a connection that is not open yet."""
-        parts = urlsplit(self.url)
-        connection: HTTPConnection = _CONNECTIONS[parts.scheme](
-            parts.hostname or "", parts.port, timeout=TIMEOUT_S
-        )
-        return connection
-
-    def path(self, route: str) -> str:
-        """Return the path of a route below the path of the URL."""
-        return urlsplit(self.url).path.rstrip("/").removesuffix("/v1") + route
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers of every request."""
-        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return {"Content-Type": "application/json"} | key
 
 
-def _is_address(url: str) -> bool:
-    """Return whether the URL is well formed; connecting may still fail."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-        host.encode("idna")
-        HTTPConnection(host, port)
-    except (ValueError, HTTPException):
-        return False
-    return parts.scheme in _CONNECTIONS and bool(host) and port != 0 and parts.path.isascii()
-
-
-def server(url: str, params: Mapping[str, Any]) -> Server:
-    """Ask a server for its model, with the key in PACELINE_API_KEY. Raises `ConfigError`, `PacelineError`."""
-    bare = Server(url, {}, os.environ.get("PACELINE_API_KEY") or None)
-    models = _get(bare, "/v1/models")
-    try:
-        name = models["data"][0]["id"]
-    except (KeyError, IndexError, TypeError):
-        raise PacelineError(f"{url} does not list its models as OpenAI does") from None
-    body = {"model": name, "stream": True, "stream_options": {"include_usage": True}, **params}
-    return Server(url, body, bare.api_key)
+def driven_server(url: str, params: Mapping[str, Any]) -> DrivenServer:
+    """Ask a server for its model, with the key in PACELINE_API_KEY. Raises `ConfigError`."""
+    server = RunningServer(url, os.environ.get("PACELINE_API_KEY") or None)
+    body = {"model": server.model(), "stream": True, "stream_options": {"include_usage": True}, **params}
+    return DrivenServer(server, body)
 
 
 def arrival_times(count: int, rate_per_s: float, seed: int) -> list[float]:
@@ -96,7 +51,7 @@ def arrival_times(count: int, rate_per_s: float, seed: int) -> list[float]:
 
 
 def drive(
-    target: Server,
+    target: DrivenServer,
     prompts: Sequence[Prompt],
     concurrency: int | None,
     rate_per_s: float | None,
@@ -127,20 +82,15 @@ def drive(
     return answers
 
 
-def ask(target: Server, prompt: Prompt, seed: int) -> MeasuredAnswer:
+def ask(target: DrivenServer, prompt: Prompt, seed: int) -> MeasuredAnswer:
     """Ask one prompt and read the streamed answer. Raises `PacelineError`."""
     body = {**target.body, "seed": seed, "messages": [{"role": "user", "content": prompt.text}]}
-    connection = target.connect()
-    start_s = perf_counter()
-    try:
-        connection.request("POST", target.path("/v1/chat/completions"), json.dumps(body), target.headers())
-        response = connection.getresponse()
-        _check(response)
-        return answer_of(prompt, start_s, _events(response))
-    except (OSError, HTTPException) as error:
-        raise PacelineError(f"{target.url} failed at question {prompt.question_id}: {error!r}") from None
-    finally:
-        connection.close()
+    with closing(target.server.connection(ANSWER_S)) as connection:
+        start_s = perf_counter()
+        response = target.server.asked(connection, "POST", "/v1/chat/completions", body)
+        if response.status != 200:
+            raise PacelineError(f"question {prompt.question_id}: {target.server.refusal(response)}")
+        return answer_of(prompt, start_s, ((perf_counter(), event) for event in events(response)))
 
 
 def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict[str, Any]]]) -> MeasuredAnswer:
@@ -179,43 +129,3 @@ def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[s
         verified_tokens=int(speculation.get("verified_tokens", 0)),
         accepted_tokens=int(speculation.get("accepted_tokens", 0)),
     )
-
-
-def _events(response: HTTPResponse) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield the server-sent events of a response, each with its arrival time."""
-    while line := response.readline(MAX_LINE_BYTES):
-        time_s, text = perf_counter(), line.decode("utf-8", "replace").strip()
-        if text.startswith("data:"):
-            data = text.removeprefix("data:").strip()
-            if data == _DONE:
-                return
-            yield time_s, _object(data)
-
-
-def _object(data: str | bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError):
-        raise PacelineError("the server sent something that is not JSON") from None
-    if not isinstance(value, dict):
-        raise PacelineError("the server sent something that is not a JSON object")
-    return value
-
-
-def _get(target: Server, route: str) -> dict[str, Any]:
-    connection = target.connect()
-    try:
-        connection.request("GET", target.path(route), headers=target.headers())
-        response = connection.getresponse()
-        _check(response)
-        return _object(response.read(MAX_LINE_BYTES))
-    except (OSError, HTTPException) as error:
-        raise PacelineError(f"{target.url} does not answer: {error!r}; is the server running?") from None
-    finally:
-        connection.close()
-
-
-def _check(response: HTTPResponse) -> None:
-    if response.status != 200:
-        body = response.read(1000).decode("utf-8", "replace")
-        raise PacelineError(f"the server answered {response.status}: {body[:300]}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_METAVAR
 from paceline.core.errors import ConfigError
+from paceline.core.flags import numbers_of
 from paceline.model.template import compiled
 from paceline.serve.terminal.output_files import check_file, check_picture
 
@@ -122,8 +123,8 @@ def _steps(args: Namespace) -> Profile:
     from paceline.engine.assembly.config import MAX_ROWS
     from paceline.serve.terminal.display import progress
 
-    sizes = _numbers("--batch-sizes", args.batch_sizes, 1, MAX_ROWS)
-    ks = sorted({0, *_numbers("--ks", args.ks, 0, MAX_K)})
+    sizes = sorted(numbers_of("--batch-sizes", args.batch_sizes, 1, MAX_ROWS))
+    ks = sorted({0, *numbers_of("--ks", args.ks, 0, MAX_K)})
     config = engine_config(args)
     specs = parse_drafters(config.draft)
     if specs.auto or not specs.configs:
@@ -133,17 +134,6 @@ def _steps(args: Namespace) -> Profile:
     with progress("measuring what steps cost") as update:
         num_steps = QUICK_STEPS if args.quick else STEPS
         return measure_table(built.engine, _questions(args, built), sizes, ks, num_steps, update)
-
-
-def _numbers(flag: str, text: str, low: int, high: int) -> list[int]:
-    """Return the numbers of a list, ascending. Raises `ConfigError`."""
-    try:
-        found = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        raise ConfigError(f"{flag} must be numbers such as 1,4,16, not {text!r}") from None
-    if not low <= found[0] <= found[-1] <= high:
-        raise ConfigError(f"{flag} must be between {low} and {high}, not {text}")
-    return found
 
 
 def _questions(args: Namespace, built: Built) -> list[Question]:

@@ -74,11 +74,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of the running code; None outside a checkout.
+def commit(folder: Path = Path(__file__).parents[3]) -> str | None:
+    """Return the commit of the running code; None if it is no checkout.
 
     A changed checkout gets `-dirty` and a hash of its changes, as two changes of one commit are two builds.
     """
+    if not (folder / ".git").exists():
+        return None
     try:
         found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12").decode().strip()
         changes = _git(folder, "diff", "HEAD") if found.endswith("-dirty") else b""
@@ -272,18 +274,30 @@ def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> It
         with suppress(OSError):  # no such folder, or a file system without locks
             file = stack.enter_context(path.open("a"))
             start = time.monotonic()
-            while not (held := _try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
+            while not (held := try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:
                 on_wait(waited_s)
                 time.sleep(POLL_S)
         yield held
 
 
-def _try_lock(file: IO[str]) -> bool:
+def try_lock(file: IO[Any]) -> bool:
+    """Lock a file for this process if no other has it; return whether it did."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def anonymous_memory(num_bytes: int) -> int:
+    """Return the descriptor of a file of zeros without a name, in memory if possible."""
+    if hasattr(os, "memfd_create"):
+        found = os.memfd_create("paceline")
+    else:
+        with tempfile.TemporaryFile() as file:
+            found = os.dup(file.fileno())
+    os.ftruncate(found, num_bytes)
+    return found
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -89,7 +89,11 @@ class KeepsForPages(Protocol):
 
 AUTO = "auto"
 BETWEEN_SPECS = re.compile(r"\+(?![0-9.])")  # a + before a number stands within an option
-ALWAYS_USEFUL = ("suffix", "grammar")  # drafters that `auto` has for every target: no cost where they do not help
+FOR_GRAMMARS = ("grammar",)  # drafters for rows with a grammar only
+ALWAYS_USEFUL = (
+    "suffix",
+    *FOR_GRAMMARS,
+)  # drafters that `auto` has for every target: no cost where they do not help
 IF_SHIPPED = ("eagle3",)  # those that it has where they come with the project
 IF_PULLED = "draft-model:model={}"  # and that it has with the catalogue's model for the target, once that is here
 

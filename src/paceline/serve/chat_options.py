@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import of_flags
 from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 from paceline.serve.api.tool_calls.plan import AnswerForms
 from paceline.serve.api.tool_calls.reasoning import NONE, check_marks, marks_of
@@ -92,12 +93,8 @@ def add_chat_arguments(parser: ArgumentParser) -> None:
 
 def chat_options(args: Namespace) -> ChatOptions:
     """Return the options that parsed flags ask for. Raises `ConfigError`."""
-    return ChatOptions(
-        template=None if args.chat_template is None else read_template(Path(args.chat_template)),
-        tool_parser=args.tool_parser,
-        reasoning_parser=args.reasoning_parser,
-        allow_control_tokens=args.allow_control_tokens,
-    )
+    template = None if args.chat_template is None else read_template(Path(args.chat_template))
+    return of_flags(ChatOptions, args, template=template)
 
 
 def read_template(path: Path) -> str:

@@ -75,6 +75,21 @@ class ToolUse:
         return tuple(t for t in self.tools if self.choice != "named" or t.name == self.named)
 
 
+def use_of(
+    tools: Sequence[Tool],
+    choice: str = "auto",
+    named: str | None = None,
+    parallel: bool = True,
+    legacy: bool = False,
+) -> ToolUse | None:
+    """Return how tools are to be used; None without tools. Raises `RequestError`."""
+    if tools:
+        return ToolUse(tuple(tools), choice, named, parallel, legacy)
+    if choice in ("required", "named"):
+        raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages in the form of chat templates, and what else a template is told."""

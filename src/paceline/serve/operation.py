@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import ssl
-from argparse import BooleanOptionalAction
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError
+from paceline.core.flags import add_flags, of_flags
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -68,12 +68,8 @@ def _check_tls(cert: Path, key: Path) -> None:
 def add_operation_arguments(parser: ArgumentParser) -> None:
     """Add the flags."""
     group = parser.add_argument_group("operation")
-    group.add_argument(
-        "--access-log",
-        action=BooleanOptionalAction,
-        default=True,
-        help="log a line for each request, and one on the engine's doings every 10 s of work",
-    )
+    about = "log a line for each request, and one on the engine's doings every 10 s of work"
+    add_flags(group, OperationOptions(), {"access_log": about})
     group.add_argument("--log-format", choices=logs.FORMATS, default="text", help="lines of text, or JSON objects")
     group.add_argument(
         "--cors-origin",
@@ -113,17 +109,9 @@ def add_operation_arguments(parser: ArgumentParser) -> None:
 
 def operation_of(args: Namespace) -> OperationOptions:
     """Return what parsed flags ask for. Raises `ConfigError`."""
-    return OperationOptions(
-        access_log=args.access_log,
-        cors_origins=tuple(args.cors_origin or ()),
-        allowed_hosts=tuple(host.lower() for host in args.allowed_host or ()),
-        tls_cert=args.tls_cert,
-        tls_key=args.tls_key,
-        api_key_file=args.api_key_file,
-        otlp_endpoint=args.otlp_endpoint,
-        rl=args.rl,
-        metrics_names=args.metrics_names,
-    )
+    origins, hosts = args.cors_origin or (), args.allowed_host or ()
+    names = tuple(host.lower() for host in hosts)
+    return of_flags(OperationOptions, args, cors_origins=tuple(origins), allowed_hosts=names)
 
 
 def configure_logs(args: Namespace) -> None:

@@ -18,6 +18,7 @@ import uvicorn
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError
+from paceline.core.flags import add_flags, of_flags
 from paceline.core.watchdog import WATCHDOG_S, check_limit
 from paceline.engine.assembly.cli_options import add_engine_arguments, add_sampling_defaults, engine_config
 from paceline.engine.assembly.kv_event_options import add_events_arguments
@@ -317,8 +318,12 @@ _DEFAULTS = HttpConfig()
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `paceline serve`."""
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default=_DEFAULTS.host, help="address to listen on")
-    group.add_argument("--port", type=int, default=_DEFAULTS.port, help="port to listen on; 0 takes a free one")
+    flags = {
+        "host": "HOST address to listen on",
+        "port": "PORT port to listen on; 0 takes a free one",
+        "max_open": "N answers that may be open at once",
+    }
+    add_flags(group, _DEFAULTS, flags)
     group.add_argument("--api-key", metavar="KEY", help="ask for this key on every route but /health")
     group.add_argument(
         "--insecure", action="store_true", help="let other machines in without a key, and answer to any name"
@@ -329,9 +334,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="S",
         default=_DEFAULTS.drain_s,
         help="how long open requests may go on after SIGTERM",
-    )
-    group.add_argument(
-        "--max-open", type=int, metavar="N", default=_DEFAULTS.max_open, help="answers that may be open at once"
     )
     group.add_argument(
         "--max-connections",
@@ -387,17 +389,14 @@ def run(args: Namespace) -> int:
 
 def http_config(args: Namespace) -> HttpConfig:
     """Return the HTTP side that parsed flags ask for. Raises `ConfigError`."""
-    return HttpConfig(
-        host=args.host,
-        port=args.port,
+    return of_flags(
+        HttpConfig,
+        args,
         api_key=args.api_key or os.environ.get("PACELINE_API_KEY") or None,
-        insecure=args.insecure,
         drain_s=args.drain_seconds,
-        max_open=args.max_open,
         limits=ConnectionLimits(connections=args.max_connections),
         operation=operation_of(args),
         served_names=tuple(name.strip() for given in args.served_model_name for name in given.split(",")),
-        unknown_fields=args.unknown_fields,
         page=not args.no_page,
         watchdog_s=args.watchdog_seconds,
         fleet=fleet_options(args),

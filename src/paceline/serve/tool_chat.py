@@ -10,7 +10,7 @@ import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
-from paceline.serve.api.tools import CallBodyPart, ToolBody, check_kwargs
+from paceline.serve.api.tools import CallBodyPart, ToolBody, template_kwargs
 from paceline.serve.conversation import Conversation, Tool, ToolUse
 from paceline.serve.prompts import with_text_content
 
@@ -44,8 +44,7 @@ class ChatExtras:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         """Return the conversation to go on. Raises `RequestError`."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        check_kwargs(kwargs)
+        kwargs = template_kwargs(self.chat_template_kwargs)
         continues = self.continue_final_message
         return Conversation([_message(m) for m in messages], self.tool_use(), kwargs, not continues, continues)
 

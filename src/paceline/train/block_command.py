@@ -118,16 +118,7 @@ def run(args: Namespace) -> int:
         own_tokens=args.own_tokens > 0,
         dflash=args.dflash,
     )
-    config = train_config(
-        args,
-        material,
-        keep=1.0,
-        decay=args.decay,
-        d_pace=args.d_pace,
-        anchors=args.anchors,
-        eval_steps=args.k,
-        muon=args.optimizer == "muon",
-    )
+    config = train_config(args, material, keep=1.0, eval_steps=args.k, muon=args.optimizer == "muon")
     recipe = BlockHeadRecipe(choices, material, args.seed, shares_head=args.share_head)
     return train_and_report(args, material, recipe, asdict(choices), config)
 

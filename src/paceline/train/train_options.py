@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import add_flags, of_flags
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.train.target_model import TargetReader, TrainTarget
 
 MAX_SEED = (1 << 31) - 1  # seed << 32 plus the number of a step fits in 64 bits
+DEFAULTS = TrainConfig(steps=1)
 VOCABULARY = 8192  # tokens; covers nine tenths of what the target writes at a quarter of the time of a draft
 
 
@@ -74,29 +76,20 @@ def add_training(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
-    parser.add_argument("--batch-tokens", type=int, default=2048, metavar="N", help="tokens of a step")
-    parser.add_argument("--lr", type=float, default=1e-3, metavar="LR", help="the highest learning rate")
-    parser.add_argument(
-        "--start-lr",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="of --lr: the learning rate of what --start-from brings",
-    )
-    parser.add_argument(
-        "--keep-start",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="of what --start-from brings, in the weights that are written at the end: such means often draft "
-        "better than either",
-    )
+    flags = {
+        "batch_tokens": "N tokens of a step",
+        "lr": "LR the highest learning rate",
+        "start_lr": "SHARE of --lr: the learning rate of what --start-from brings",
+        "keep_start": "SHARE of what --start-from brings, in the weights that are written at the end: such means "
+        "often draft better than either",
+        "eval_tokens": "N held-out tokens evaluated",
+        "eval_every": "N steps",
+        "save_every": "N steps",
+        "seed": "S of first weights, order and dropping",
+    }
+    add_flags(parser, DEFAULTS, flags)
     _add_vocabulary(parser)
     parser.add_argument("--held-out", type=float, default=0.03, metavar="SHARE", help="of the prompts")
-    parser.add_argument("--eval-tokens", type=int, default=16384, metavar="N", help="held-out tokens evaluated")
-    parser.add_argument("--eval-every", type=int, default=200, metavar="N", help="steps")
-    parser.add_argument("--save-every", type=int, default=100, metavar="N", help="steps")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of first weights, order and dropping")
     parser.add_argument(
         "--compute",
         default=AUTO,
@@ -141,12 +134,11 @@ def add_reading(parser: ArgumentParser) -> None:
 def add_depths(parser: ArgumentParser, num_steps: int) -> None:
     """Add the options of drafters that learn several depths."""
     parser.add_argument("--k", type=int, default=num_steps, metavar="K", help="drafts to train for")
-    parser.add_argument(
-        "--keep", type=float, default=0.8, metavar="SHARE", help="of the drafts that go on to the next depth"
-    )
-    parser.add_argument(
-        "--decay", type=float, default=0.8, metavar="X", help="weight of a depth against the one before"
-    )
+    flags = {
+        "keep": "SHARE of the drafts that go on to the next depth",
+        "decay": "X weight of a depth against the one before",
+    }
+    add_flags(parser, DEFAULTS, flags)
     add_reading(parser)
 
 
@@ -210,26 +202,14 @@ def _reader(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Targ
     return reference_reader(target, taps)
 
 
-def train_config(args: Namespace, material: TrainMaterial, **changes: float | None) -> TrainConfig:
+def train_config(args: Namespace, material: TrainMaterial, **changes: float) -> TrainConfig:
     """Return the settings of the run; without --steps, its steps are those of --epochs."""
     lengths = [len(text) for text in material.corpus.texts]
     per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
     compute = choose_compute(args.compute, torch.device(args.device))
     sys.stderr.write(f"matrix products in {compute.name}: {compute.why}\n")
-    return TrainConfig(
-        steps=args.steps or max(1, round(args.epochs * per_epoch)),
-        lr=args.lr,
-        start_lr=args.start_lr,
-        keep_start=args.keep_start,
-        batch_tokens=args.batch_tokens,
-        own_tokens=args.own_tokens,
-        seed=args.seed,
-        compute=compute.name,
-        eval_tokens=args.eval_tokens,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        **changes,  # type: ignore[arg-type]
-    )
+    steps = args.steps or max(1, round(args.epochs * per_epoch))
+    return of_flags(TrainConfig, args, **{"steps": steps, "compute": compute.name} | changes)
 
 
 def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
@@ -238,7 +218,7 @@ def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
 
 
 def _check(args: Namespace) -> None:
-    for flag in (
+    counts = (
         "steps",
         "batch_tokens",
         "max_len",
@@ -248,7 +228,8 @@ def _check(args: Namespace) -> None:
         "save_every",
         "threads",
         "k",
-    ):
+    )
+    for flag in counts:
         value = getattr(args, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
@@ -260,16 +241,8 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
-    for flag, high in (
-        ("epochs", 1_000_000),
-        ("lr", 1.0),
-        ("start_lr", 1.0),
-        ("held_out", 0.9),
-        ("keep", 1.0),
-        ("anchors", 1.0),
-        ("decay", 1.0),
-        ("d_pace", 1.0),
-    ):
+    shares = dict.fromkeys(("lr", "start_lr", "keep", "anchors", "decay", "d_pace"), 1.0)
+    for flag, high in ({"epochs": 1_000_000, "held_out": 0.9} | shares).items():
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= high:
             raise ConfigError(f"--{flag.replace('_', '-')} must be above 0 and at most {high}, not {value}")
@@ -289,6 +262,6 @@ def train_and_report(
 
 def train_head(args: Namespace, material: TrainMaterial, shape: HeadShape) -> int:
     """Train a head and print its acceptance."""
-    config = train_config(args, material, keep=args.keep, decay=args.decay, eval_steps=args.k)
+    config = train_config(args, material, eval_steps=args.k)
     recipe = HeadRecipe(shape, material.target, material.vocabulary, args.seed)
     return train_and_report(args, material, recipe, asdict(shape), config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock, Thread
@@ -43,7 +42,7 @@ from paceline.backend.native.shares import (
 )
 from paceline.backend.rank_processes import LineEnded, RankProcess, encode_message, end_all, watch
 from paceline.core.errors import ConfigError, EngineDied
-from paceline.core.system import deal, places, usable_cores
+from paceline.core.system import anonymous_memory, deal, places, usable_cores
 from paceline.model.config import layer_shapes
 
 if TYPE_CHECKING:
@@ -156,22 +155,11 @@ def _fits(config: ModelConfig, num_kv: int, dim: int, num_ranks: int) -> bool:
 
 def _share(layout: ShareLayout, parts: PackedParts, tables: Tables, rank: int) -> int:
     """Return a file with a rank's share."""
-    file = new_memory(layout.num_bytes)
+    file = anonymous_memory(layout.num_bytes)
     with mmap.mmap(file, layout.num_bytes) as mapped:
         memory = np.frombuffer(mapped, np.uint8)
         write_share(memory, layout, parts.layers, tables, rank)
         del memory
-    return file
-
-
-def new_memory(num_bytes: int) -> int:
-    """Return the descriptor of a file of zeros without a name, in memory if possible."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("paceline-ranks")
-    else:
-        with tempfile.TemporaryFile() as made:
-            file = os.dup(made.fileno())
-    os.truncate(file, num_bytes)
     return file
 
 
@@ -181,7 +169,7 @@ class CoreRanks:
     def __init__(self, size: int) -> None:
         self.size = size
         self.processes: list[RankProcess] = []
-        self._file = new_memory(kernels.RANK_MEMORY_BYTES)
+        self._file = anonymous_memory(kernels.RANK_MEMORY_BYTES)
         self.close = finalize(self, _end, self.processes, files := [self._file])
         self._files = files  # that are open
         self.memory = kernels.RankMemory(self._file, 0, size)

@@ -10,7 +10,7 @@ from paceline.bench.prompt_file import spread
 from paceline.bench.report import PLAIN
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
-from paceline.draft.registry import AUTO, usual_specs
+from paceline.draft.registry import AUTO, FOR_GRAMMARS, usual_specs
 from paceline.model.heads.mtp import drafters_within
 from paceline.model.template import compiled
 
@@ -69,8 +69,12 @@ class EnginePool:
 
 
 def drafter_names(requested: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:
-    """Return the drafters to compare: those requested, or those that `auto` has for this target."""
-    return tuple(requested or usual_specs(loaded.fingerprint, drafters_within(loaded.head_within)))
+    """Return the drafters to compare: those requested, or those that `auto` has for this target.
+
+    The prompts have no grammars, so a drafter for rows with one only is left out.
+    """
+    usual = usual_specs(loaded.fingerprint, drafters_within(loaded.head_within))
+    return tuple(requested or (one for one in usual if one not in FOR_GRAMMARS))
 
 
 def fixed_policies(drafters: Sequence[str], ks: Sequence[int] = KS) -> tuple[str, ...]:

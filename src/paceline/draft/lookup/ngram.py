@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from paceline.backend.seam import Pointers
-from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.nouns import RowDraft
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.late import late_lookup
+from paceline.draft.lookup.lookup import LookupDrafter, LookupOptions
 from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, Plan, Scores, Verdict
-    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
-    from paceline.model.weights import LoadedModel
 
 MAX_MATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
-class NgramConfig:
+class NgramConfig(LookupOptions):
     """`ngram:k=4,min=2,max=8`: drafts per step, shortest and longest suffix that counts as a match."""
 
     name: ClassVar[str] = "ngram"
-    k: int = 4
     min: int = 2
     max: int = 8
 
@@ -47,20 +44,6 @@ class NgramConfig:
         bounded(self, "k", 1, MAX_K)
         bounded(self, "max", 1, MAX_MATCH)
         bounded(self, "min", 1, self.max)
-
-    def num_weights(self, target: LoadedModel) -> int:
-        """Return 0: it has no weights."""
-        return 0
-
-    @property
-    def stands_alone(self) -> bool:
-        """False: it has no passes."""
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Return nothing: it reads tokens."""
-        return ""
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter: on the target's device if its decoder drafts there."""
@@ -73,44 +56,19 @@ class NgramConfig:
         return {"drafter": self.name, "k": self.k, "match": f"{self.min} to {self.max} tokens"}
 
 
-class NgramDrafter:
+class NgramDrafter(LookupDrafter):
     """Proposes the tokens that followed the longest earlier match of a row's suffix."""
 
     name = NgramConfig.name
-    needs = Needs()
 
     def __init__(self, config: NgramConfig, rows: RowView) -> None:
-        self.config = config
-        self._rows = rows
+        super().__init__(config, Needs(), rows)
+        self._lens = config.min, config.max
 
-    def propose(self, batch: Batch, plan: Plan) -> Draft:
+    def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
         """Look up every row that may draft; a row without a match drafts nothing."""
-        drafts = []
-        for r in batch.rows:
-            k = min(plan.k(r.row), r.max_drafts)
-            found = lookup(self._rows.tokens(r.row), k, self.config.min, self.config.max) if k else ()
-            drafts.append(RowDraft(found, self.name) if len(found) else NO_DRAFT)
-        return Draft(tuple(drafts))
-
-    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Nothing to prepare."""
-
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to trim."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """No store."""
-        return {}
-
-    def release(self, row: int) -> None:
-        """Nothing to release."""
-
-    def forget(self) -> None:
-        """Nothing is learnt."""
-
-    def report(self) -> Mapping[str, Any]:
-        """Tell what was chosen."""
-        return self.config.report()
+        found = {row: lookup(self._rows.tokens(row), k, *self._lens) for row, k in max_drafts.items() if k > 0}
+        return {row: RowDraft(token_ids, self.name) for row, token_ids in found.items() if token_ids}
 
 
 def lookup(token_ids: NDArray[int64], k: int, min_len: int, max_len: int) -> Sequence[int]:

@@ -21,11 +21,12 @@ import numpy as np
 
 from paceline.core import noise
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
+from paceline.core.nouns import RowDraft
 from paceline.core.params import OFF
 from paceline.core.system import file_size
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.late import LateDrafter, late_decoder
+from paceline.draft.lookup.lookup import LookupDrafter, LookupOptions
 from paceline.draft.registry import bounded, parse_spec
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.seam import LateDecoder, LateOracle, RowView
-    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import DrafterConfig, Loader
@@ -47,7 +47,7 @@ BESIDE = re.compile(r"([\w-]+)(?:\[(.*)\])?")  # NAME or NAME[key=value;...]
 
 
 @dataclass(frozen=True, slots=True)
-class OracleConfig:
+class OracleConfig(LookupOptions):
     """`oracle:file=plain.jsonl,rates=0.68+0.57+0.52,k=3`.
 
     file: of `paceline bench --draft off --save-tokens`, with the same questions, seed and parameters. rates:
@@ -56,7 +56,6 @@ class OracleConfig:
     """
 
     name: ClassVar[str] = "oracle"
-    k: int = 4
     file: str = ""
     rates: str = "1"
     head: str = ""
@@ -98,16 +97,6 @@ class OracleConfig:
     def num_weights(self, target: LoadedModel) -> int:
         """Return the size of what runs beside it; it has no weights of its own."""
         return self.beside.num_weights(target) if self.beside else 0
-
-    @property
-    def stands_alone(self) -> bool:
-        """False: it has no passes."""
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Return nothing: it reads tokens."""
-        return ""
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` for a file that holds no answers."""
@@ -189,14 +178,14 @@ class LateOracleDrafter(LateDrafter):
             self.program.record(row, *recording)
 
 
-class OracleDrafter:
+class OracleDrafter(LookupDrafter):
     """Proposes the recorded answer of a row's request, with wrong tokens in it."""
 
     name = OracleConfig.name
 
     def __init__(self, config: OracleConfig, rows: RowView, vocab_size: int, recordings: Recordings) -> None:
-        self.config, self.needs = config, Needs(max_k=config.k)
-        self._rows, self._vocab_size, self._recordings = rows, vocab_size, recordings
+        super().__init__(config, Needs(max_k=config.k), rows)
+        self._vocab_size, self._recordings = vocab_size, recordings
         self._chances = config.chances
         self._recorded: dict[int, Recording] = {}  # by row
 
@@ -206,10 +195,10 @@ class OracleDrafter:
         if recording is not None:
             self._recorded[row] = recording
 
-    def propose(self, batch: Batch, plan: Plan) -> Draft:
+    def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
         """Go on with the recording of each row whose text is that of the recording."""
-        found = [self._spoilt(r.row, min(plan.k(r.row), r.max_drafts)) for r in batch.rows]
-        return Draft(tuple(RowDraft(token_ids, self.name) if token_ids else NO_DRAFT for token_ids in found))
+        found = {row: self._spoilt(row, k) for row, k in max_drafts.items()}
+        return {row: RowDraft(token_ids, self.name) for row, token_ids in found.items() if token_ids}
 
     def _spoilt(self, row: int, k: int) -> list[int]:
         """Return up to k drafts; none for a row that has left its recording."""
@@ -225,23 +214,9 @@ class OracleDrafter:
         found: list[int] = np.where(kept, right, (right + 1) % self._vocab_size).tolist()
         return found
 
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to trim."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """No store."""
-        return {}
-
     def release(self, row: int) -> None:
         """Forget the row's answer."""
         self._recorded.pop(row, None)
-
-    def forget(self) -> None:
-        """Nothing is learnt."""
-
-    def report(self) -> Mapping[str, Any]:
-        """Tell what was chosen."""
-        return self.config.report()
 
 
 def read_answers(path: Path, vocab_size: int) -> list[NDArray[int64]]:

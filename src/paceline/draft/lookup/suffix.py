@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline import kernels
 from paceline.backend.seam import Pointers
-from paceline.core.nouns import BROKEN, NO_DRAFT, Draft, RowDraft
+from paceline.core.nouns import BROKEN, RowDraft
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.late import late_lookup
+from paceline.draft.lookup.lookup import LookupDrafter, LookupOptions
 from paceline.draft.registry import bounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter, Target
     from paceline.draft.registry import Loader
-    from paceline.model.weights import LoadedModel
 
     Path = tuple[list[int], list[float], int]  # tokens, their shares, and the match that they follow
 
@@ -40,7 +39,7 @@ MAX_SALTS = 64  # with past answers of their own; the longest unused is forgotte
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixConfig:
+class SuffixConfig(LookupOptions):
     """`suffix:k=8,min=2,max=32,reach=2,share=0.1,shared=TOKENS`.
 
     k: most drafts per step. min, max: shortest match that counts, longest told apart. reach: drafts per token of
@@ -75,20 +74,6 @@ class SuffixConfig:
             return SALTED_TOKENS if salt else 0
         return min(self.shared, MAX_SALTED_TOKENS) if salt else self.shared
 
-    def num_weights(self, target: LoadedModel) -> int:
-        """Return 0: it has no weights."""
-        return 0
-
-    @property
-    def stands_alone(self) -> bool:
-        """False: it has no passes."""
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Return nothing: it reads tokens."""
-        return ""
-
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter, on the target's device where that drafts.
 
@@ -109,15 +94,14 @@ class SuffixConfig:
         return {"drafter": self.name, "k": self.k, "match": f"{self.min} to {self.max} tokens", "from": shared}
 
 
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter):
     """Proposes the tokens that followed most earlier places that end like the row."""
 
     name = SuffixConfig.name
 
     def __init__(self, config: SuffixConfig, rows: RowView) -> None:
+        super().__init__(config, Needs(max_k=config.k, instant=True), rows)
         self.config = config
-        self.needs = Needs(max_k=config.k, instant=True)
-        self._tokens = rows
         self._requests: dict[int, Request] = {}  # by row
         self._shared: dict[str, kernels.TextIndex] = {}  # by salt, the longest unused first
 
@@ -125,16 +109,11 @@ class SuffixDrafter:
         """Remember the salt whose answers it may share."""
         self._requests[row] = request
 
-    def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Ask every row that may draft; a row without a match drafts nothing."""
-        found = self.preview({r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows})
-        return Draft(tuple(found.get(r.row, NO_DRAFT) for r in batch.rows))
-
     def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
         """Propose up to `max_drafts[row]` tokens with confidences; rows without a match are left out."""
         rows, c = [row for row, k in max_drafts.items() if k > 0], self.config
         found = kernels.propose_continuations(
-            self._tokens.texts(rows), [max_drafts[row] for row in rows], c.min, c.max, c.reach, c.share
+            self._rows.texts(rows), [max_drafts[row] for row in rows], c.min, c.max, c.reach, c.share
         )
         if self._shared:
             found = [self._or_shared(row, max_drafts[row], own) for row, own in zip(rows, found, strict=True)]
@@ -150,20 +129,13 @@ class SuffixDrafter:
         shared, c = self._shared.get(self._requests[row].salt), self.config
         if shared is None:
             return own
-        tail = self._tokens.tokens(row)[-c.max :]
+        tail = self._rows.tokens(row)[-c.max :]
         return max(own, shared.propose(tail, k, c.min, c.max, c.reach, c.share), key=lambda f: expected(f[1]))
-
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to trim: drafts never enter an index."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """No store."""
-        return {}
 
     def release(self, row: int) -> None:
         """Keep the row's answer for others of its salt."""
         request = self._requests.pop(row)
-        answer = self._tokens.tokens(row)[len(request.prompt_ids) :]
+        answer = self._rows.tokens(row)[len(request.prompt_ids) :]
         answer = answer[answer != BROKEN]  # behind an answer that ended with an error
         if len(answer) and (tokens := self.config.tokens_of(request.salt)):
             shared = self._past_answers(request.salt, tokens)
@@ -181,10 +153,6 @@ class SuffixDrafter:
     def forget(self) -> None:
         """Drop past answers."""
         self._shared.clear()
-
-    def report(self) -> Mapping[str, Any]:
-        """Tell what was chosen."""
-        return self.config.report()
 
 
 def expected(shares: Sequence[float]) -> float:

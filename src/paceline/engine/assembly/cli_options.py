@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.backend.registry import AUTO, BACKENDS
+from paceline.core.flags import add_flags, of_flags
 from paceline.core.sampling_defaults import KINDS
 from paceline.engine.assembly.config import DEFAULT_DRAFT, LAW_BUDGET, OVERLAPS, EngineConfig
 from paceline.engine.assembly.kv_event_options import events_config
@@ -40,27 +40,18 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
         metavar="JSON",
         help="as vLLM has it, in place of --draft; what comes of each key is printed",
     )
-    parser.add_argument(
-        "--overlap",
-        metavar="|".join(OVERLAPS),
-        default=DEFAULTS.overlap,
-        help="draft for one half of the rows while the other is scored; auto: where measured costs say it pays",
-    )
     parser.add_argument("--profile", metavar="FILE", help="with auto, what steps cost (default: measured here)")
-    parser.add_argument(
-        "--objective",
-        metavar="throughput|latency:MS",
-        default=DEFAULTS.objective,
-        help="with auto, the most tokens per second, or so many milliseconds per output token in every answer",
-    )
+    flags = {
+        "overlap": f"{'|'.join(OVERLAPS)} draft for one half of the rows while the other is scored; auto: where "
+        "measured costs say it pays",
+        "objective": "throughput|latency:MS with auto, the most tokens per second, or so many milliseconds per "
+        "output token in every answer",
+        "keep_learnt": "with auto, begin with what it learnt here before, and keep what it learns; texts stay the "
+        "same",
+    }
+    add_flags(parser, DEFAULTS, flags)
     parser.add_argument(
         "--trace", metavar="FILE", help="with auto, write every choice there: `paceline explain FILE`"
-    )
-    parser.add_argument(
-        "--keep-learnt",
-        action=BooleanOptionalAction,
-        default=DEFAULTS.keep_learnt,
-        help="with auto, begin with what it learnt here before, and keep what it learns; texts stay the same",
     )
     parser.add_argument(
         "--draft-process", action="store_true", help="a process for every drafter, started anew when it fails"
@@ -71,29 +62,21 @@ def add_engine_arguments(parser: ArgumentParser) -> None:
 def add_target_arguments(parser: ArgumentParser) -> None:
     """Add the flags of an engine without its drafter."""
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model",
-        metavar="default|PATH|ID|shape:NAME",
-        default=DEFAULTS.model,
-        help="the default model, a folder, a .gguf file or a Hugging Face id; or random weights of a shape, such "
-        "as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
-    )
-    group.add_argument(
-        "--law",
-        default=DEFAULTS.law,
-        help="coupled (same seed, same text), rejection or block (verification; same distribution), typical "
+    flags = {
+        "model": "default|PATH|ID|shape:NAME the default model, a folder, a .gguf file or a Hugging Face id; or "
+        "random weights of a shape, such as shape:llama-3.1-8b or shape:num_layers=2,hidden_size=256",
+        "law": "LAW coupled (same seed, same text), rejection or block (verification; same distribution), typical "
         "(changes texts)",
-    )
+        "backend": f"BACKEND one of {', '.join(BACKENDS)}; {AUTO} takes a backend for a GPU where it can run",
+        "draft_device": "same|cpu|cpu:CORES|DEVICE where drafters run: cores of their own such as cpu:2-3, or, on "
+        "a backend of PyTorch's, a device; cpu: all cores, beside a target on a GPU",
+    }
+    add_flags(group, DEFAULTS, flags)
     group.add_argument(
         "--law-budget",
         type=float,
         metavar="SHARE",
         help=f"largest share of changed tokens of an answer, under --law typical (default {LAW_BUDGET})",
-    )
-    group.add_argument(
-        "--backend",
-        default=DEFAULTS.backend,
-        help=f"one of {', '.join(BACKENDS)}; {AUTO} takes a backend for a GPU where it can run",
     )
     for flag, about, values in (
         ("--device", "where the target runs", {n: s.devices for n, s in BACKENDS.items()}),
@@ -105,13 +88,6 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--weights", metavar="TYPE", help=f"{types} (the first is the default)")
     types = "; ".join(f"{n}: {', '.join(s.all_kv_types) or 'as --weights'}" for n, s in BACKENDS.items())
     group.add_argument("--kv", metavar="TYPE", help=f"auto (the default) or a type of the KV cache; {types}")
-    group.add_argument(
-        "--draft-device",
-        metavar="same|cpu|cpu:CORES|DEVICE",
-        default=DEFAULTS.draft_device,
-        help="where drafters run: cores of their own such as cpu:2-3, or, on a backend of PyTorch's, a device; "
-        "cpu: all cores, beside a target on a GPU",
-    )
     for flag, what, most in (
         (
             "--tensor-parallel",
@@ -132,30 +108,18 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 def _add_limits(limits: ArgumentGroup) -> None:
     limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
-    limits.add_argument(
-        "--prefix-cache",
-        action=BooleanOptionalAction,
-        default=DEFAULTS.prefix_cache,
-        help="reuse KV of equal prompts",
-    )
-    limits.add_argument(
-        "--packed-cache-bytes",
-        type=int,
-        metavar="N",
-        default=DEFAULTS.packed_cache_bytes,
-        help="disk that packed weights may take, which later starts map; the oldest used go first; 0: keep none",
-    )
+    flags = {
+        "prefix_cache": "reuse KV of equal prompts",
+        "packed_cache_bytes": "N disk that packed weights may take, which later starts map; the oldest used "
+        "go first; 0: keep none",
+        "kv_disk_bytes": "N most bytes of the folder of --kv-disk; pages used longest ago go first "
+        "(default: %(default)s)",
+    }
+    add_flags(limits, DEFAULTS, flags)
     limits.add_argument(
         "--kv-disk",
         metavar="FOLDER",
         help="also keep the prefix cache on disk, written beside the engine and kept over restarts",
-    )
-    limits.add_argument(
-        "--kv-disk-bytes",
-        type=int,
-        metavar="N",
-        default=DEFAULTS.kv_disk_bytes,
-        help="most bytes of that folder; pages used longest ago go first (default: %(default)s)",
     )
     for name, (flag, about) in _LIMITS.items():
         usual = {getattr(Limits(), name): ""} | {
@@ -170,13 +134,11 @@ def _add_limits(limits: ArgumentGroup) -> None:
 
 def add_sampling_defaults(group: ArgumentParser | ArgumentGroup) -> None:
     """Add the flag for commands that answer requests."""
-    group.add_argument(
-        "--sampling-defaults",
-        metavar="|".join(KINDS),
-        default=DEFAULTS.sampling_defaults,
-        help="what is left out is as the model's files say, else temperature 0.7 and top_p 0.95; or neutral: "
-        "temperature 1, no filter",
+    about = (
+        f"{'|'.join(KINDS)} what is left out is as the model's files say, else temperature 0.7 and top_p 0.95; or "
+        "neutral: temperature 1, no filter"
     )
+    add_flags(group, DEFAULTS, {"sampling_defaults": about})
 
 
 def engine_config(args: Namespace) -> EngineConfig:
@@ -186,32 +148,11 @@ def engine_config(args: Namespace) -> EngineConfig:
         draft, profile = options_of(vllm, draft, profile)
     asked = {name: getattr(args, flag[2:].replace("-", "_")) for name, (flag, _) in _LIMITS.items()}
     given = {name: value for name, value in asked.items() if value is not None}
-    config = EngineConfig(
-        model=args.model,
+    config = of_flags(
+        EngineConfig,
+        args,
         draft=DEFAULT_DRAFT if draft is None else draft,
-        law=args.law,
-        law_budget=args.law_budget,
-        backend=args.backend,
-        device=args.device,
-        numerics=args.numerics,
-        weights=args.weights,
-        kv=args.kv,
-        threads=args.threads,
-        kv_tokens=args.kv_tokens,
-        prefix_cache=args.prefix_cache,
-        packed_cache_bytes=args.packed_cache_bytes,
-        kv_disk=args.kv_disk,
-        kv_disk_bytes=args.kv_disk_bytes,
         kv_events=events_config(events) if (events := getattr(args, "kv_events_config", None)) else None,
         profile=profile,
-        overlap=getattr(args, "overlap", DEFAULTS.overlap),
-        draft_device=args.draft_device,
-        draft_process=getattr(args, "draft_process", DEFAULTS.draft_process),
-        tensor_parallel=args.tensor_parallel,
-        draft_tensor_parallel=args.draft_tensor_parallel,
-        objective=getattr(args, "objective", DEFAULTS.objective),
-        keep_learnt=getattr(args, "keep_learnt", DEFAULTS.keep_learnt),
-        trace=getattr(args, "trace", None),
-        sampling_defaults=getattr(args, "sampling_defaults", DEFAULTS.sampling_defaults),
     )
     return replace(config, limits=replace(config.usual_limits, **given))

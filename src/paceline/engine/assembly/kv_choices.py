@@ -130,18 +130,19 @@ def kv_room(
     drafters take beside its pages, see `row_bytes`.
     """
     kv, model = decoder.new_kv(1), decoder.config
+    free = kv_bytes(config, mapped_bytes, beside)
+    affordable = free // (kv.bytes_per_token * PAGE_TOKENS)
     sliding = model.sliding_kv() if config.drops_windows else ()
     if not sliding:
-        return KvRoom(*choose_num_pages(config, limits, kv.bytes_per_token, mapped_bytes, beside))
+        return KvRoom(*choose_num_pages(config, limits, affordable))
     in_window = cast("DropsWindows", kv).window_bytes_per_token
     most = most_pages(max(model.windows), limits.prefill_tokens)
     part, page = in_window * PAGE_TOKENS, (kv.bytes_per_token - in_window) * PAGE_TOKENS
     of_drafters = page + part if any(isinstance(d, KeepsForPages) and d.keeps_for_pages for d in drafters) else 0
-    memory = mapped_bytes, beside, most * part, page, of_drafters
-    num_pages, why = choose_num_pages(config, limits, kv.bytes_per_token, *memory)
+    with_parts_of_one_row = (free - most * part + affordable * of_drafters) // (page + of_drafters)
+    num_pages, why = choose_num_pages(config, limits, max(affordable, with_parts_of_one_row))
     least = num_pages * page + min(num_pages, most) * part
     whole = num_pages * (page + part)
-    free = _share_bytes(config, mapped_bytes, beside)
     free -= max(num_pages - free // (page + part), 0) * of_drafters
     total = min(whole, max(least, config.kv_budget or free))
     if total == whole:  # all that was asked for is there: nothing needs to go
@@ -152,21 +153,10 @@ def kv_room(
     return KvRoom(num_pages, f"{why}; {about}", Budget(page, part, total))
 
 
-def choose_num_pages(
-    config: EngineConfig,
-    limits: Limits,
-    bytes_per_token: int,
-    mapped_bytes: int = 0,
-    beside: int = 0,
-    window_bytes: int = 0,
-    page_bytes: int = 0,
-    drafter_bytes: int = 0,
-) -> tuple[int, str]:
+def choose_num_pages(config: EngineConfig, limits: Limits, affordable: int) -> tuple[int, str]:
     """Return the number of KV pages, and why. Raises `ConfigError` if none fits.
 
-    window_bytes: that a row's window takes; a page without its window part then takes `page_bytes`.
-    drafter_bytes: of a page, most that drafters take beside.
-    mapped_bytes, beside: see `kv_room`.
+    affordable: pages that fit the KV's share of the memory.
     """
     if config.kv_tokens is not None:
         return max(pages_for(config.kv_tokens), 1), "as asked"
@@ -174,11 +164,6 @@ def choose_num_pages(
     most = wanted
     if config.device_defaults is None:
         most = pages_for(max(UNASKED_TOKENS, limits.max_len))
-    free = _share_bytes(config, mapped_bytes, beside)
-    affordable = free // (bytes_per_token * PAGE_TOKENS)
-    if window_bytes:
-        rest = free - window_bytes + affordable * drafter_bytes
-        affordable = max(affordable, rest // (page_bytes + drafter_bytes))
     if affordable < MIN_PAGES:
         raise ConfigError("there is no memory left for the KV cache; close other programs or set --kv-tokens")
     num_pages = min(wanted, affordable, most)
@@ -189,8 +174,8 @@ def choose_num_pages(
     return num_pages, "enough for most loads; --kv-tokens sets more"
 
 
-def _share_bytes(config: EngineConfig, mapped_bytes: int, beside: int) -> int:
-    """Return the share of free memory for KV: all for tokens asked for."""
+def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0) -> int:
+    """Return the share of free memory for KV, see `kv_room`: all for tokens asked for."""
     share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
     return max(int(max(config.free_bytes() - mapped_bytes, 0) * share) - beside, 0)
 

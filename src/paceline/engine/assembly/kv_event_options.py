@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
-from paceline.engine.assembly.json_flag import json_flag
+from paceline.core.flags import json_of
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup as ArgumentGroup
@@ -126,7 +126,7 @@ def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         return {ENABLED: True, "endpoint": given}
     known = {f.name for f in fields(KvEventsConfig)} - {"rank"} | {ENABLED, PUBLISHER}
-    return json_flag(FLAG, given, known, "a JSON object or an endpoint")
+    return json_of(FLAG, given, known, "a JSON object or an endpoint")
 
 
 def add_events_arguments(group: ArgumentGroup) -> None:

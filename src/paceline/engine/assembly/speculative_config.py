@@ -12,8 +12,8 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.flags import json_of
 from paceline.draft.registry import AUTO, config_class, parse_drafters
-from paceline.engine.assembly.json_flag import json_flag
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def translate(given: str | Mapping[str, Any]) -> Translation:
 
 def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that are set. Raises `ConfigError`, also for unknown keys."""
-    values = json_flag(FLAG, given, KNOWN, 'a JSON object, such as {"method": "ngram"}')
+    values = json_of(FLAG, given, KNOWN, 'a JSON object, such as {"method": "ngram"}')
     config = {key: value for key, value in values.items() if value is not None}
     for key, kind in (*((key, bool) for key in SWITCHES), (TABLE_FILE, str)):
         if not isinstance(config.get(key, kind()), kind):

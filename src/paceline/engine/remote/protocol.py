@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from contextlib import ExitStack
 from mmap import mmap
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from paceline.core.nouns import Stop
+from paceline.core.system import anonymous_memory
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Failed, Message, Submit, TokenId
@@ -191,20 +191,9 @@ def open_channel(max_bytes: int) -> tuple[Channel, socket.socket, int]:
     max_bytes: of a message. Memory is only taken as messages fill it.
     """
     with ExitStack() as undo:  # descriptors may run out on the way
-        memory_fd = _anonymous_memory(2 * (max_bytes + _HEAD_BYTES))
+        memory_fd = anonymous_memory(2 * (max_bytes + _HEAD_BYTES))
         undo.callback(os.close, memory_fd)
         ours, theirs = map(undo.enter_context, socket.socketpair())
         channel = Channel(ours, memory_fd, first=True)
         undo.pop_all()
     return channel, theirs, memory_fd
-
-
-def _anonymous_memory(num_bytes: int) -> int:
-    """Return a descriptor of zeroed memory without a name."""
-    if hasattr(os, "memfd_create"):
-        found = os.memfd_create("paceline")
-    else:
-        with tempfile.TemporaryFile() as file:
-            found = os.dup(file.fileno())
-    os.ftruncate(found, num_bytes)
-    return found

@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
 from paceline.model.files.rearranged import in_order
-from paceline.model.files.stored import FLOAT_BYTES, FourBit, RawBlocks, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, FourBit, RawBlocks, model_file_size, read_floats, read_span
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -145,13 +145,7 @@ class GgufTensor:
         return FourBit(*(np.ascontiguousarray(part) for part in parts))
 
     def _data(self) -> bytearray:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            data = bytearray(self.num_bytes)
-            num_read = file.readinto(data)
-        if num_read != self.num_bytes:
-            raise BadModelFile(f"{self.path} became shorter while it was read")
-        return data
+        return read_span(self.path, self.start, self.num_bytes)
 
 
 def known_blocks() -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
@@ -15,10 +16,11 @@ from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader
 from paceline.model.files.rearranged import (
     ROTATED,
-    FromOne,
-    Reordered,
+    ChangedWhenRead,
     divide_logits,
+    from_one,
     head_order,
+    in_order,
     unfuse,
 )
 from paceline.model.files.rope_settings import rope_of
@@ -385,13 +387,12 @@ def parts(
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return tensors by canonical name, norms as factors, heads in our order."""
-    from_one = config.facts.norms_from_one
     order = head_order(config, interleaved=config.facts.interleaves_rope)
     used: dict[str, Stored] = {}
     for name, tensor in stored.items():
-        used[name] = FromOne(tensor) if from_one and name.endswith("norm") else tensor
+        used[name] = from_one(tensor) if config.facts.norms_from_one and name.endswith("norm") else tensor
         if order and name.rpartition(".")[2] in ROTATED:
-            used[name] = Reordered(used[name], order)
+            used[name] = ChangedWhenRead(used[name], partial(in_order, order=order))
     return divide_logits(config, used)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.model.files.stored import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -45,10 +45,11 @@ def in_order(tensor: NDArray[Number], order: tuple[int, ...]) -> NDArray[Number]
 
 
 @dataclass(frozen=True, slots=True)
-class FromOne:
-    """Tensor that is stored as its distance from 1."""
+class ChangedWhenRead:
+    """Tensor whose numbers or their order change when it is read, but not its shape."""
 
     stored: Stored
+    change: Callable[[NDArray[floating]], NDArray[floating]]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,48 +57,21 @@ class FromOne:
         return self.stored.shape
 
     def read(self) -> NDArray[floating]:
-        """Return the tensor with 1 added."""
-        return self.stored.read() + np.float32(1)
+        """Return the changed tensor."""
+        return self.change(self.stored.read())
 
 
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """Tensor whose numbers are divided by one number when they are read."""
-
-    stored: Stored
-    divisor: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after reading."""
-        return self.stored.shape
-
-    def read(self) -> NDArray[floating]:
-        """Return the quotients."""
-        return self.stored.read() / np.float32(self.divisor)
-
-
-@dataclass(frozen=True, slots=True)
-class Reordered:
-    """Tensor whose rows are read in another order, the same for each head."""
-
-    stored: Stored
-    order: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after reading."""
-        return self.stored.shape
-
-    def read(self) -> NDArray[floating]:
-        """Return the tensor in that order."""
-        return in_order(self.stored.read(), self.order)
+def from_one(stored: Stored) -> Stored:
+    """Return a tensor that is stored as its distance from 1."""
+    return ChangedWhenRead(stored, lambda tensor: tensor + np.float32(1))
 
 
 def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Return tensors by canonical name; the last norm divides logits."""
     norm, divisor = stored.get("final_norm"), config.logit_divisor
-    return {**stored} if norm is None or divisor == 1.0 else {**stored, "final_norm": Divided(norm, divisor)}
+    if norm is None or divisor == 1.0:
+        return {**stored}
+    return {**stored, "final_norm": ChangedWhenRead(norm, lambda tensor: tensor / np.float32(divisor))}
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from paceline.core.errors import BadModelFile, UnsupportedModel
-from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats
+from paceline.model.files.stored import FLOAT_BYTES, RawBlocks, model_file_size, read_floats, read_span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,13 +82,7 @@ class StoredTensor:
         return np.frombuffer(self._data(), _INTEGERS[self.dtype]).astype(np.int64).reshape(self.shape)
 
     def _data(self) -> bytearray:
-        data = bytearray(self.num_bytes)
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            num_read = file.readinto(data)
-        if num_read != self.num_bytes:
-            raise BadModelFile(f"{self.path} became shorter while it was read")
-        return data
+        return read_span(self.path, self.start, self.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

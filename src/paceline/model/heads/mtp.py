@@ -20,6 +20,7 @@ from paceline.model.files.finite import Finite
 from paceline.model.files.kept_headers import open_kept
 from paceline.model.files.quantisation_config import read_quantisation
 from paceline.model.files.quantised import joined_tensors
+from paceline.model.files.rearranged import ChangedWhenRead
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import MTP, HeadConfig, head_shapes
@@ -95,22 +96,9 @@ def is_mtp_name(name: str, num_layers: int) -> bool:
     return behind or name.startswith(("model.mtp_layers.", "mtp."))
 
 
-@dataclass(frozen=True, slots=True)
-class HalvesSwapped:
-    """Matrix whose two halves of columns are read in the other order."""
-
-    stored: Stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape after reading."""
-        return self.stored.shape
-
-    def read(self) -> NDArray[floating]:
-        """Return the matrix."""
-        whole = self.stored.read()
-        half = whole.shape[1] // 2
-        return np.concatenate([whole[:, half:], whole[:, :half]], axis=1)
+def _halves_swapped(matrix: NDArray[floating]) -> NDArray[floating]:
+    """Return a matrix with the two halves of its columns in the other order."""
+    return np.concatenate(np.split(matrix, 2, axis=1)[::-1], axis=1)
 
 
 def mtp_config(target: ModelConfig) -> HeadConfig:
@@ -184,7 +172,7 @@ def _in_folder(model: LoadedModel) -> Head | None:
     parts = hf.parts(config.layers, found, names, kind.layer)
     chosen = choose_tensors(head_shapes(config), names, parts, f"the MTP layer in {folder}")
     if kind.hidden_first:
-        chosen["fc"] = HalvesSwapped(chosen["fc"])
+        chosen["fc"] = ChangedWhenRead(chosen["fc"], _halves_swapped)
     sources = folder_sources(folder, states, (tensor.path for tensor in stored.values()))
     return _head(config, hf.as_used(config.layers, chosen), () if model.newer_mtp else sources)
 

@@ -87,7 +87,7 @@ class AuthMiddleware:
 
         Notes the name and the salt of its key.
         """
-        if self._local and not _names_this_machine(_header(scope, b"host"), self._hosts):
+        if self._local and not _names_this_machine(header_of(scope, b"host"), self._hosts):
             message = (
                 "this server answers only to localhost; for another name start it with --allowed-host NAME, "
                 "--api-key or --insecure"
@@ -124,11 +124,12 @@ class ForAdmins:
 
 def _given_key(scope: Scope) -> bytes:
     """Return the key that a request carries, empty if none."""
-    scheme, _, key = _header(scope, b"authorization").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
+    scheme, _, key = header_of(scope, b"authorization").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else header_of(scope, b"x-api-key")
 
 
-def _header(scope: Scope, wanted: bytes) -> bytes:
+def header_of(scope: Scope, wanted: bytes) -> bytes:
+    """Return the value of a request's header, empty without it."""
     return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 

@@ -16,7 +16,7 @@ from paceline.engine.wire import Salt, TokenId
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
 from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
-from paceline.serve.api.schema import MAX_ANSWERS, MAX_PROMPTS, SpeculationBody, seed_asked
+from paceline.serve.api.schema import MAX_ANSWERS, MAX_PROMPTS, SpeculationBody, Stop, sampling_of, seed_asked
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class RollOutSampling(Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASED)] | None = None
     sampling_seed: int | None = None
-    stop: str | Annotated[list[str], Meta(max_length=64)] | None = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
     no_stop_trim: bool | None = None  # keep the stop string in the text
     ignore_eos: bool | None = None
@@ -61,28 +61,16 @@ class RollOutSampling(Struct, frozen=True, forbid_unknown_fields=True):
     def params(self, room: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters. room: for the answer, in tokens. Raises `RequestError`."""
         max_tokens = min(USUAL_TOKENS, room) if self.max_new_tokens is None else self.max_new_tokens
-        wanted: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "ignore_eos": self.ignore_eos,
-            "n": self.n,
-            "top_k": None if self.top_k == -1 else self.top_k,
-            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
-            "seed": None if self.sampling_seed is None else seed_asked(self.sampling_seed),
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "include_stop": self.no_stop_trim,
-            "min_tokens": self.min_new_tokens,
-            "max_tokens": max_tokens,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "grammar": self._grammar(),
-        }
-        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+        return sampling_of(
+            self,
+            seed=seed_asked(self.sampling_seed),
+            include_stop=self.no_stop_trim,
+            min_tokens=self.min_new_tokens,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=self._grammar(),
+        )
 
     def _grammar(self) -> Grammar | None:
         if self.json_schema is not None:
@@ -159,12 +147,6 @@ def _each(name: str, given: list[int | list[int]] | None) -> list[list[int]]:
     if (lists and single) or len(lists) > MAX_PROMPTS:
         raise RequestError(f"{name} are token ids, or at most {MAX_PROMPTS} lists of them", name)
     return lists or ([single] if single else [])
-
-
-def _bias(given: dict[str, float]) -> dict[int, float]:
-    if not all(key.isascii() and key.isdigit() and len(key) <= 10 for key in given):
-        raise RequestError("logit_bias maps token ids to numbers", "logit_bias")
-    return {int(key): bias for key, bias in given.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

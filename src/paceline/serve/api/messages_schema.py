@@ -11,9 +11,9 @@ from paceline.core.errors import RequestError
 from paceline.core.params import Grammar, SamplingParams
 from paceline.engine.wire import Salt
 from paceline.serve.api.fields import WITHOUT_EFFECT, Body
-from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, Name, SpeculationBody, seed_asked
-from paceline.serve.api.tools import Effort, Id, effort_kwargs
-from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, check_size
+from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, Name, SpeculationBody, given_params, seed_asked
+from paceline.serve.api.tools import Effort, Id, template_kwargs
+from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, check_size, use_of
 
 if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
@@ -219,21 +219,15 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
 
     def _tool_use(self) -> ToolUse | None:
         choice = self.tool_choice
-        if not self.tools:
-            if choice is not None and choice.type in ("any", "tool"):
-                raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
-            return None
-        tools = tuple(Tool(t.name, t.description, t.input_schema, bool(t.strict)) for t in self.tools)
+        tools = [Tool(t.name, t.description, t.input_schema, bool(t.strict)) for t in self.tools or ()]
         if choice is None:
-            return ToolUse(tools)
-        kinds = {"any": "required", "tool": "named"}
-        return ToolUse(
-            tools, kinds.get(choice.type, choice.type), choice.name, not choice.disable_parallel_tool_use
-        )
+            return use_of(tools)
+        kind = {"any": "required", "tool": "named"}.get(choice.type, choice.type)
+        return use_of(tools, kind, choice.name, not choice.disable_parallel_tool_use)
 
     def _kwargs(self) -> dict[str, Any]:
         effort = None if self.output_config is None else self.output_config.effort
-        kwargs = {} if effort is None else effort_kwargs(effort)
+        kwargs = template_kwargs(None, effort)
         return kwargs if self.thinking is None else kwargs | {"enable_thinking": self.thinking.type != "disabled"}
 
     def grammar(self) -> Grammar | None:
@@ -260,16 +254,16 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
 
     def params(self, defaults: Defaults) -> SamplingParams:
         """Return the sampling parameters. defaults: of those left out. Raises `RequestError`."""
-        wanted: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop": tuple(self.stop_sequences or ()),
-            "seed": None if self.seed is None else seed_asked(self.seed),
-            "grammar": self.grammar(),
-        }
-        given = {name: value for name, value in wanted.items() if value is not None}
-        return SamplingParams(max_tokens=self.max_tokens, **{**defaults, **given})
+        return given_params(
+            defaults,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=tuple(self.stop_sequences or ()),
+            seed=seed_asked(self.seed),
+            grammar=self.grammar(),
+            max_tokens=self.max_tokens,
+        )
 
 
 def text_of(content: Blocks) -> str:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from paceline.serve.api.tool_calls.reader import ReaderPlan
 
 to_json = msgspec.json.Encoder().encode
+EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 Json = dict[str, Any]
 
 

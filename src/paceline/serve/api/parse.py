@@ -12,12 +12,14 @@ import msgspec
 
 from paceline.core.errors import RequestError
 from paceline.core.params import TYPICAL, Speculation
-from paceline.serve.api.chat_body import conversation_of
+from paceline.serve.api.auth import header_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
 from paceline.serve.api.score_format import Extras
+from paceline.serve.api.tools import FunctionName, NamedTool, template_kwargs
+from paceline.serve.conversation import Conversation, use_of
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json, PartialAnswer, RouteFormat
+    from paceline.serve.conversation import ToolUse
     from paceline.serve.prompts import Prompts
 
 MAX_BODY_BYTES = 4 << 20
@@ -119,7 +122,7 @@ class Job:
 async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
     """Return the body. Raises `ApiError` 408, 413 (over `limit` bytes) or 415, and `ClientDisconnected`."""
     _check_type(scope)
-    announced = _header(scope, b"content-length")
+    announced = header_of(scope, b"content-length")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     if announced.isdigit() and int(announced[:20]) > MAX_DISCARDED_BYTES:
         raise too_large
@@ -150,15 +153,11 @@ def _check_type(scope: Scope) -> None:
 
     A page can leave the type out, but not its Origin; a simple client such as curl may send neither.
     """
-    kind = _header(scope, b"content-type").split(b";")[0].strip().lower()
+    kind = header_of(scope, b"content-type").split(b";")[0].strip().lower()
     if kind == b"application/json" or (kind == b"" and b"origin" not in dict(scope["headers"])):
         return
     shown = kind[:64].decode("latin-1") or "without a type"
     raise ApiError(415, f"the body must be application/json, not {shown}; set the header content-type")
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
 # Jobs ------------------------------------------------------------------------------------------------
@@ -170,13 +169,35 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     serving.check_model(body.model)
     prompts = serving.prompts
     body = with_sampling(body, prompts.sampling)
-    conversation = conversation_of(body, [message.for_template() for message in body.messages])
+    conversation = _conversation(body)
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
     requests = _requests(body, [prompt.ids], prompts, prompts.answer_form(use, prompt.opened))
     plan = prompts.reader_plan(use, prompt.opened)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
     return _job(body, requests, serving, form, arrival_s, ignored)
+
+
+def _tool_use(body: ChatBody) -> ToolUse | None:
+    """Return the tools and how to use them; None without tools. Raises `RequestError`."""
+    if body.tools and body.functions:
+        raise RequestError("functions is the old form of tools; send one of them", "functions")
+    choice = body.function_call if body.functions else body.tool_choice
+    named = choice.function if isinstance(choice, NamedTool) else choice
+    named = named if isinstance(named, FunctionName) else None
+    tools = [t.function.tool(t.strict) for t in body.tools or ()] or [f.tool() for f in body.functions or ()]
+    legacy = bool(body.functions)
+    kind = "named" if named is not None else str(choice or "auto")
+    parallel = body.parallel_tool_calls is not False and not legacy
+    return use_of(tools, kind, None if named is None else named.name, parallel, legacy)
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    """Return the conversation that a body asks to go on. Raises `RequestError`."""
+    messages, continues = [message.for_template() for message in body.messages], bool(body.continue_final_message)
+    prompted = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort)
+    return Conversation(messages, _tool_use(body), kwargs, prompted, continues)
 
 
 def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:

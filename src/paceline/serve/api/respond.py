@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.request_nouns import Outcome
 from paceline.serve.api.continuation import SentPart
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
-from paceline.serve.api.openai_format import PartialAnswer, to_json, token_usage, usage
+from paceline.serve.api.openai_format import EVENT_HEADERS, PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
 from paceline.serve.engines import Disconnected
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from paceline.serve.observe.metrics import Metrics
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 DONE = b"data: [DONE]\n\n"
 LAW_HEADER = "x-paceline-law"  # of an answer that may differ from the one without drafts
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
@@ -113,7 +108,7 @@ class Responder:
 
     async def _stream(self, events: Answers, send: Send) -> None:
         first = _outcome_of(await events.next())  # a request that is refused gets a status of its own
-        headers = [*_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
+        headers = [*EVENT_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         unsent = [self._opening(), self._chunk(*first)]
         try:

@@ -11,9 +11,17 @@ from paceline.core.errors import RequestError
 from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.engine.wire import Salt
 from paceline.serve.api.fields import WITHOUT_EFFECT, Body
-from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, OTHER_ROLES, Name, SpeculationBody, seed_asked
-from paceline.serve.api.tools import CalledFunction, Effort, Id, TemplateKwargs, check_kwargs, effort_kwargs
-from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse
+from paceline.serve.api.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    OTHER_ROLES,
+    Name,
+    SpeculationBody,
+    given_params,
+    seed_asked,
+)
+from paceline.serve.api.tools import CalledFunction, Effort, Id, TemplateKwargs, template_kwargs
+from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, use_of
 
 if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
@@ -207,20 +215,14 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
         if not messages:
             raise RequestError("input must hold a message", "input")
         effort = None if self.reasoning is None else self.reasoning.effort
-        given = dict(self.chat_template_kwargs or {})
-        check_kwargs(given)
-        return Conversation(messages, self._tool_use(), ({} if effort is None else effort_kwargs(effort)) | given)
+        return Conversation(messages, self._tool_use(), template_kwargs(self.chat_template_kwargs, effort))
 
     def _tool_use(self) -> ToolUse | None:
         choice = self.tool_choice
         named = choice.name if isinstance(choice, ResponsesChoice) else None
-        if not self.tools:
-            if named is not None or choice == "required":
-                raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
-            return None
-        tools = tuple(Tool(t.name, t.description, t.parameters, bool(t.strict)) for t in self.tools)
+        tools = [Tool(t.name, t.description, t.parameters, bool(t.strict)) for t in self.tools or ()]
         kind = "named" if named is not None else str(choice or "auto")
-        return ToolUse(tools, kind, named, self.parallel_tool_calls is not False)
+        return use_of(tools, kind, named, self.parallel_tool_calls is not False)
 
     def grammar(self) -> Grammar | None:
         """Return the grammar that the answer must fit, if any. Raises `RequestError`."""
@@ -238,15 +240,15 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
         defaults: of those left out. Raises `RequestError`.
         """
-        wanted: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "seed": None if self.seed is None else seed_asked(self.seed),
-            "grammar": self.grammar(),
-        }
-        given = {name: value for name, value in wanted.items() if value is not None}
         max_tokens = room if self.max_output_tokens is None else self.max_output_tokens
-        return SamplingParams(max_tokens=max_tokens, **{**defaults, **given})
+        return given_params(
+            defaults,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed_asked(self.seed),
+            grammar=self.grammar(),
+            max_tokens=max_tokens,
+        )
 
 
 def _text(content: str | list[InputPart] | None) -> str:

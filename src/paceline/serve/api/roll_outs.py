@@ -6,7 +6,7 @@ They are here only with `--rl`: whoever may use them replaces the model.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 from starlette.middleware import Middleware
@@ -27,7 +27,7 @@ from paceline.serve.weight_updates import WeightUpdates, nothing
 from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from typing import TypeVar
 
     from starlette.requests import Request as HttpRequest
@@ -195,13 +195,7 @@ class RollOuts:
         return _done()
 
     async def _resume(self, request: HttpRequest) -> Response:
-        try:
-            await self._client.commands.send(ResumeMemory(await _tags(request)))
-        except EngineDied:
-            raise
-        except PacelineError as error:
-            return _failed(error)
-        return _done()
+        return await _told(self._client.commands.send(ResumeMemory(await _tags(request))), lambda _: _done())
 
 
 def _chunk_of(asked: Mapping[str, str]) -> Chunk:
@@ -220,14 +214,16 @@ def _chunk_of(asked: Mapping[str, str]) -> Chunk:
     return Chunk(number, total)
 
 
-async def _told(update: Coroutine[Any, Any, Obeyed]) -> Response:
-    """Return the response to an update."""
+async def _told(work: Awaitable[Obeyed], done: Callable[[Obeyed], Response] | None = None) -> Response:
+    """Return the response to a command that may be refused. done: makes one if not."""
     try:
-        reply = await update
+        reply = await work
     except EngineDied:
         raise
     except PacelineError as error:
-        return _failed(error)
+        return json_response({"success": False, "message": str(error)}, 400)
+    if done is not None:
+        return done(reply)
     return _done(message=f"weights are now version {reply.version}", drafters=reply.drafters)
 
 
@@ -244,8 +240,3 @@ async def _tags(request: HttpRequest) -> tuple[str, ...]:
 
 def _done(message: str = "", **more: int | Mapping[str, Sequence[str]]) -> Response:
     return json_response({"success": True, "message": message} | more)
-
-
-def _failed(error: PacelineError) -> Response:
-    """Return the response to an update that changed nothing."""
-    return json_response({"success": False, "message": str(error)}, 400)

@@ -5,7 +5,7 @@ The bounds of sampling parameters are those of `SamplingParams`. `fields.py` dec
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -35,6 +35,9 @@ from paceline.serve.api.tools import (
     Tools,
 )
 from paceline.serve.prompts import part_text
+
+if TYPE_CHECKING:
+    from paceline.core.sampling_defaults import Defaults
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -194,29 +197,17 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     ) -> SamplingParams:
         """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
         scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
-        wanted: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k == -1 else self.top_k,  # other servers say -1 for all
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
-            "seed": None if self.seed is None else seed_asked(self.seed),
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "include_stop": self.include_stop_str_in_output,
-            "min_tokens": self.min_tokens,
-            "max_tokens": max_tokens,
-            "ignore_eos": self.ignore_eos,
-            "logprobs": logprobs,
-            "prompt_logprobs": max(scores, default=None),
-            "n": self.n,
-        }
         structure = self.structure()
-        wanted["grammar"] = structure and structure[0]
-        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+        return sampling_of(
+            self,
+            seed=seed_asked(self.seed),
+            include_stop=self.include_stop_str_in_output,
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=max(scores, default=None),
+            grammar=structure and structure[0],
+        )
 
 
 class ChatBody(Sampled, frozen=True, kw_only=True):
@@ -291,9 +282,28 @@ def _check_range(name: str, value: int | None) -> None:
         raise RequestError(str(error).replace("logprobs", name, 1), name) from None
 
 
-def seed_asked(given: int) -> int | None:
-    """Return a seed of OpenAI's range, int64; None (drawn) for a negative one."""
-    return None if -MAX_SEED - 1 <= given < 0 else given
+def seed_asked(given: int | None) -> int | None:
+    """Return a seed of OpenAI's range, int64; None (drawn) for a negative one or none."""
+    return None if given is None or -MAX_SEED - 1 <= given < 0 else given
+
+
+def sampling_of(fields: Any, **others: Any) -> SamplingParams:
+    """Return the parameters in fields of OpenAI's names, and `others`. Raises `RequestError`."""
+    same = ("temperature", "top_p", "min_p", "ignore_eos", "n")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    return given_params(
+        **{name: getattr(fields, name) for name in (*same, *penalties)},
+        top_k=None if fields.top_k == -1 else fields.top_k,  # other servers say -1 for all
+        logit_bias=None if fields.logit_bias is None else _bias(fields.logit_bias),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        **others,
+    )
+
+
+def given_params(defaults: Defaults | None = None, **given: Any) -> SamplingParams:
+    """Return parameters of which None is left out. defaults: of those. Raises `RequestError`."""
+    return SamplingParams(**{**(defaults or {}), **{name: v for name, v in given.items() if v is not None}})
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -10,7 +10,7 @@ from paceline.core.errors import RequestError
 from paceline.engine.wire import TokenId
 from paceline.serve.api.fields import Body
 from paceline.serve.api.schema import MAX_MESSAGES, ChatMessage, Name
-from paceline.serve.api.tools import TemplateKwargs, Tools, check_kwargs
+from paceline.serve.api.tools import TemplateKwargs, Tools, template_kwargs
 from paceline.serve.conversation import Conversation, ToolUse
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class TokenizeBody(Body, frozen=True, kw_only=True):
             return serving.prompts.tokenizer.encode(self.prompt, self.add_special_tokens is not False)
         messages = [message.for_template() for message in self.messages or ()]
         tools = [tool.function.tool(tool.strict) for tool in self.tools or ()]
-        given = dict(self.chat_template_kwargs or {})
-        check_kwargs(given)
+        given = template_kwargs(self.chat_template_kwargs)
         continues = bool(self.continue_final_message)
         prompted = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         use = ToolUse(tuple(tools)) if tools else None

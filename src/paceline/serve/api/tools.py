@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,6 +15,9 @@ from paceline.serve.conversation import (
     check_function_name,
     check_size,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_CALLS = 128  # of one message
 MAX_ARGUMENT_CHARS = 1 << 20
@@ -108,19 +111,18 @@ FunctionChoice = Literal["auto", "none"] | FunctionName
 TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
 
 
-def effort_kwargs(effort: str) -> dict[str, Any]:
-    """Return the variables by which templates know how much to reason."""
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+def template_kwargs(given: Mapping[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+    """Return the variables of a template that a client sets, and those of its effort.
 
-
-def check_kwargs(given: dict[str, Any]) -> None:
-    """Raise `RequestError` for variables that are too large or ours to set."""
-    param = "chat_template_kwargs"
-    if len(given) > MAX_TEMPLATE_KWARGS:
+    Raises `RequestError` for variables that are too large or ours to set.
+    """
+    kwargs, param = dict(given or {}), "chat_template_kwargs"
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
         raise RequestError(f"{param} may hold at most {MAX_TEMPLATE_KWARGS} variables", param)
-    check_size(given, param)
-    for name in given:
+    check_size(kwargs, param)
+    for name in kwargs:
         if name in OWN_VARIABLES or not name.isidentifier() or len(name) > 64 or name.startswith("_"):
             raise RequestError(f"{param} may not set {name[:64]!r}", param)
-    if len(msgspec.json.encode(given)) > MAX_KWARG_BYTES:
+    if len(msgspec.json.encode(kwargs)) > MAX_KWARG_BYTES:
         raise RequestError(f"{param} may hold at most {MAX_KWARG_BYTES} bytes of JSON", param)
+    return kwargs if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"} | kwargs

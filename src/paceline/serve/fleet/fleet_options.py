@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.control.routing import ROUTES, policy_named
 from paceline.control.tails import OFF, parse_tail
 from paceline.core.errors import ConfigError, suggest
+from paceline.core.flags import add_flags, of_flags
 from paceline.core.system import core_groups, deal, places, usable_cores
 
 if TYPE_CHECKING:
@@ -68,15 +69,25 @@ class ReplicaOptions:
 
 # The command line ------------------------------------------------------------------------------------
 
-_DEFAULTS = ReplicaOptions()
+_FLAGS = {
+    "replicas": "N engines that share the requests",
+    "cores": "auto|GROUPS of each replica, such as 0-3,4-7; auto deals out all, those of a NUMA node together",
+    "route": f"{'|'.join(ROUTES)} the replica of a request: by predicted seconds, longest kept prefix, fewest "
+    "requests, or in turn",
+    "resume": f"{'|'.join(RESUMES)} whether an answer goes on, bit for bit, when its replica ends; any: also "
+    "under another promise key",
+    "hedge": f"{'|'.join(HEDGES)} let a second replica write an answer whose first token is later than 95 %% of "
+    "predictions allow",
+    "tail": "off|spread|pack:ROWS when no more requests come: even the last rows out, or pack up to so many on "
+    "each of few",
+    "audit": "SHARE let another, idle replica write this share of the answers again, and compare",
+}
 
 
 def add_fleet_arguments(parser: ArgumentParser) -> None:
     """Add the flags."""
-    group = parser.add_argument_group("fleet")
-    group.add_argument(
-        "--replicas", type=int, metavar="N", default=_DEFAULTS.replicas, help="engines that share the requests"
-    )
+    group, defaults = parser.add_argument_group("fleet"), ReplicaOptions()
+    add_flags(group, defaults, _FLAGS)
     group.add_argument(
         "--on",
         choices=PLACES,
@@ -84,60 +95,14 @@ def add_fleet_arguments(parser: ArgumentParser) -> None:
         help="where engines run: as processes here, or as a Ray Serve application",
     )
     group.add_argument(
-        "--cores",
-        metavar="auto|GROUPS",
-        default=_DEFAULTS.cores,
-        help="of each replica, such as 0-3,4-7; auto deals out all, those of a NUMA node together",
-    )
-    group.add_argument(
-        "--route",
-        metavar="|".join(ROUTES),
-        default=_DEFAULTS.route,
-        help="the replica of a request: by predicted seconds, longest kept prefix, fewest requests, or in turn",
-    )
-    group.add_argument(
-        "--resume",
-        metavar="|".join(RESUMES),
-        default=_DEFAULTS.resume,
-        help="whether an answer goes on, bit for bit, when its replica ends; any: also under another promise key",
-    )
-    group.add_argument(
         "--resume-wait",
         type=float,
         metavar="S",
-        default=_DEFAULTS.resume_wait_s,
+        default=defaults.resume_wait_s,
         help="how long an answer waits for a replica that can go on with it",
-    )
-    group.add_argument(
-        "--hedge",
-        metavar="|".join(HEDGES),
-        default=_DEFAULTS.hedge,
-        help="let a second replica write an answer whose first token is later than 95 %% of predictions allow",
-    )
-    group.add_argument(
-        "--tail",
-        metavar="off|spread|pack:ROWS",
-        default=_DEFAULTS.tail,
-        help="when no more requests come: even the last rows out, or pack up to so many on each of few",
-    )
-    group.add_argument(
-        "--audit",
-        type=float,
-        metavar="SHARE",
-        default=_DEFAULTS.audit,
-        help="let another, idle replica write this share of the answers again, and compare",
     )
 
 
 def fleet_options(args: Namespace) -> ReplicaOptions:
     """Return what parsed flags ask for. Raises `ConfigError`."""
-    return ReplicaOptions(
-        replicas=args.replicas,
-        cores=args.cores,
-        route=args.route,
-        resume=args.resume,
-        resume_wait_s=args.resume_wait,
-        hedge=args.hedge,
-        tail=args.tail,
-        audit=args.audit,
-    )
+    return of_flags(ReplicaOptions, args, resume_wait_s=args.resume_wait)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from paceline.serve.api.errors import ApiError, shutting_down
-from paceline.serve.api.openai_format import to_json
+from paceline.serve.api.openai_format import EVENT_HEADERS, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,11 +23,6 @@ MOST_LISTENERS = 64
 EVENT_S = 0.1  # between two events at least
 QUIET_S = 1.0  # an event after so long even if nothing happened
 SLOW_S = 10.0  # a listener that takes an event no faster is dropped
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 class LiveFeed:
@@ -54,7 +49,7 @@ class LiveFeed:
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await self._client.watch(on=True)
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
             await self._send_events(send, gone)
         except TimeoutError:
             pass  # too slow

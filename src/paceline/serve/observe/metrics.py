@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
-    from paceline.control.online_cost import Predictions
     from paceline.core.figures import Figures
     from paceline.engine.gauges import Gauges
     from paceline.engine.stats import Stats
@@ -63,6 +62,16 @@ _DISK_COUNTERS = (
     ),
     ("paceline_kv_disk_read_seconds", "read_s", "Time reading KV pages, beside steps"),
 )
+# Likewise of `Predictions`: the controller's errors, and the estimated time of plain decoding.
+_PREDICTED = (
+    ("paceline_predicted_step_seconds", "step_s", "Time of steps that were predicted"),
+    ("paceline_misprediction_seconds", "error_s", "Time by which predictions were off"),
+    (
+        "paceline_plain_seconds",
+        "plain_s",
+        "Time that the tokens of these steps would have taken without drafts, estimated",
+    ),
+)
 _GAUGES = (
     ("paceline_requests_running", "num_running", "Requests that hold a row"),
     ("paceline_requests_waiting", "num_waiting", "Requests that wait for a row"),
@@ -85,27 +94,27 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the engine."""
         client = self._client
-        yield _gauge("paceline_engine_up", "1 if the engine is ready", int(client.ready is not None))
-        yield _counter("paceline_engine_restarts", "Times the engine process was restarted", client.restarts)
-        yield _gauge("paceline_requests_open", "Answers the server is waiting for", client.num_open)
+        yield GaugeMetricFamily("paceline_engine_up", "1 if the engine is ready", int(client.ready is not None))
+        about = "Times the engine process was restarted"
+        yield CounterMetricFamily("paceline_engine_restarts", about, client.restarts)
+        yield GaugeMetricFamily("paceline_requests_open", "Answers the server is waiting for", client.num_open)
         if client.snapshot is not None:
             yield from _counters(client.snapshot.stats)
             yield from _speculation(client.snapshot.stats)
-            yield from _predictions(client.snapshot.stats.predictions)
             yield from _gauges(client.snapshot.gauges)
 
 
 def _counters(stats: Stats) -> Iterator[Metric]:
-    for counts, fields in ((stats, _COUNTERS), (stats.kv_disk, _DISK_COUNTERS)):
+    for counts, fields in ((stats, _COUNTERS), (stats.kv_disk, _DISK_COUNTERS), (stats.predictions, _PREDICTED)):
         for name, field, about in fields:
-            yield _counter(name, about, getattr(counts, field))
+            yield CounterMetricFamily(name, about, getattr(counts, field))
 
 
 def _gauges(gauges: Gauges) -> Iterator[Metric]:
     for name, field, about in _GAUGES:
-        yield _gauge(name, about, getattr(gauges, field))
+        yield GaugeMetricFamily(name, about, getattr(gauges, field))
     use = gauges.num_held_pages / gauges.num_pages if gauges.num_pages else 0.0
-    yield _gauge("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
+    yield GaugeMetricFamily("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
     about = "Memory that running requests take in a drafter's state"
     state = GaugeMetricFamily("paceline_drafter_state_bytes", about, labels=["drafter"])
     for name, num_bytes in gauges.drafter_bytes.items():
@@ -134,22 +143,6 @@ def _speculation(stats: Stats) -> Iterator[Metric]:
     for k, count in enumerate(stats.k_histogram):
         passes.add_metric([str(k)], count)
     yield from (drafted, trimmed, verified, accepted, rejected, passes)
-
-
-def _predictions(predictions: Predictions) -> Iterator[Metric]:
-    """Yield the controller's prediction errors and the estimated time of plain decoding."""
-    yield _counter("paceline_predicted_step_seconds", "Time of steps that were predicted", predictions.step_s)
-    yield _counter("paceline_misprediction_seconds", "Time by which predictions were off", predictions.error_s)
-    about = "Time that the tokens of these steps would have taken without drafts, estimated"
-    yield _counter("paceline_plain_seconds", about, predictions.plain_s)
-
-
-def _counter(name: str, about: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(name, about, value=value)
-
-
-def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, about, value=value)
 
 
 class Metrics:

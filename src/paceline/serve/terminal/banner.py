@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from paceline import __version__
-from paceline.serve.observe.build_facts import commit
+from paceline.core.system import commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -119,9 +119,8 @@ class ServerFacts:
 def show_url(facts: ServerFacts, stream: TextIO) -> None:
     """Show a server's URLs and a shell line that can be pasted."""
     line = curl_line(facts.url, facts.chats, facts.needs_key)
-    made = f" ({commit()})" if commit() else ""
     ways = "Open it in a browser, or try:" if facts.page else "Try it:"
-    title = f"Paceline {__version__}{made} serves at "
+    title = f"Paceline {_build()} serves at "
     if stream.isatty():
         from rich.console import Console
         from rich.text import Text
@@ -145,3 +144,21 @@ def curl_line(url: str, chats: bool, needs_key: bool) -> str:
         else ("completions", '{"prompt":"A paceline is","max_tokens":50}')
     )
     return f"curl {url}/v1/{route} {key}-H 'Content-Type: application/json' -d '{body}'"
+
+
+def version_line() -> str:
+    """Return what `paceline --version` says."""
+    from paceline.backend.registry import BACKENDS
+
+    try:
+        from paceline import kernels
+
+        isa = kernels.isa()
+    except (ImportError, OSError) as error:
+        isa = f"kernels cannot be loaded: {error}"
+    return f"paceline {_build()}, {isa}, backends {', '.join(BACKENDS)}"
+
+
+def _build() -> str:
+    made = commit()
+    return f"{__version__} ({made})" if made else __version__

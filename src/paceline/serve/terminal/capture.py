@@ -10,11 +10,12 @@ import hashlib
 import json
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paceline.core.errors import ConfigError
 from paceline.serve.api.openai_format import to_json
-from paceline.serve.terminal.display import AnswersBar
+from paceline.serve.terminal.display import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,9 +50,10 @@ def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Pat
             if line["answers"]:
                 file.write(to_json(line) + b"\n")
                 file.flush()
-            bar.advance()
+            update(next(ended), len(wanted))
 
-        with AnswersBar(len(wanted), len(wanted) - len(missing)) as bar:
+        ended = count(len(wanted) - len(missing) + 1)
+        with progress("answers", quiet=True) as update:
             seeded = [params if params.seed is not None else replace(params, seed=_seed(key)) for key in missing]
             llm.generate([wanted[key][1] for key in missing], seeded, keep)
     return int(failed > 0)

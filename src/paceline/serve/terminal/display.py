@@ -21,10 +21,13 @@ def say(text: str = "") -> None:
 
 
 @contextmanager
-def progress(what: str, unit: str = "") -> Iterator[Update]:
-    """Show progress on stderr: a terminal bar, or a line per tenth. unit: "B": bytes."""
+def progress(what: str, unit: str = "", *, quiet: bool = False) -> Iterator[Update]:
+    """Show progress on stderr: a terminal bar, or a line per tenth.
+
+    unit: "B": bytes. quiet: a bar only.
+    """
     if not sys.stderr.isatty():
-        yield _Lines(what)
+        yield (lambda *_: None) if quiet else _Lines(what)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -34,30 +37,6 @@ def progress(what: str, unit: str = "") -> Iterator[Update]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
-
-
-class AnswersBar:
-    """Progress over finished answers, shown on a terminal only."""
-
-    def __init__(self, total: int, done: int = 0) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(file=sys.stderr)
-        self._bar = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task("answers", total=total, completed=done)
-
-    def __enter__(self) -> AnswersBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
-        """Count one finished answer."""
-        self._bar.advance(self._task)
 
 
 class _Lines:

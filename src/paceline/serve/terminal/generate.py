@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -16,7 +17,7 @@ from paceline.serve.llm import LLM
 from paceline.serve.prompts import Item, read_items
 from paceline.serve.terminal.banner import LoadingBar, printable
 from paceline.serve.terminal.capture import capture
-from paceline.serve.terminal.display import AnswersBar
+from paceline.serve.terminal.display import progress
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -126,9 +127,10 @@ def generate(
     """Answer all items and write the answers in their order. Returns 1 if one failed."""
     if len(items) == 1 and not as_json and params.n == 1:
         return _stream_one(llm, items[0], params, chat, sink)
-    with AnswersBar(len(items)) as bar:
+    ended = count(1)
+    with progress("answers", quiet=True) as update:
         prompt_ids = [item.ids(llm.prompts, params, chat=chat) for item in items]
-        completions = llm.generate(prompt_ids, params, lambda *_: bar.advance())
+        completions = llm.generate(prompt_ids, params, lambda *_: update(next(ended), len(items)))
     for item, completion in zip(items, completions, strict=True):
         for piece in _json_lines(item, completion) if as_json else _texts(completion):
             sink.write(printable(piece, sink))

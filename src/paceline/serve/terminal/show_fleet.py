@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, RequestError
 from paceline.serve.terminal.display import say, table
-from paceline.serve.terminal.speakers import MAX_LINE_BYTES, RunningServer
+from paceline.serve.terminal.running_server import MAX_LINE_BYTES, RunningServer
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

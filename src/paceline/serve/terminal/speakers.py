@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import ssl
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
-from paceline.core.errors import ConfigError, EngineDied, RequestError
+from paceline.core.errors import RequestError
 from paceline.core.params import AUTO, SamplingParams, Speculation
+from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, events
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from paceline.core.figures import Figures
     from paceline.serve.llm import LLM
-
-CONNECT_S = 10.0
-ANSWER_S = 600.0  # without a byte of an answer
-MAX_LINE_BYTES = 4 << 20  # of an event
-MAX_ERROR_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,65 +90,13 @@ class LocalSpeaker:
 SHOWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed")
 
 
-class RunningServer:
-    """Address of a running server."""
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Parse the address. Raises `ConfigError`."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        try:
-            self._port, self._host = parts.port, parts.hostname
-        except ValueError:
-            self._host = None
-        if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.fragment:
-            raise ConfigError(f"--url {url!r} is no address of a server, such as http://127.0.0.1:8000")
-        self._secure, self._key = parts.scheme == "https", api_key
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = url
-
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Return a connection that is not open yet."""
-        assert self._host is not None
-        if self._secure:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-
-    def asked(
-        self, connection: http.client.HTTPConnection, method: str, route: str, body: object = None
-    ) -> http.client.HTTPResponse:
-        """Send a request, with a body as JSON. Raises `ConfigError`, `EngineDied`."""
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, f"{self._path}{route}", data, headers)
-            return connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise EngineDied(
-                f"{self.url}: no server answers there ({why}); start one with `paceline serve`"
-            ) from None
-        except ValueError:  # a key with characters that no header has
-            raise ConfigError("--api-key has characters that cannot be sent") from None
-
-    def refusal(self, response: http.client.HTTPResponse) -> str:
-        """Return why the server refused, as it says."""
-        try:
-            message = json.loads(response.read(MAX_ERROR_BYTES))["error"]["message"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
-            message = response.reason
-        hint = "; give --api-key, or set PACELINE_API_KEY" if response.status == 401 else ""
-        return f"{str(message)[:500]} (status {response.status}{hint})"
-
-
 class ServerSpeaker(RunningServer):
     """A running server that speaks OpenAI's protocol."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Ask which model the server has. Raises `ConfigError` if none answers."""
         super().__init__(url, api_key)
-        self.name = self._model()
+        self.name = self.model()
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is asked; the rest is the server's."""
@@ -174,39 +114,8 @@ class ServerSpeaker(RunningServer):
             response = self.asked(connection, "POST", "/v1/chat/completions", body)
             if response.status != 200:
                 raise RequestError(self.refusal(response))
-            for event in _events(response):
+            for event in events(response):
                 yield _piece(event)
-
-    def _model(self) -> str:
-        with closing(self.connection(CONNECT_S)) as connection:
-            try:
-                response = self.asked(connection, "GET", "/v1/models")
-                if response.status != 200:
-                    raise ConfigError(f"--url {self.url}: {self.refusal(response)}")
-                found = json.loads(response.read(MAX_LINE_BYTES))["data"][0]["id"]
-            except EngineDied as error:
-                raise ConfigError(f"--url {error}") from None
-            except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-                raise ConfigError(f"--url {self.url} answers, but not as an OpenAI server does") from None
-        return str(found)[:256]
-
-
-def _events(response: http.client.HTTPResponse) -> Generator[dict[str, Any], None, None]:
-    """Yield the events of a stream to its [DONE]. Raises `EngineDied` if it ends before."""
-    try:
-        while line := response.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise EngineDied("the server sent an event that is too long")
-            text = line.strip().decode("utf-8", "replace")
-            if text == "data: [DONE]":
-                return
-            if text.startswith("data:"):
-                event = json.loads(text.removeprefix("data:"))
-                if isinstance(event, dict):
-                    yield event
-    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-        raise EngineDied(f"the server's answer broke off: {error}") from None
-    raise EngineDied("the server's answer broke off")
 
 
 def _piece(event: Mapping[str, Any]) -> Piece:

@@ -12,6 +12,8 @@ import zmq
 
 from paceline.serve.worker.messages import MAX_TO_SERVER_BYTES
 
+AT_ONCE = 64  # messages that are taken before other tasks get a turn of the event loop
+
 
 class EngineSocket:
     """Messages of one engine process, for one task that waits.
@@ -30,6 +32,7 @@ class EngineSocket:
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._is_watched = False
+        self._at_once = 0  # messages since others had a turn for certain
 
     def bind(self, address: str) -> None:
         """Take the place that the process connects to."""
@@ -53,7 +56,10 @@ class EngineSocket:
                 return
 
     async def receive(self) -> bytes:
-        """Wait for the next message."""
+        """Wait for the next message. Other tasks get turns however many there are."""
+        self._at_once = (self._at_once + 1) % AT_ONCE
+        if self._at_once == 0:
+            await asyncio.sleep(0)
         while (message := self.receive_now()) is None:
             await self._wait()
         return message

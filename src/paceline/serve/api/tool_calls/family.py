@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.serve.api.tool_calls.lark import LarkText, literal
 
@@ -15,35 +16,35 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import Tool
 
 
-class ToolFamily(Protocol):
+class ToolFamily:
     """Form of calls: to know it, read it, and hold a model to it."""
 
     name: str
-    openers: tuple[str, ...]  # markers that open calls anywhere in an answer; the grammar uses the first
-    bare_key: str | None  # calls may be objects without markers, with this key of the arguments
-    bare_first: bool  # that is the usual form
-    markers: tuple[str, ...]  # all that may be special tokens and whose text is needed
-    in_channels: bool  # an answer is a run of messages, see `harmony`
+    openers: tuple[str, ...] = ()  # markers that open calls anywhere in an answer; the grammar uses the first
+    bare_key: str | None = None  # calls may be objects without markers, with this key of the arguments
+    bare_first: bool = False  # that is the usual form
+    markers: tuple[str, ...] = ()  # all that may be special tokens and whose text is needed
+    in_channels: bool = False  # an answer is a run of messages, see `harmony`
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
-        """Return True if a model's template or special tokens show this form."""
-        ...
+        """Return True if a model's template or special tokens show this form: its opener."""
+        return any(opener in template or opener in tokens for opener in self.openers)
 
     def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:
         """Return the reader of what follows an opener."""
-        ...
+        raise NotImplementedError
 
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
         """Add the rules of calls behind the first opener and return their expression."""
-        ...
+        raise NotImplementedError
 
     def written(self, name: str, arguments: str) -> str:
         """Return a call as text, for templates without calls."""
-        ...
+        raise NotImplementedError
 
     def new_id(self) -> str:
-        """Return the id of a new call."""
-        ...
+        """Return the id of a new call, as OpenAI's look."""
+        return f"call_{secrets.token_hex(12)}"
 
 
 @dataclass(frozen=True, slots=True)

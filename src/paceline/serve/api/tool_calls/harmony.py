@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from paceline.serve.api.tool_calls.bodies import MessageBody
-from paceline.serve.api.tool_calls.hermes import openai_id
+from paceline.serve.api.tool_calls.family import ToolFamily
 from paceline.serve.api.tool_calls.lark import escaped, literal
 
 if TYPE_CHECKING:
@@ -49,14 +49,11 @@ class Header:
         return cls("reasoning" if thinks else "content")
 
 
-class HarmonyCalls:
+class HarmonyCalls(ToolFamily):
     """The family `harmony`."""
 
     name = "harmony"
-    openers: tuple[str, ...] = ()
-    bare_key: str | None = None
-    bare_first = False
-    markers: tuple[str, ...] = MARKERS
+    markers = MARKERS
     in_channels = True
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
@@ -86,10 +83,6 @@ class HarmonyCalls:
     def written(self, name: str, arguments: str) -> str:
         """Return a call as text."""
         return f"{START}assistant to={_NAMESPACE}{name}{CHANNEL}commentary json{MESSAGE}{arguments}{CALL}"
-
-    def new_id(self) -> str:
-        """Return the id of a new call."""
-        return openai_id()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.model.json_schema import satisfiable
 from paceline.serve.api.tool_calls.bodies import XmlBody
-from paceline.serve.api.tool_calls.hermes import CLOSE, OPEN, HermesCalls
 from paceline.serve.api.tool_calls.lark import json_rule, literal, repeated
+from paceline.serve.api.tool_calls.object_families import CLOSE, OPEN, HermesCalls
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, suggest
-from paceline.serve.api.tool_calls.gemma import GemmaCalls
 from paceline.serve.api.tool_calls.harmony import HarmonyCalls
-from paceline.serve.api.tool_calls.hermes import HermesCalls
-from paceline.serve.api.tool_calls.llama import JsonCalls, LlamaCalls
-from paceline.serve.api.tool_calls.mistral import MistralCalls
+from paceline.serve.api.tool_calls.object_families import (
+    GemmaCalls,
+    HermesCalls,
+    JsonCalls,
+    LlamaCalls,
+    MistralCalls,
+)
 from paceline.serve.api.tool_calls.qwen_xml import QwenXmlCalls
 
 if TYPE_CHECKING:
