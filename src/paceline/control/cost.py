@@ -208,6 +208,15 @@ class TableCost:
         """See `StepCost.drafting_s`: 0, as the share of drafting is not known."""
         return 0.0
 
+    def reading_s(self, view: StepView) -> NDArray[float64]:
+        """See `StepCost.reading_s`: 0, as for `drafting_s`. [1, n]"""
+        return np.zeros((1, view.num_rows))
+
+    @property
+    def answer_tokens(self) -> float:
+        """See `StepCost.answer_tokens`: nothing is read."""
+        return 1.0
+
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
@@ -235,7 +244,7 @@ class TableCost:
         return Allocation(ks, float(tokens[count]), float(seconds[count]), *plain)
 
     def plan_in_one_call(
-        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
+        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64]
     ) -> StepChoice | None:
         """See `StepCost.plan_in_one_call`: None."""
         return None

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from paceline.control.allocation import DrafterChoice, RowDrafts
     from paceline.control.policy import Outcomes, StepView
-    from paceline.control.protocols import StepCost
 
 EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
 SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one
@@ -82,12 +81,6 @@ class Probes:
         times = max((step - self.last_check) // every, 1)
         self.last_check = step
         return times
-
-    def learn(self, cost: StepCost, outcomes: Outcomes) -> None:
-        """Charge a probe's time beyond its price: its drafter may have read the text first."""
-        if self.row != NONE and outcomes.num_drafted is not None:
-            expected_s = cost.drafting_s(outcomes.num_drafted, outcomes.drafters)
-            self.upward.seconds -= min(max(outcomes.draft_s - expected_s, 0.0), outcomes.target_s)
 
     def plain_is_due(self, step: int, drafts: bool, gain: float, loss_s: float, load: int) -> bool:
         """Return whether this step should not draft.
@@ -250,7 +243,8 @@ class Exploration:
         index = rows[step // PROBE_EVERY % rows.size]
         probing, whose = ks.copy(), drafters.copy()
         probing[index], whose[index] = further[0][index], further[1][index]
-        probe_s = self.choice.cost.price(base, view.lengths, probing, whose) - seconds
+        read_s = float(self.choice.cost.reading_s(view)[whose[index], index])
+        probe_s = self.choice.cost.price(base, view.lengths, probing, whose) - seconds + read_s
         if not self.probes.upward.afford(probe_s):
             return chosen
         self.probes.row = int(view.rows[index])

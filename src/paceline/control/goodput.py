@@ -15,6 +15,7 @@ import numpy as np
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
 from paceline.control.budget import with_budget
+from paceline.control.cost import MIN_STEP_S
 from paceline.control.exploration import FEW, Exploration, Probes, Retirement
 from paceline.control.plan_reuse import MANY_ROWS, Hysteresis, PlanReuse, StepPromise, load_of
 from paceline.control.policy import NONE, Decision, plain
@@ -137,6 +138,8 @@ class Goodput:
             return plain(view)
         self._step += 1
         self.exploration.probes.row = NONE
+        if not self._tokens_per_s:
+            self._tokens_per_s = view.num_rows / max(self.choice.plain_s(view), MIN_STEP_S)
         timed = bool(view.tpot_s or self._latency.in_use) and self._latency.note(view.tpot_s)
         chosen = self._choose(view, timed=timed)
         draft = self._explore(view, chosen, self._drafts_or_none(view, chosen))
@@ -235,7 +238,6 @@ class Goodput:
         if not view.prefill.tokens:
             self.hysteresis.learn(outcomes)
         self.exploration.retirement.learn(outcomes, self.exploration.probes.row)
-        self.exploration.probes.learn(self.choice.cost, outcomes)
         learn_acceptance(self.choice.models, outcomes)
 
 

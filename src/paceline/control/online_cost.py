@@ -32,6 +32,7 @@ from paceline.control.expert_cost import ExpertPrices
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import MIN_PLAIN_TOKENS, NONE, Allocation, Work
 from paceline.control.protocols import StepAccounting, StepChoice
+from paceline.control.reading import FEW_UNREAD, Reading, first_prices
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -94,6 +95,7 @@ class OnlineCost:
         self.draft_factor = np.ones(len(measured.drafters))  # time of each drafter, relative to its measurement
         self.draft_steps = np.zeros(len(measured.drafters), np.int64)
         self._drift = np.zeros(1)
+        self.reading = Reading(first_prices(measured))
         self.compiled = self._compiled()
 
     def _compiled(self) -> kernels.Costs:
@@ -161,6 +163,15 @@ class OnlineCost:
         """See `StepCost.uniform_prices`."""
         return self.compiled.prices(base.as_ints, lengths, paying, num_drafters, max_k)
 
+    @property
+    def answer_tokens(self) -> float:
+        """See `StepCost.answer_tokens`."""
+        return self.reading.answer_tokens
+
+    def reading_s(self, view: StepView) -> NDArray[float64]:
+        """See `StepCost.reading_s`."""
+        return self.reading.seconds(view, self.machine_drift)
+
     def pass_s(self, work: Work) -> float:
         """Return the seconds of one target pass."""
         target, tokens = self.measured.target, int(work.tokens)
@@ -188,12 +199,12 @@ class OnlineCost:
         return Allocation(ks, tokens, seconds, max(a.plain_tokens, MIN_PLAIN_TOKENS), plain_s)
 
     def plan_in_one_call(
-        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
+        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64]
     ) -> StepChoice | None:
         """See `StepCost.plan_in_one_call`."""
         previews = tuple(map(view.previews.get, range(len(known.estimates))))
         prefill = view.prefill.as_ints
-        of_rows = view.rows, view.lengths, view.max_drafts, row_drafter, only_drafter
+        of_rows = view.rows, view.lengths, view.max_drafts, row_drafter, NONE
         drafters, ks, tokens, seconds, plain_s, prefill_s = self.compiled.plan(
             known.estimates, MAX_LOGIT, previews, known.prices_s, known.tokens_per_s, *of_rows, prefill
         )
@@ -209,6 +220,16 @@ class OnlineCost:
         return self.compiled.trim(base.as_ints, known.estimates, MAX_LOGIT, *of_rows, unpaid_s, exempt_row)
 
     # Learning ------------------------------------------------------------------------------------
+
+    def learn_reading(self, view: StepView, decision: Decision, outcomes: Outcomes) -> tuple[float, float]:
+        """Learn what drafters read of texts in a step; return its seconds, and those expected."""
+        o = outcomes
+        of = (decision.ks, decision.drafters) if o.num_drafted is None else (o.num_drafted, o.drafters)
+        tokens = self.reading.take_in(view, o, *of)
+        if int(tokens.sum()) <= FEW_UNREAD:
+            return 0.0, 0.0
+        seconds, drift = max(o.draft_s - self.drafting_s(*of), 0.0), exp(self.machine_drift)
+        return seconds, self.reading.correct(tokens, seconds / drift) * drift
 
     def account_step(
         self, view: StepView, decision: Decision, outcomes: Outcomes, prefill: Work, *, settled: bool = True

@@ -1,0 +1,101 @@
+"""Price of the text that drafters have not read yet.
+
+A drafter with keys of its own reads a text when it first drafts for its row, and again what was written while it
+did not draft. That may take as long as a dozen steps, and pays only by the drafts of the rest of the answer. How
+long that is nobody knows: as long as the mean answer, whatever was written of it.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy import float64, int64
+    from numpy.typing import NDArray
+
+    from paceline.control.cost import MeasuredCost
+    from paceline.control.policy import Outcomes, StepView
+
+PRIOR_READ_TOKENS = 64.0  # tokens that the price known at start counts for
+MAX_READ_TOKENS = 4096.0  # tokens read that a price remembers
+PRIOR_ANSWER_TOKENS = 128.0  # length of one answer that is assumed before any has ended
+MAX_ANSWERS = 64  # that the mean length of an answer remembers
+FEW_UNREAD = 16  # tokens that a drafter may lack of each row at the price of drafting alone
+NOT_ADMITTED = 1 << 40  # tokens read of a row that nobody admitted: all
+
+
+def first_prices(measured: MeasuredCost) -> NDArray[float64]:
+    """Return the seconds of reading a token, in which a drafter is to the target as in steps. [num_drafters]"""
+    passes = measured.target.by_tokens
+    one_s, most = float(passes(1)), int(passes.counts[-1])
+    token_s = max(float(passes(most)) - one_s, 0.0) / max(most - 1, 1) - measured.target.unscored_s
+    shares = [float(d.by_rows[0](1)) / max(one_s, 1e-9) if d.by_rows else 0.0 for d in measured.drafters]
+    return np.array(shares) * max(token_s, 0.0)
+
+
+class Reading:
+    """Tokens of each row that drafters have read, and seconds of reading the others."""
+
+    def __init__(self, token_s: NDArray[float64]) -> None:
+        """token_s: known at start, of each drafter; 0 of those that keep nothing. [num_drafters]"""
+        self.token_s = token_s  # with the machine's drift left out
+        self._weights = np.full(len(token_s), PRIOR_READ_TOKENS)
+        self._read = np.zeros((len(token_s), 0), np.int64)  # [num_drafters, num_rows]
+        self._num_tokens, self._num_answers = PRIOR_ANSWER_TOKENS, 1.0  # written, and ended
+        self._num_rows = 0  # whose answers are being written, half of each on average
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean length of an answer."""
+        return self._num_tokens / (self._num_answers + self._num_rows / 2)
+
+    def admit(self, row: int, read: Mapping[int, int]) -> None:
+        """Begin a request in a row. read: leading tokens that drafters know from the prefix cache."""
+        more = row + 1 - self._read.shape[1]
+        if more > 0:
+            self._read = np.pad(self._read, ((0, 0), (0, more)), constant_values=NOT_ADMITTED)
+        self._num_answers += float((self._read[:1, row] != NOT_ADMITTED).sum())
+        self._read[:, row] = [read.get(drafter, 0) for drafter in range(len(self._read))]
+        if self._num_answers > MAX_ANSWERS:
+            self._num_tokens, self._num_answers = self._num_tokens / 2, self._num_answers / 2
+
+    def seconds(self, view: StepView, drift: float) -> NDArray[float64]:
+        """Return the seconds of reading what each drafter lacks of each row. [num_drafters, n]"""
+        if not self._read.shape[1]:
+            return np.zeros((len(self._read), view.num_rows))
+        unread = view.lengths - 1 - self._read[:, np.minimum(view.rows, self._read.shape[1] - 1)]
+        found: NDArray[float64] = np.where(unread > FEW_UNREAD, unread, 0) * (self.token_s[:, None] * exp(drift))
+        return found
+
+    def take_in(
+        self, view: StepView, outcomes: Outcomes, ks: NDArray[int64], drafters: NDArray[int64]
+    ) -> NDArray[int64]:
+        """Note a step's texts as read by what drafted; return the tokens that each drafter read. [num_drafters]"""
+        rows, accepted = outcomes.rows, outcomes.num_accepted
+        self._num_rows = len(rows)
+        self._num_tokens += len(rows) + float(accepted.sum())
+        drafted = np.nonzero(ks * (rows < self._read.shape[1]))[0]
+        if not drafted.size:
+            return np.zeros(len(self._read), np.int64)
+        length_of = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
+        rows, drafters = rows[drafted], drafters[drafted]
+        lengths = np.array([length_of.get(row, 0) for row in rows.tolist()])
+        unread = np.maximum(lengths - 1 - self._read[drafters, rows], 0)
+        self._read[drafters, rows] = lengths + accepted[drafted]
+        found: NDArray[int64] = np.bincount(drafters, unread, len(self._read)).astype(np.int64)
+        return found
+
+    def correct(self, tokens: NDArray[int64], seconds: float) -> float:
+        """Learn what it took to read `tokens` of each drafter; return what was expected, in seconds."""
+        expected = self.token_s * tokens
+        expected_s = float(expected.sum())
+        shares = expected / expected_s if expected_s else (tokens > 0) / max(int((tokens > 0).sum()), 1)
+        weights = self._weights + tokens
+        self.token_s = (self.token_s * self._weights + shares * seconds) / weights
+        self._weights = np.minimum(weights, MAX_READ_TOKENS)
+        return expected_s
