@@ -74,7 +74,8 @@ class DrafterAssignment:
         read_s = self._cost.reading_s(view)
         if len(candidates) == 1 and not read_s.any():
             return
-        values = self.values(view, at, expected(view), read_s)[candidates]
+        alive = expected(view)
+        values = self.values(view, at, alive, read_s[: len(alive)])[candidates]
         self.row_drafter[view.rows] = np.array(candidates)[values.argmax(axis=0)]
         withheld = (values.max(axis=0) <= 0) & read_s.any(axis=0) & ~np.isin(view.rows, list(view.requested))
         self.withheld[view.rows] = withheld
