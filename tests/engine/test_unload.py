@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.control import exploration, probes
-from paceline.control.online_cost import HostTime, OnlineCost
+from paceline.control.corrected_prices import HostTime
+from paceline.control.online_cost import OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, Request, RowDraft
 from paceline.core.params import SamplingParams, Speculation

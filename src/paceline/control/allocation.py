@@ -15,10 +15,11 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import AcceptanceModel
-from paceline.control.online_cost import MarginalPrices, with_prefill
+from paceline.control.assignment import DrafterAssignment
+from paceline.control.online_cost import MarginalPrices
 from paceline.control.policy import NONE
-from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
-from paceline.control.row_by_row import DrafterAssignment, candidates_once_drafted
+from paceline.control.protocols import KnownDrafters, StepChoice
+from paceline.control.row_by_row import choose_row_by_row, trim
 from paceline.core.nouns import Stop
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Allocation, Drafted, StepView, Work
+    from paceline.control.policy import Drafted, StepView
     from paceline.control.protocols import PlanContext, StepCost
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
@@ -114,11 +115,7 @@ class DrafterChoice:
         self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None
     ) -> StepChoice:
         """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
-        view = self._with_assigned(view, at)
-        base, prefill_s = with_prefill(self.cost, view)
-        alive = self.expected(view)
-        drafters = self.assignment.assigned(view, at, alive)
-        return StepChoice(drafters, self.allocate(view, base, alive, drafters, prefill_s, weights), prefill_s)
+        return choose_row_by_row(self, self._with_assigned(view, at), at, weights)
 
     def _with_assigned(self, view: StepView, at: PlanContext) -> StepView:
         """Assign drafters to rows where that is due; return the view with what each may draft.
@@ -137,22 +134,6 @@ class DrafterChoice:
         unavailable = self.unavailable(view)
         estimates = [None if index in unavailable else m.estimates for index, m in enumerate(self.models)]
         return KnownDrafters(estimates, self.prices.seconds, at.tokens_per_s / self.prices.num_rows)
-
-    def allocate(
-        self,
-        view: StepView,
-        base: Work,
-        alive: NDArray[float64],
-        drafters: NDArray[int64],
-        unpaid_s: float = 0.0,
-        weights: NDArray[float64] | None = None,
-    ) -> Allocation:
-        """Return how far each row goes with its drafter. alive: [num_drafters, n, max_k]"""
-        own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
-        weighted = own if weights is None else own * weights[:, None]
-        plain_tokens = view.num_rows if weights is None else float(weights.sum())
-        among = Candidates(weighted, view.max_drafts, view.lengths, drafters, plain_tokens)
-        return self.cost.allocate(base, among, unpaid_s=unpaid_s)
 
     def with_stop_rules(
         self, view: StepView, planned: RowDrafts, at: PlanContext, exempt_row: int
@@ -180,18 +161,5 @@ class DrafterChoice:
         exempt_row: int,
         weights: NDArray[float64] | None,
     ) -> NDArray[int64]:
-        """Return how many of each row's drafts to verify, given their confidence. [n]
-
-        The time of drafting is spent, but it stays part of the step: without it, time would seem to be worth more
-        than it is, and too much would be dropped. exempt_row: verified whole. weights: of a token of each row.
-        """
-        base, _ = with_prefill(self.cost, view)
-        unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        if weights is None:
-            known = self.known(view, at)
-            ks = self.cost.trim_in_one_call(base, view, known, drafted, unpaid_s, exempt_row)
-            if ks is not None:
-                return ks
-        among = candidates_once_drafted(self.models, view, drafted, self.max_k, weights)
-        allocation = self.cost.allocate(base, among, unpaid_s=unpaid_s, drafted=True)
-        return np.where(drafted.rows == exempt_row, drafted.ks, allocation.ks)
+        """Return how many of each row's drafts to verify; see `row_by_row.trim`. [n]"""
+        return trim(self, view, drafted, (at, prefill_s), exempt_row, weights)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.control.online_cost import with_prefill
 from paceline.control.policy import NONE, Work
 from paceline.control.probes import CHECK_EVERY
 from paceline.control.protocols import Candidates
+from paceline.control.row_by_row import allocate, with_prefill
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -115,7 +115,7 @@ class Exploration:
         checks = {d: self._could_pay(view, base, alive, chosen, d) for d in self.choice.without_preview(view)}
         doubtful = [d for d, could in checks.items() if self.retirement.note_check(d, could)]
         optimistic = self.choice.expected(view, OPTIMISM_SD)
-        hoped = self.choice.allocate(view, base, optimistic, drafters).ks
+        hoped = allocate(self.choice.cost, view, base, optimistic, drafters).ks
         further = hoped, drafters
         if doubtful and not (hoped > ks).any():
             tried = doubtful[step // CHECK_EVERY % len(doubtful)]
@@ -148,7 +148,7 @@ class Exploration:
         supposed = alive.copy()
         supposed[drafter] = best_case
         whose = np.where(np.isin(drafters, list(view.previews)), drafters, drafter)
-        return bool(choice.allocate(view, base, supposed, whose).ks[whose == drafter].any())
+        return bool(allocate(choice.cost, view, base, supposed, whose).ks[whose == drafter].any())
 
     def _let_one_row(
         self, view: StepView, step: int, base: Work, chosen: RowDrafts, further: RowDrafts, seconds: float

@@ -121,8 +121,7 @@ class Goodput:
         """See `Policy.reuse`."""
         if not view.num_rows or self.plan_reuse.only_for_its_step:
             return None
-        others = len(view.previews) + len(self.choice.retired) < len(self.choice.models)
-        decision = self.plan_reuse.reuse(view, self._step + 1, others=others)
+        decision = self.plan_reuse.reuse(view, self._step + 1)
         if decision is not None:
             self._step += 1
             self.exploration.probes.row = NONE

@@ -74,24 +74,23 @@ class Reading:
 
     def take_in(
         self, view: StepView, outcomes: Outcomes, ks: NDArray[int64], drafters: NDArray[int64]
-    ) -> NDArray[int64]:
-        """Note a step's texts as read by what drafted; return the tokens that each drafter read. [num_drafters]"""
-        rows, accepted = outcomes.rows, outcomes.num_accepted
+    ) -> NDArray[int64] | None:
+        """Note a step's texts as read by what drafted; return the tokens read of each row, None if few. [n]"""
+        rows, kept = outcomes.rows, outcomes.num_accepted
         self._num_rows = len(rows)
-        self._num_tokens += len(rows) + float(accepted.sum())
-        drafted = np.nonzero(ks * (rows < self._read.shape[1]))[0]
-        if not drafted.size:
-            return np.zeros(len(self._read), np.int64)
-        length_of = dict(zip(view.rows.tolist(), view.lengths.tolist(), strict=True))
-        rows, drafters = rows[drafted], drafters[drafted]
-        lengths = np.array([length_of.get(row, 0) for row in rows.tolist()])
-        unread = np.maximum(lengths - 1 - self._read[drafters, rows], 0)
-        self._read[drafters, rows] = lengths + accepted[drafted]
-        found: NDArray[int64] = np.bincount(drafters, unread, len(self._read)).astype(np.int64)
-        return found
+        self._num_tokens += len(rows)
+        ids = rows.tolist()
+        if not any(ks.tolist()) or ids != view.rows.tolist() or max(ids) >= self._read.shape[1]:
+            return None
+        self._num_tokens += sum(kept.tolist())
+        known = self._read[drafters, rows]
+        self._read[drafters, rows] = np.where(ks > 0, view.lengths + kept, known)
+        unread = np.where(ks > 0, np.maximum(view.lengths - 1 - known, 0), 0)
+        return unread if sum(unread.tolist()) > FEW_UNREAD else None
 
-    def correct(self, tokens: NDArray[int64], seconds: float) -> float:
-        """Learn what it took to read `tokens` of each drafter; return what was expected, in seconds."""
+    def correct(self, unread: NDArray[int64], drafters: NDArray[int64], seconds: float) -> float:
+        """Learn what it took to read tokens of each row; return what was expected, in seconds."""
+        tokens = np.bincount(np.maximum(drafters, 0), unread, len(self.token_s))
         expected = self.token_s * tokens
         expected_s = float(expected.sum())
         shares = expected / expected_s if expected_s else (tokens > 0) / max(int((tokens > 0).sum()), 1)
