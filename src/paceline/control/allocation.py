@@ -123,7 +123,7 @@ class DrafterChoice:
         Without previews, rows whose text is not worth reading draft nothing.
         """
         if self.assignment.due(view, at.step):
-            self.assignment.choose_again(view, at, self.without_preview(view), self.expected)
+            self.assignment.choose_again(view, at, self.without_preview(view), self.models)
         withheld = self.assignment.withheld[view.rows]
         if view.previews or not any(withheld.tolist()):
             return view

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
 
+    from paceline.control.acceptance import AcceptanceModel
     from paceline.control.online_cost import MarginalPrices
     from paceline.control.policy import StepView
     from paceline.control.protocols import PlanContext, StepCost
@@ -38,31 +39,32 @@ class DrafterAssignment:
         return step % ASSIGN_EVERY == 0 or not self.unassigned.isdisjoint(view.rows.tolist())
 
     def choose_again(
-        self,
-        view: StepView,
-        at: PlanContext,
-        candidates: Sequence[int],
-        expected: Callable[[StepView], NDArray[float64]],
+        self, view: StepView, at: PlanContext, candidates: list[int], models: Sequence[AcceptanceModel]
     ) -> None:
         """Assign each row the candidate that is worth most, or none if reading its text does not pay.
 
-        candidates: drafters that can be asked and gave no preview. expected: chances, as `DrafterChoice.expected`.
+        candidates: drafters that can be asked and gave no preview. models: of all drafters.
         """
-        self.unassigned.difference_update(view.rows.tolist())
-        self.withheld[view.rows] = False
+        rows = view.rows
+        self.unassigned.difference_update(rows.tolist())
+        self.withheld[rows] = False
         if not candidates:
             return
-        self.row_drafter[view.rows] = candidates[0]
+        self.row_drafter[rows] = candidates[0]
         read_s = self._cost.reading_s(view)
         if len(candidates) == 1 and not read_s.any():
             return
-        alive = expected(view)
-        values = self.values(view, at, alive, read_s[: len(alive)])[candidates]
-        self.row_drafter[view.rows] = np.array(candidates)[values.argmax(axis=0)]
-        withheld = (values.max(axis=0) <= 0) & read_s.any(axis=0) & ~np.isin(view.rows, list(view.requested))
-        self.withheld[view.rows] = withheld
+        depth = self._prices.seconds.shape[1]
+        alive = np.array([models[drafter].alive(rows, depth) for drafter in candidates])
+        values, tokens_per_s = self.values(view, at, alive, candidates), at.tokens_per_s / self._cost.answer_tokens
+        values -= read_s[candidates] * tokens_per_s * (1 + values)  # shared out among the steps of an answer
+        self.row_drafter[rows] = np.array(candidates)[values.argmax(axis=0)]
+        withheld = (values.max(axis=0) <= 0) & read_s.any(axis=0)
+        if view.requested:
+            withheld &= ~np.isin(rows, list(view.requested))
+        self.withheld[rows] = withheld
         if view.previews:
-            self.row_drafter[view.rows[withheld]] = min(view.previews)
+            self.row_drafter[rows[withheld]] = min(view.previews)
 
     def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter: its own, one whose preview is worth more, or that of its request. [n]
@@ -79,18 +81,18 @@ class DrafterAssignment:
         return drafters
 
     def values(
-        self, view: StepView, at: PlanContext, alive: NDArray[float64], read_s: NDArray[float64] | None = None
+        self,
+        view: StepView,
+        at: PlanContext,
+        alive: NDArray[float64],
+        drafters: Sequence[int] | slice = slice(None),
     ) -> NDArray[float64]:
-        """Return the net value of each drafter to each row in a step, in tokens. [num_drafters, n]
+        """Return the net value of drafters to each row in a step, in tokens. [num_drafters, n]
 
-        Its time is priced at the goodput. alive: [num_drafters, n, max_k]. read_s: of each row's text, shared out
-        among the steps of an answer. [num_drafters, n]
+        Their time is priced at the goodput; reading is left out. alive: [num_drafters, n, max_k].
         """
         self._prices.renew(self._cost, view, at.step)
         tokens = np.add.accumulate(alive, axis=2)
-        tokens -= (self._prices.seconds * (at.tokens_per_s / self._prices.num_rows))[:, None]
+        tokens -= (self._prices.seconds[drafters] * (at.tokens_per_s / self._prices.num_rows))[:, None]
         found: NDArray[float64] = tokens.max(axis=2)
-        if read_s is not None:
-            tokens_of_a_step = 1 + np.maximum(found, 0.0)
-            found -= read_s * at.tokens_per_s * tokens_of_a_step / self._cost.answer_tokens
         return np.maximum(found, 0.0, out=found)
