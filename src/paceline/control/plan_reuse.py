@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REUSE_STEPS = 8  # steps that a plan may serve
 PREVIEW_TOKENS_TO_REPLAN = 6  # length of a preview that ends reuse: other drafters hardly propose more
-MANY_ROWS = 12  # rows from which on any plan is reused
+MANY_ROWS = 8  # rows from which on any plan is reused
 DRAFTING_STEPS = 4  # steps that a plan to draft serves for many rows ...
 MAX_PLAIN_STEPS = 16  # ... and the most for a plan not to draft, which lasts twice as long when it is made again
 
