@@ -22,7 +22,7 @@ from paceline.control.cost import (
 )
 from paceline.control.expert_cost import ExpertPrices
 from paceline.control.policy import Work
-from paceline.control.reading import Reading, first_prices
+from paceline.control.reading import TextReading, first_prices
 
 if TYPE_CHECKING:
     from numpy import float64, int64
@@ -79,7 +79,7 @@ class CorrectedPrices:
         self.draft_factor = np.ones(len(measured.drafters))  # time of each drafter, relative to its measurement
         self.draft_steps = np.zeros(len(measured.drafters), np.int64)
         self._drift = np.zeros(1)
-        self.reading = Reading(first_prices(measured))
+        self.reading = TextReading(first_prices(measured))
         self.compiled = self._compiled()
 
     def _compiled(self) -> kernels.Costs:

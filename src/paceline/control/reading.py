@@ -38,7 +38,7 @@ def first_prices(measured: MeasuredCost) -> NDArray[float64]:
     return np.array(shares) * max(token_s, 0.0)
 
 
-class Reading:
+class TextReading:
     """Tokens of each row that drafters have read, and seconds of reading the others."""
 
     def __init__(self, token_s: NDArray[float64]) -> None:

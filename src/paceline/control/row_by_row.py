@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.acceptance import AcceptanceModel
-    from paceline.control.allocation import DrafterChoice
+    from paceline.control.assignment import DrafterAssignment
     from paceline.control.policy import Allocation, Drafted, Outcomes, StepView
-    from paceline.control.protocols import PlanContext, StepCost
+    from paceline.control.protocols import KnownDrafters, PlanContext, StepCost
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 MIN_PREFILL_TOKENS = 16  # in a step, however late rows are: new requests must get on
@@ -39,8 +39,23 @@ MAX_WEIGHT = 4.0  # of a token of a row that is late
 MS_PER_S = 1000.0
 
 
+class KnowsDrafters(Protocol):
+    """Estimates and prices of drafters, as `DrafterChoice` has them."""
+
+    cost: StepCost
+    models: list[AcceptanceModel]
+    max_k: int
+    assignment: DrafterAssignment
+
+    def expected(self, view: StepView, optimism: float = 0.0) -> NDArray[float64]:
+        """Return the chance that each draft of each drafter is kept. [num_drafters, n, max_k]"""
+
+    def known(self, view: StepView, at: PlanContext) -> KnownDrafters:
+        """Return what compiled choices read."""
+
+
 def choose_row_by_row(
-    choice: DrafterChoice, view: StepView, at: PlanContext, weights: NDArray[float64] | None
+    choice: KnowsDrafters, view: StepView, at: PlanContext, weights: NDArray[float64] | None
 ) -> StepChoice:
     """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
     base, prefill_s = with_prefill(choice.cost, view)
@@ -78,7 +93,7 @@ def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
 
 
 def trim(
-    choice: DrafterChoice,
+    choice: KnowsDrafters,
     view: StepView,
     drafted: Drafted,
     known: tuple[PlanContext, float],
