@@ -118,7 +118,7 @@ class DrafterChoice:
         return choose_row_by_row(self, self._with_assigned(view, at), at, weights)
 
     def _with_assigned(self, view: StepView, at: PlanContext) -> StepView:
-        """Assign drafters to rows where that is due; return the view with what each may draft.
+        """Assign drafters to rows where due; return what each row may draft.
 
         Without previews, rows whose text is not worth reading draft nothing.
         """

@@ -41,7 +41,7 @@ class DrafterAssignment:
     def choose_again(
         self, view: StepView, at: PlanContext, candidates: list[int], models: Sequence[AcceptanceModel]
     ) -> None:
-        """Assign each row the candidate that is worth most, or none if reading its text does not pay.
+        """Assign each row the best candidate, or none if reading does not pay.
 
         candidates: drafters that can be asked and gave no preview. models: of all drafters.
         """
@@ -67,9 +67,9 @@ class DrafterAssignment:
             self.row_drafter[rows[withheld]] = min(view.previews)
 
     def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
-        """Return each row's drafter: its own, one whose preview is worth more, or that of its request. [n]
+        """Return each row's drafter. [n]
 
-        alive: [num_drafters, n, max_k].
+        It is that of its request, one whose preview is worth more, or the row's own. alive: [num_drafters, n, max_k].
         """
         drafters = self.row_drafter[view.rows]
         if any(preview.size for preview in view.previews.values()):
@@ -87,9 +87,9 @@ class DrafterAssignment:
         alive: NDArray[float64],
         drafters: Sequence[int] | slice = slice(None),
     ) -> NDArray[float64]:
-        """Return the net value of drafters to each row in a step, in tokens. [num_drafters, n]
+        """Return the net value of drafters to each row in a step, in tokens.
 
-        Their time is priced at the goodput; reading is left out. alive: [num_drafters, n, max_k].
+        Returns [num_drafters, n]. Their time is priced at the goodput; reading is left out. alive: [num_drafters, n, max_k].
         """
         self._prices.renew(self._cost, view, at.step)
         tokens = np.add.accumulate(alive, axis=2)

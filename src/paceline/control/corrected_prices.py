@@ -1,6 +1,6 @@
-"""Prices of steps and their parts, as measured and then corrected, in arrays shared with compiled code.
+"""Prices of steps and their parts, as measured and then corrected.
 
-`online_cost.py` corrects them with every step. Here is what a choice of the ordinary kind leaves to compiled code.
+They are in arrays shared with compiled code. `online_cost.py` corrects them with every step. Here is what a choice of the ordinary kind leaves to compiled code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what could pay: probes of it in one row, and retirement of drafters that could not.
+"""Checks of what could pay: probes in one row, and retirement of drafters.
 
 See docs/guide/auto.md, "Exploration and retirement". A drafter that is never chosen is known by the record of
 its probes: the drafts tested at each depth, and accepted. The best that a record admits is two standard deviations

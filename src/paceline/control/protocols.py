@@ -62,7 +62,10 @@ class Controller(Protocol):
         """Controller of a second group of rows, with the same estimates and its own plans."""
 
     def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ) -> None:
-        """Note that a request begins in a row. valid_lens: leading tokens that each store holds of it."""
+        """Note that a request begins in a row.
+
+        valid_lens: leading tokens that each store holds of it.
+        """
 
     def reuse_plan(self, num_rows: int) -> bool:
         """Begin a step without drafts or view if the last plan holds; return whether."""

@@ -30,7 +30,10 @@ NOT_ADMITTED = 1 << 40  # tokens read of a row that nobody admitted: all
 
 
 def first_prices(measured: MeasuredCost) -> NDArray[float64]:
-    """Return the seconds of reading a token, in which a drafter is to the target as in steps. [num_drafters]"""
+    """Return the seconds in which each drafter reads a token, before any was read. [num_drafters]
+
+    It is the target's price, in the proportion of their steps.
+    """
     passes = measured.target.by_tokens
     one_s, most = float(passes(1)), int(passes.counts[-1])
     token_s = max(float(passes(most)) - one_s, 0.0) / max(most - 1, 1) - measured.target.unscored_s
@@ -55,7 +58,10 @@ class TextReading:
         return self._num_tokens / (self._num_answers + self._num_rows / 2)
 
     def admit(self, row: int, read: Mapping[int, int]) -> None:
-        """Begin a request in a row. read: leading tokens that drafters know from the prefix cache."""
+        """Begin a request in a row.
+
+        read: leading tokens that drafters know from the prefix cache.
+        """
         more = row + 1 - self._read.shape[1]
         if more > 0:
             self._read = np.pad(self._read, ((0, 0), (0, more)), constant_values=NOT_ADMITTED)
@@ -75,7 +81,10 @@ class TextReading:
     def take_in(
         self, view: StepView, outcomes: Outcomes, ks: NDArray[int64], drafters: NDArray[int64]
     ) -> NDArray[int64] | None:
-        """Note a step's texts as read by what drafted; return the tokens read of each row, None if few. [n]"""
+        """Note what a step's drafters have read; return the tokens of each row. [n]
+
+        None if they are few, as the price of drafting holds those.
+        """
         rows, kept = outcomes.rows, outcomes.num_accepted
         self._num_rows = len(rows)
         self._num_tokens += len(rows)
@@ -89,7 +98,10 @@ class TextReading:
         return unread if sum(unread.tolist()) > FEW_UNREAD else None
 
     def correct(self, unread: NDArray[int64], drafters: NDArray[int64], seconds: float) -> float:
-        """Learn what it took to read tokens of each row; return what was expected, in seconds."""
+        """Learn what reading took; return what was expected, in seconds.
+
+        unread: tokens that were read of each row. [n]
+        """
         tokens = np.bincount(np.maximum(drafters, 0), unread, len(self.token_s))
         expected = self.token_s * tokens
         expected_s = float(expected.sum())
