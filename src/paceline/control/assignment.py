@@ -69,7 +69,8 @@ class DrafterAssignment:
     def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter. [n]
 
-        It is that of its request, one whose preview is worth more, or the row's own. alive: [num_drafters, n, max_k].
+        It is that of its request, one whose preview is worth more, or the row's own.
+        alive: [num_drafters, n, max_k].
         """
         drafters = self.row_drafter[view.rows]
         if any(preview.size for preview in view.previews.values()):
@@ -89,7 +90,8 @@ class DrafterAssignment:
     ) -> NDArray[float64]:
         """Return the net value of drafters to each row in a step, in tokens.
 
-        Returns [num_drafters, n]. Their time is priced at the goodput; reading is left out. alive: [num_drafters, n, max_k].
+        Returns [num_drafters, n]. Their time is priced at the goodput; reading is left out.
+        alive: [num_drafters, n, max_k].
         """
         self._prices.renew(self._cost, view, at.step)
         tokens = np.add.accumulate(alive, axis=2)

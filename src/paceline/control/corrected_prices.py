@@ -1,6 +1,7 @@
 """Prices of steps and their parts, as measured and then corrected.
 
-They are in arrays shared with compiled code. `online_cost.py` corrects them with every step. Here is what a choice of the ordinary kind leaves to compiled code.
+They are in arrays shared with compiled code. `online_cost.py` corrects them with every step. Here is what a choice
+of the ordinary kind leaves to compiled code.
 """
 
 from __future__ import annotations
