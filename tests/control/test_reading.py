@@ -61,9 +61,7 @@ class Server:
         drafters = np.where(ks > 0, decision.drafters, NONE)
         kept = np.array([int((self._rng.random(k) < self.chance).cumprod().sum()) for k in ks.tolist()])
         unread = np.where(ks > 0, self._length - 1 - self._read, 0)
-        draft_s = (
-            self.loop.cost.measured.drafters[1].seconds[(ks > 0).sum(), ks.max()] + self.read_s * unread.sum()
-        )
+        draft_s = MODEL.seconds[(ks > 0).sum(), ks.max()] + self.read_s * unread.sum()
         keys = int(self._length.sum())
         target_s = float(TARGET(Work(NUM_ROWS + int(ks.sum()), 0, keys, keys)))
         outcomes = Outcomes(rows, drafters, ks, kept, float(draft_s), target_s, 1e-4, num_drafted=ks)
