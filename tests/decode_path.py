@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(paceline.__file__).parent
 TYPES = "int8"
-WARM_UP, STEPS = 8, 16
+WARM_UP, STEPS = 2, 16  # the head is tried in the first steps, before lookup has learnt the text
 TICK_S = 1e-3
 PROMPT = (5, 9, 13, 7) * 6  # a text that lookup goes on with
 MAX_TOKENS = 200

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 from tests.oracles.allocation import best, in_order
 from tests.oracles.online_cost import SlowOnlineCost
 
-from paceline.control.allocation import PREVIEW_MARGIN
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
@@ -155,29 +154,6 @@ def test_a_drafter_that_is_unavailable_leaves_the_work_to_another() -> None:
     assert (np.array(chosen)[100:] == 1).mean() > 0.9
     back = [engine.policy.decide(engine.view(range(2))).drafters for _ in range(100)]
     assert (np.array(back) == 0).any(), "what was known of it is not lost"
-
-
-@pytest.mark.parametrize(("each_s", "asks"), [(2e-4, True), (2e-3, False)])
-def test_a_drafter_without_preview_has_to_win_clearly_beside_previews(each_s: float, asks: bool) -> None:
-    """For three rows without a preview a cheap drafter wins much, and a dear one a little, which is not enough."""
-    target = TargetCost(Curve.of([4, 104], [8e-3, 38e-3]))
-    ours = Goodput(
-        OnlineCost(MeasuredCost(target, (DraftCost(()), costs(each_s, each_s)))),
-        4,
-        (1, 1),
-        (np.full(1, 0.9), np.full(1, 0.6)),
-    )
-    sure, rows = np.array([[0.9], [np.nan], [np.nan], [np.nan]]), np.arange(4)
-    view = StepView(rows, np.full(4, 100), np.full(4, 50), Work(0), {0: sure})
-    chosen = ours.choice.choose_row_by_row(view, ours._context)
-    assert (chosen.drafters[chosen.allocation.ks > 0] == 1).any(), "as if nothing else came with it"
-    lookups_only = replace(view, unavailable=frozenset({1}))
-    without = ours.choice.choose_row_by_row(lookups_only, ours._context)
-    gain = chosen.allocation.speedup / without.allocation.speedup
-    assert (gain > 1 + PREVIEW_MARGIN) == asks
-    decision = ours.decide(view)
-    assert (decision.drafters == 1).any() == asks
-    assert decision.drafters[0] == 0
 
 
 @pytest.mark.parametrize("retired", [False, True])

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from paceline.control.controller import ClosedLoop
+from paceline.control.corrected_prices import HostTime
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.online_cost import HostTime, OnlineCost
+from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import MANY_ROWS, MAX_PLAIN_STEPS, REUSE_STEPS
 from paceline.control.policy import Outcomes, StepView, Work
 

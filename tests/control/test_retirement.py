@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from paceline.control import exploration
+from paceline.control import exploration, probes
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
@@ -27,8 +27,8 @@ LOOKUP, OTHER = 0, 1
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exploration, "RETIRE_AFTER_CHECKS", 32)
     monkeypatch.setattr(exploration, "RETIRE_AFTER_TESTS", 16)
-    monkeypatch.setattr(exploration, "PROBE_EVERY", 2)
-    monkeypatch.setattr(exploration, "EXPLORED_SHARE", 0.05)
+    monkeypatch.setattr(probes, "CHECK_EVERY", 2)
+    monkeypatch.setattr(probes, "EXPLORED_SHARE", 0.05)
 
 
 def serve(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
-from paceline.control.exploration import SAVED_PLAIN_STEPS, SAVED_UPWARD_STEPS, Probes
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
+from paceline.control.probes import SAVED_PLAIN_STEPS, SAVED_UPWARD_STEPS, Probes
 from paceline.sim.simulator import SimulatedReplica, Simulator, Workload
 
 PASS_S = 0.010

@@ -28,6 +28,8 @@ from tests.engine.same_text import PLAIN, STAIRCASE, make_engine, plain_answers,
 from tests.engine.test_same_text import AUTO
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from paceline.backend.target import ReadyPass
     from paceline.control.cost import Work
     from paceline.control.policy import Decision, Outcomes, StepView
@@ -261,7 +263,7 @@ class Onlooker:
     def __init__(self) -> None:
         self.chosen: list[list[int]] = []
 
-    def admitted(self, row: int) -> None:
+    def admitted(self, row: int, read: Mapping[int, int]) -> None:
         pass
 
     def reused(self, num_rows: int, host_s: float) -> None:

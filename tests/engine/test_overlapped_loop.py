@@ -33,6 +33,8 @@ from tests.engine.same_text import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from paceline.backend.reference.decoder import ReferenceDecoder
     from paceline.control.policy import StepView
     from paceline.core.nouns import Batch, Draft, Plan
@@ -305,7 +307,7 @@ class Paired:
         self._other = self._other or Paired()
         return self._other
 
-    def admit(self, row: int) -> None:
+    def admit(self, row: int, valid_lens: Mapping[str, int] | None = None) -> None:
         pass
 
     def plan(self, view: StepView) -> Plan:

@@ -105,7 +105,7 @@ def test_a_full_disk_ends_the_trace_alone(caplog: pytest.LogCaptureFixture) -> N
             raise OSError("no space left")
 
     tracer = Tracer(Full(), read_profile(Path(STAIRCASE)), [], 4, [])
-    tracer.admitted(0)
+    tracer.admitted(0, {})
     assert [record.message for record in caplog.records] == [
         "the trace ends here, as it cannot be written: no space left"
     ]

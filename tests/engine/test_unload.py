@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from paceline.control import exploration
-from paceline.control.online_cost import HostTime, OnlineCost
+from paceline.control import exploration, probes
+from paceline.control.corrected_prices import HostTime
+from paceline.control.online_cost import OnlineCost
 from paceline.core.errors import RequestError
 from paceline.core.nouns import Draft, RowDraft
 from paceline.core.params import SamplingParams, Speculation
@@ -35,9 +36,10 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exploration, "RETIRE_AFTER_REQUESTS", 4)
     monkeypatch.setattr(exploration, "RETIRE_AFTER_TESTS", 8)
     monkeypatch.setattr(exploration, "RECORD_SD", 0.5)
-    monkeypatch.setattr(exploration, "EXPLORED_SHARE", 1.0)  # enough probes, however fast the machine is
-    monkeypatch.setattr(exploration, "PROBE_EVERY", 1)
+    monkeypatch.setattr(probes, "EXPLORED_SHARE", 1.0)  # enough probes, however fast the machine is
+    monkeypatch.setattr(probes, "CHECK_EVERY", 1)
     monkeypatch.setattr(OnlineCost, "account_step", lambda *_, **__: None)  # no clock decides
+    monkeypatch.setattr(OnlineCost, "learn_reading", lambda *_: (0.0, 0.0))
     monkeypatch.setattr(HostTime, "observe", lambda *_, **__: None)
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from paceline.control.acceptance import AcceptanceModel, learn_acceptance
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
-from paceline.control.online_cost import OnlineCost, with_prefill
+from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import NONE, Decision, Drafted, Outcomes, StepView, Work
 from paceline.control.protocols import Candidates, PlanContext
-from paceline.control.row_by_row import alive_once_drafted
+from paceline.control.row_by_row import alive_once_drafted, with_prefill
 from tests.control.costs import measured_costs
 from tests.oracles.acceptance import SlowAcceptanceModel
 from tests.oracles.allocation import bars_of, best, in_order, with_stops

@@ -32,12 +32,12 @@ from paceline.bench.prompt_file import read_prompts
 from paceline.bench.session import SPARE_TOKENS
 from paceline.bench.statistics import median_interval, paired_ratios
 from paceline.control.controller import ClosedLoop
-from paceline.control.exploration import Probes
 from paceline.control.files import conditional, read_profile, step_cost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
 from paceline.control.plan_reuse import Hysteresis, PlanReuse
 from paceline.control.policy import NO_WORK
+from paceline.control.probes import Probes
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_TOKENS, SamplingParams
 from paceline.engine.assembly.build import assemble, load

@@ -15,10 +15,11 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import AcceptanceModel
-from paceline.control.online_cost import MarginalPrices, with_prefill
-from paceline.control.policy import NONE, Allocation
-from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
-from paceline.control.row_by_row import DrafterAssignment, candidates_once_drafted
+from paceline.control.assignment import DrafterAssignment
+from paceline.control.online_cost import MarginalPrices
+from paceline.control.policy import NONE
+from paceline.control.protocols import KnownDrafters, StepChoice
+from paceline.control.row_by_row import choose_row_by_row, trim
 from paceline.core.nouns import Stop
 
 if TYPE_CHECKING:
@@ -27,12 +28,10 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Drafted, StepView, Work
+    from paceline.control.policy import Drafted, StepView
     from paceline.control.protocols import PlanContext, StepCost
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
-
-PREVIEW_MARGIN = 0.03  # by which drafters without preview must win: they read prompts and keep states unseen
 
 
 class DrafterChoice:
@@ -92,66 +91,49 @@ class DrafterChoice:
         gained: NDArray[float64] = 1 + (alive * (np.arange(self.max_k) < ks[:, None])).sum(axis=1)
         return gained
 
+    def plain_s(self, view: StepView) -> float:
+        """Return the seconds of a step without drafts and prefill."""
+        none = np.full(view.num_rows, NONE)
+        return self.cost.price(view.work, view.lengths, np.zeros(view.num_rows, np.int64), none)
+
     # Before drafting -----------------------------------------------------------------------------
 
     def choose(self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None) -> StepChoice:
-        """Choose for every row; beside previews, other drafters must win by a margin.
-
-        weights: as for `choose_row_by_row`, which is asked where one call cannot choose.
-        """
-        best = self._choose(view, at, weights)
-        previewed = not view.requested and any(preview.size for preview in view.previews.values())
-        planned = zip(best.drafters.tolist(), best.allocation.ks.tolist(), strict=True)
-        if not previewed or not any(k and drafter not in view.previews for drafter, k in planned):
-            return best
-        lookups_only = replace(view, unavailable=view.unavailable.union(self.without_preview(view)))
-        lookup = self._choose(lookups_only, at, weights)
-        wins = best.allocation.speedup > (1 + PREVIEW_MARGIN) * lookup.allocation.speedup
-        return best if wins else lookup
-
-    def _choose(self, view: StepView, at: PlanContext, weights: NDArray[float64] | None) -> StepChoice:
+        """Choose for every row, in one call where that can. weights: as for `choose_row_by_row`."""
         return self.choose_in_one_call(view, at) or self.choose_row_by_row(view, at, weights)
 
     def choose_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
-        """Choose in one compiled call; None where rows must be assigned a drafter."""
-        candidates = self.without_preview(view)
-        if view.requested or (len(candidates) > 1 and self.assignment.due(view, at.step)):
+        """Choose in one compiled call; None where requests name drafters, or prices are a table."""
+        if view.requested:
             return None
+        view = self._with_assigned(view, at)
         if len(self.models) > 1:
             self.prices.renew(self.cost, view, at.step)
-        only = candidates[0] if len(candidates) == 1 else NONE
-        return self.cost.plan_in_one_call(view, self.known(view, at), self.assignment.row_drafter, only)
+        return self.cost.plan_in_one_call(view, self.known(view, at), self.assignment.row_drafter)
 
     def choose_row_by_row(
         self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None
     ) -> StepChoice:
         """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
-        base, prefill_s = with_prefill(self.cost, view)
-        alive = self.expected(view)
-        drafters = self.assignment.assign(view, at, alive, self.without_preview(view))
-        return StepChoice(drafters, self.allocate(view, base, alive, drafters, prefill_s, weights), prefill_s)
+        return choose_row_by_row(self, self._with_assigned(view, at), at, weights)
+
+    def _with_assigned(self, view: StepView, at: PlanContext) -> StepView:
+        """Assign drafters to rows where due; return what each row may draft.
+
+        Without previews, rows whose text is not worth reading draft nothing.
+        """
+        if self.assignment.due(view, at.step):
+            self.assignment.choose_again(view, at, self.without_preview(view), self.models)
+        withheld = self.assignment.withheld[view.rows]
+        if view.previews or not any(withheld.tolist()):
+            return view
+        return replace(view, max_drafts=np.where(withheld, 0, view.max_drafts))
 
     def known(self, view: StepView, at: PlanContext) -> KnownDrafters:
         """Return what compiled choices read."""
         unavailable = self.unavailable(view)
         estimates = [None if index in unavailable else m.estimates for index, m in enumerate(self.models)]
         return KnownDrafters(estimates, self.prices.seconds, at.tokens_per_s / self.prices.num_rows)
-
-    def allocate(
-        self,
-        view: StepView,
-        base: Work,
-        alive: NDArray[float64],
-        drafters: NDArray[int64],
-        unpaid_s: float = 0.0,
-        weights: NDArray[float64] | None = None,
-    ) -> Allocation:
-        """Return how far each row goes with its drafter. alive: [num_drafters, n, max_k]"""
-        own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
-        weighted = own if weights is None else own * weights[:, None]
-        plain_tokens = view.num_rows if weights is None else float(weights.sum())
-        among = Candidates(weighted, view.max_drafts, view.lengths, drafters, plain_tokens)
-        return self.cost.allocate(base, among, unpaid_s=unpaid_s)
 
     def with_stop_rules(
         self, view: StepView, planned: RowDrafts, at: PlanContext, exempt_row: int
@@ -179,18 +161,5 @@ class DrafterChoice:
         exempt_row: int,
         weights: NDArray[float64] | None,
     ) -> NDArray[int64]:
-        """Return how many of each row's drafts to verify, given their confidence. [n]
-
-        The time of drafting is spent, but it stays part of the step: without it, time would seem to be worth more
-        than it is, and too much would be dropped. exempt_row: verified whole. weights: of a token of each row.
-        """
-        base, _ = with_prefill(self.cost, view)
-        unpaid_s = prefill_s - self.cost.drafting_s(drafted.ks, drafted.drafters)
-        if weights is None:
-            known = self.known(view, at)
-            ks = self.cost.trim_in_one_call(base, view, known, drafted, unpaid_s, exempt_row)
-            if ks is not None:
-                return ks
-        among = candidates_once_drafted(self.models, view, drafted, self.max_k, weights)
-        allocation = self.cost.allocate(base, among, unpaid_s=unpaid_s, drafted=True)
-        return np.where(drafted.rows == exempt_row, drafted.ks, allocation.ks)
+        """Return how many of each row's drafts to verify; see `row_by_row.trim`. [n]"""
+        return trim(self, view, drafted, (at, prefill_s), exempt_row, weights)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from paceline.control.branching import on_chain, with_branches
 from paceline.control.plan_reuse import MANY_ROWS
 from paceline.control.policy import NONE, drafted_of, outcomes_of
+from paceline.control.protocols import NOTHING_READ
 from paceline.core.nouns import Draft, Plan, RowPlan, noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from paceline.control.branching import Branching
     from paceline.control.online_cost import OnlineCost
@@ -98,12 +99,15 @@ class ClosedLoop:
         """See `Controller.wants_preview`."""
         return self.policy.wants_preview
 
-    def admit(self, row: int) -> None:
-        """Begin a request in a row."""
+    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ) -> None:
+        """See `Controller.admit`."""
         self._learn_pending()
         self.policy.admit(row)
+        read = {self._index_of[name]: n for name, n in valid_lens.items() if n and name in self._index_of}
+        if self.cost is not None:
+            self.cost.reading.admit(row, read)
         if self._sink:
-            self._sink.admitted(row)
+            self._sink.admitted(row, read)
 
     # Before a step -------------------------------------------------------------------------------
 
@@ -241,13 +245,22 @@ class ClosedLoop:
 
         paid: with the tokens of branches, where there are any.
         """
-        self.policy.learn(view, self._with_reused_host_time(outcomes))
         had_drafts, has_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
         self._had_drafts = has_drafts
         if self.cost is None:
+            self.policy.learn(view, outcomes)
             return None
+        read_s, expected_s = self.cost.learn_reading(view, decision, outcomes)
+        if read_s:  # it is paid once for the rest of an answer, and says nothing of later steps
+            outcomes = replace(outcomes, draft_s=outcomes.draft_s - read_s)
+            paid = paid and replace(paid, draft_s=outcomes.draft_s)
+        self.policy.learn(view, self._with_reused_host_time(outcomes))
         settled = has_drafts or not had_drafts
-        return self.cost.account_step(view, decision, paid or outcomes, prefill, settled=settled)
+        accounted = self.cost.account_step(view, decision, paid or outcomes, prefill, settled=settled)
+        if not read_s and not expected_s:
+            return accounted
+        measured_s, predicted_s = accounted.measured_s + read_s, accounted.predicted_s + expected_s
+        return replace(accounted, measured_s=measured_s, predicted_s=predicted_s)
 
     def _with_reused_host_time(self, outcomes: Outcomes) -> Outcomes:
         """Return a plain step's outcomes with the host time of steps that reuse plans.

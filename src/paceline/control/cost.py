@@ -34,6 +34,7 @@ MAX_TABLE_ROWS = 1024  # rows in tables of drafting times; more rows cost what t
 MAX_FIT_ROUNDS = 2000  # of coordinate descent
 FIT_TOLERANCE = 1e-9  # change of a scaled price at which the descent ends
 SHORT_CONTEXT = 48  # keys of a context that is too short to tell the price of keys from that of tokens
+MAX_TABLE_DRAFTERS = 16  # drafters that a table of whole steps may stand for
 MIN_STEP_S = 1e-9  # shortest step that a goodput is computed with, seconds
 
 
@@ -208,6 +209,15 @@ class TableCost:
         """See `StepCost.drafting_s`: 0, as the share of drafting is not known."""
         return 0.0
 
+    def reading_s(self, view: StepView) -> NDArray[float64]:
+        """See `StepCost.reading_s`: 0, as for `drafting_s`."""
+        return np.zeros((MAX_TABLE_DRAFTERS, view.num_rows))
+
+    @property
+    def answer_tokens(self) -> float:
+        """See `StepCost.answer_tokens`: nothing is read."""
+        return 1.0
+
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
@@ -235,7 +245,7 @@ class TableCost:
         return Allocation(ks, float(tokens[count]), float(seconds[count]), *plain)
 
     def plan_in_one_call(
-        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
+        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64]
     ) -> StepChoice | None:
         """See `StepCost.plan_in_one_call`: None."""
         return None

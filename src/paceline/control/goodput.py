@@ -15,9 +15,11 @@ import numpy as np
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
 from paceline.control.budget import with_budget
-from paceline.control.exploration import FEW, Exploration, Probes, Retirement
+from paceline.control.cost import MIN_STEP_S
+from paceline.control.exploration import Exploration, Retirement
 from paceline.control.plan_reuse import MANY_ROWS, Hysteresis, PlanReuse, StepPromise, load_of
 from paceline.control.policy import NONE, Decision, plain
+from paceline.control.probes import FEW, Probes
 from paceline.control.protocols import PlanContext
 from paceline.control.row_by_row import LatencyTarget, Objective
 from paceline.core.nouns import noun
@@ -119,8 +121,7 @@ class Goodput:
         """See `Policy.reuse`."""
         if not view.num_rows or self.plan_reuse.only_for_its_step:
             return None
-        others = len(view.previews) + len(self.choice.retired) < len(self.choice.models)
-        decision = self.plan_reuse.reuse(view, self._step + 1, others=others)
+        decision = self.plan_reuse.reuse(view, self._step + 1)
         if decision is not None:
             self._step += 1
             self.exploration.probes.row = NONE
@@ -137,6 +138,8 @@ class Goodput:
             return plain(view)
         self._step += 1
         self.exploration.probes.row = NONE
+        if not self._tokens_per_s:
+            self._tokens_per_s = view.num_rows / max(self.choice.plain_s(view), MIN_STEP_S)
         timed = bool(view.tpot_s or self._latency.in_use) and self._latency.note(view.tpot_s)
         chosen = self._choose(view, timed=timed)
         draft = self._explore(view, chosen, self._drafts_or_none(view, chosen))
@@ -198,6 +201,8 @@ class Goodput:
         load = load_of(view.num_rows) if view.num_rows >= MANY_ROWS else FEW
         if not view.requested and probes.plain_is_due(self._step, drafts, gain, loss_s, load):
             return _without_drafts(view, chosen)
+        if not probes.check_is_due(self._step):
+            return draft
         rows, seconds = (draft.ks, draft.drafters), draft.seconds + chosen.prefill_s
         (ks, drafters), retired = self.exploration.probe_upward(view, self._step, rows, seconds)
         as_allocated = draft.as_allocated and probes.row == NONE
@@ -207,6 +212,8 @@ class Goodput:
         """Note a decision's promise, and keep it for reuse. seconds: without prefill."""
         probes, drafts = self.exploration.probes, any(decision.ks.tolist())
         usual = probes.row == NONE and not probes.second_plain
+        if drafts and probes.row == NONE:
+            probes.chosen.update(decision.drafters.tolist())
         promised = StepPromise(view.num_rows, decision.tokens, seconds, drafts)
         self.hysteresis.promise(promised if usual and not timed else None)
         if timed:  # which rows are late changes from step to step
@@ -234,8 +241,8 @@ class Goodput:
             self._latency.learn(outcomes)
         if not view.prefill.tokens:
             self.hysteresis.learn(outcomes)
-        self.exploration.retirement.learn(outcomes, self.exploration.probes.row)
-        self.exploration.probes.learn(self.choice.cost, outcomes)
+        if self.exploration.probes.row != NONE:
+            self.exploration.retirement.learn(outcomes, self.exploration.probes.row)
         learn_acceptance(self.choice.models, outcomes)
 
 

@@ -18,9 +18,9 @@ from msgspec import Meta, Struct
 
 from paceline.control.acceptance import DEPTH_SD, MAX_LOGIT
 from paceline.control.cost import NUM_SIZES
-from paceline.control.exploration import FEW, FREE_PLAIN_PROBES
 from paceline.control.goodput import Goodput
 from paceline.control.plan_reuse import KindMeans
+from paceline.control.probes import FEW, FREE_PLAIN_PROBES
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REUSE_STEPS = 8  # steps that a plan may serve
 PREVIEW_TOKENS_TO_REPLAN = 6  # length of a preview that ends reuse: other drafters hardly propose more
-MANY_ROWS = 12  # rows from which on any plan is reused
+MANY_ROWS = 8  # rows from which on any plan is reused
 DRAFTING_STEPS = 4  # steps that a plan to draft serves for many rows ...
 MAX_PLAIN_STEPS = 16  # ... and the most for a plan not to draft, which lasts twice as long when it is made again
 
@@ -52,6 +52,7 @@ class PlanReuse:
         self._next_plain_steps = REUSE_STEPS  # the same for the next plan not to draft
         self._drafts = False
         self._all_stop = False  # every row has a stop rule
+        self._rests = False  # nothing is drafted, because nothing pays
 
     @property
     def only_for_its_step(self) -> bool:
@@ -72,6 +73,7 @@ class PlanReuse:
         many = view.num_rows >= MANY_ROWS and view.previews.keys().isdisjoint(plan.drafters.tolist())
         self._drafts, self._steps_of_many = any(plan.ks.tolist()), 1
         self._all_stop = len(plan.stops) == view.num_rows
+        self._rests = lasting and not self._drafts
         if lasting and many:
             self._steps_of_many = DRAFTING_STEPS if self._drafts else self._next_plain_steps
         if lasting:
@@ -86,18 +88,19 @@ class PlanReuse:
         """Return whether a step drafts nothing because the last plan holds."""
         return num_rows >= MANY_ROWS and self.serves_many(step) and not self._drafts
 
-    def reuse(self, view: StepView, step: int, *, others: bool = True) -> Decision | None:
+    def reuse(self, view: StepView, step: int) -> Decision | None:
         """Return the last plan if it holds for a view, else None.
 
-        It holds for many rows, or for the same few. others: there are drafters without a preview.
+        It holds for many rows, or for the same few. A plan to draft nothing holds as long as nothing is previewed:
+        steps without drafts teach nothing of drafters.
         """
         if view.unavailable and not view.unavailable.isdisjoint(self._plan.drafters.tolist()):
             return None
         if view.num_rows >= MANY_ROWS and self.serves_many(step) and not (view.requested or view.tpot_s):
             return self._for_rows_of(view)
-        stops = self._all_stop and _previewed(view) < PREVIEW_TOKENS_TO_REPLAN
-        holds = self._same_rows(view, step) and (stops or not (others or self._drafts or _previewed(view)))
-        return self._within_bounds(view) if holds else None
+        previewed = _previewed(view)
+        holds = previewed < PREVIEW_TOKENS_TO_REPLAN if self._all_stop else self._rests and not previewed
+        return self._within_bounds(view) if holds and self._same_rows(view, step) else None
 
     def _for_rows_of(self, view: StepView) -> Decision:
         """Return the plan for a view with new rows, which do not draft yet.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from paceline.core.nouns import noun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from paceline.control.policy import Allocation, Decision, Drafted, Outcomes, StepView, Work
     from paceline.core.nouns import Batch, Draft, Plan, Verdict
 
+
+NOTHING_READ: Mapping[str, int] = {}  # stores that hold nothing of a row's text
 
 # A step of the engine ----------------------------------------------------------------------------
 
@@ -59,8 +61,11 @@ class Controller(Protocol):
     def second_group(self) -> Controller:
         """Controller of a second group of rows, with the same estimates and its own plans."""
 
-    def admit(self, row: int) -> None:
-        """Note that a request begins in a row."""
+    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ) -> None:
+        """Note that a request begins in a row.
+
+        valid_lens: leading tokens that each store holds of it.
+        """
 
     def reuse_plan(self, num_rows: int) -> bool:
         """Begin a step without drafts or view if the last plan holds; return whether."""
@@ -92,8 +97,8 @@ class Keeper(Protocol):
 class TraceSink(Protocol):
     """Receives everything that a closed loop sees, chooses and gets."""
 
-    def admitted(self, row: int) -> None:
-        """Note that a request began in a row."""
+    def admitted(self, row: int, read: Mapping[int, int]) -> None:
+        """Note that a request began in a row. read: leading tokens that drafters know already."""
 
     def reused(self, num_rows: int, host_s: float) -> None:
         """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
@@ -194,6 +199,13 @@ class StepCost(Protocol):
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """Return the seconds of drafting alone. [n] each"""
 
+    def reading_s(self, view: StepView) -> NDArray[float64]:
+        """Return the seconds of reading what each drafter lacks of each row's text. [num_drafters, n]"""
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean length of an answer, over which reading its text has to pay."""
+
     def uniform_prices(
         self, base: Work, lengths: NDArray[int64], paying: int, num_drafters: int, max_k: int
     ) -> NDArray[float64]:
@@ -213,11 +225,11 @@ class StepCost(Protocol):
         """
 
     def plan_in_one_call(
-        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64], only_drafter: int
+        self, view: StepView, known: KnownDrafters, row_drafter: NDArray[int64]
     ) -> StepChoice | None:
         """Choose like `DrafterChoice.choose_row_by_row` in one compiled call; None if there is none.
 
-        row_drafter: drafter of every row of the engine. only_drafter: assigned to the view's rows, unless NONE.
+        row_drafter: drafter of every row of the engine.
         """
 
     def trim_in_one_call(

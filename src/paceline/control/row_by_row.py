@@ -1,7 +1,7 @@
 """Choices row by row, for steps that one compiled call cannot plan, and latency targets.
 
-Rows are told apart where each is assigned one of several drafters now and then, where requests name a drafter or
-a time per output token, and where costs are a table of whole steps.
+Rows are told apart where requests name a drafter or a time per output token, and where costs are a table of whole
+steps.
 
 A row's time per output token is that of its whole answer, so what counts is how late it is against its target.
 Tokens of rows that are late weigh more when drafts are allocated, and prefill that would make a row late waits.
@@ -10,12 +10,14 @@ Tokens of rows that are late weigh more when drafts are allocated, and prefill t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from paceline.control.protocols import Candidates
+from paceline.control.policy import NONE, Work
+from paceline.control.protocols import Candidates, StepChoice
 from paceline.core.errors import ConfigError
 from paceline.core.params import MAX_TPOT_MS, MIN_TPOT_MS
 
@@ -26,73 +28,94 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.acceptance import AcceptanceModel
-    from paceline.control.online_cost import MarginalPrices
-    from paceline.control.policy import Drafted, Outcomes, StepView
-    from paceline.control.protocols import PlanContext, StepCost
+    from paceline.control.assignment import DrafterAssignment
+    from paceline.control.policy import Allocation, Drafted, Outcomes, StepView
+    from paceline.control.protocols import KnownDrafters, PlanContext, StepCost
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 MIN_PREFILL_TOKENS = 16  # in a step, however late rows are: new requests must get on
 MAX_AHEAD_TOKENS = 16  # tokens' time by which a row may be ahead of its target, to be spent on prefill
 MAX_WEIGHT = 4.0  # of a token of a row that is late
 MS_PER_S = 1000.0
-ASSIGN_EVERY = 8  # steps between two choices of the drafter that suits a row
 
 
-# Drafters of rows --------------------------------------------------------------------------------
+class KnowsDrafters(Protocol):
+    """Estimates and prices of drafters, as `DrafterChoice` has them."""
+
+    cost: StepCost
+    models: list[AcceptanceModel]
+    max_k: int
+    assignment: DrafterAssignment
+
+    def expected(self, view: StepView, optimism: float = 0.0) -> NDArray[float64]:
+        """Return the chance that each draft of each drafter is kept. [num_drafters, n, max_k]"""
+
+    def known(self, view: StepView, at: PlanContext) -> KnownDrafters:
+        """Return what compiled choices read."""
 
 
-class DrafterAssignment:
-    """Drafter of every row of an engine, out of those without a preview."""
+def choose_row_by_row(
+    choice: KnowsDrafters, view: StepView, at: PlanContext, weights: NDArray[float64] | None
+) -> StepChoice:
+    """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
+    base, prefill_s = with_prefill(choice.cost, view)
+    alive = choice.expected(view)
+    drafters = choice.assignment.assigned(view, at, alive)
+    return StepChoice(drafters, allocate(choice.cost, view, base, alive, drafters, prefill_s, weights), prefill_s)
 
-    def __init__(self, num_rows: int, cost: StepCost, prices: MarginalPrices) -> None:
-        self.row_drafter = np.zeros(num_rows, np.int64)  # best of those without preview, for each row
-        self.unassigned = set(range(num_rows))  # rows for which that was not chosen yet
-        self._cost = cost
-        self._prices = prices
 
-    def due(self, view: StepView, step: int) -> bool:
-        """Return whether rows' own drafters are chosen again in this step."""
-        return step % ASSIGN_EVERY == 0 or not self.unassigned.isdisjoint(view.rows.tolist())
+def allocate(
+    cost: StepCost,
+    view: StepView,
+    base: Work,
+    alive: NDArray[float64],
+    drafters: NDArray[int64],
+    unpaid_s: float = 0.0,
+    weights: NDArray[float64] | None = None,
+) -> Allocation:
+    """Return how far each row goes with its drafter. alive: [num_drafters, n, max_k]"""
+    own = alive[drafters, np.arange(view.num_rows)] if len(alive) > 1 else alive[0]
+    weighted = own if weights is None else own * weights[:, None]
+    plain_tokens = view.num_rows if weights is None else float(weights.sum())
+    among = Candidates(weighted, view.max_drafts, view.lengths, drafters, plain_tokens)
+    return cost.allocate(base, among, unpaid_s=unpaid_s)
 
-    def assign(
-        self, view: StepView, at: PlanContext, alive: NDArray[float64], candidates: list[int]
-    ) -> NDArray[int64]:
-        """Return each row's drafter: its own, or one whose preview is worth more. [n]
 
-        alive: [num_drafters, n, max_k]. candidates: drafters that can be asked and gave no preview.
-        """
-        if len(alive) == 1:
-            return np.zeros(view.num_rows, np.int64)
-        due = self.due(view, at.step)
-        if not due and not any(preview.size for preview in view.previews.values()):
-            drafters = self.row_drafter[view.rows]
-        else:
-            values = self.values(view, at, alive)
-            if due:
-                self._choose_again(view, values, candidates)
-            drafters = self.row_drafter[view.rows]
-            for lookup in view.previews:
-                drafters[values[lookup] > values[drafters, np.arange(view.num_rows)]] = lookup
-        for row, requested in view.requested.items():
-            drafters[view.rows == row] = requested
-        return drafters
+def with_prefill(cost: StepCost, view: StepView) -> tuple[Work, float]:
+    """Return a step's work without drafts, and the seconds of its prefill."""
+    own = view.work
+    if not view.prefill.tokens:
+        return own, 0.0
+    whole = own + view.prefill
+    no_ks, no_drafters = np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE)
+    price = partial(cost.price, lengths=view.lengths, ks=no_ks, drafters=no_drafters)
+    return whole, price(whole) - price(own)
 
-    def _choose_again(self, view: StepView, values: NDArray[float64], candidates: list[int]) -> None:
-        """Assign each row the candidate with the highest value. values: [num_drafters, n]"""
-        if candidates:
-            self.row_drafter[view.rows] = np.array(candidates)[values[candidates].argmax(axis=0)]
-        self.unassigned.difference_update(view.rows.tolist())
 
-    def values(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[float64]:
-        """Return the net value of each drafter to each row, in tokens. [num_drafters, n]
+def trim(
+    choice: KnowsDrafters,
+    view: StepView,
+    drafted: Drafted,
+    known: tuple[PlanContext, float],
+    exempt_row: int,
+    weights: NDArray[float64] | None,
+) -> NDArray[int64]:
+    """Return how many of each row's drafts to verify, given their confidence. [n]
 
-        Its time is priced at the goodput. alive: [num_drafters, n, max_k].
-        """
-        self._prices.renew(self._cost, view, at.step)
-        tokens = np.add.accumulate(alive, axis=2)
-        tokens -= (self._prices.seconds * (at.tokens_per_s / self._prices.num_rows))[:, None]
-        found: NDArray[float64] = tokens.max(axis=2)
-        return np.maximum(found, 0.0, out=found)
+    The time of drafting is spent, but it stays part of the step: without it, time would seem to be worth more
+    than it is, and too much would be dropped. known: of the plan, and the seconds of its prefill. exempt_row:
+    verified whole. weights: of a token of each row.
+    """
+    at, prefill_s = known
+    base, _ = with_prefill(choice.cost, view)
+    unpaid_s = prefill_s - choice.cost.drafting_s(drafted.ks, drafted.drafters)
+    if weights is None:
+        ks = choice.cost.trim_in_one_call(base, view, choice.known(view, at), drafted, unpaid_s, exempt_row)
+        if ks is not None:
+            return ks
+    among = candidates_once_drafted(choice.models, view, drafted, choice.max_k, weights)
+    allocation = choice.cost.allocate(base, among, unpaid_s=unpaid_s, drafted=True)
+    return np.where(drafted.rows == exempt_row, drafted.ks, allocation.ks)
 
 
 def alive_once_drafted(models: Sequence[AcceptanceModel], drafted: Drafted, max_k: int) -> NDArray[float64]:

@@ -28,7 +28,7 @@ from paceline.core.nouns import noun
 from paceline.core.system import file_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy import float64, int64
@@ -69,6 +69,7 @@ class Tracer:
     ) -> None:
         """Begin a file. names, max_ks: by drafter. learnt: as for `make_loop`."""
         self._file = file
+        self._names = names
         self._failed = False
         drafters = {"names": list(names), "num_rows": num_rows, "max_ks": list(max_ks)}
         known = {"format": TRACE_FORMAT, "profile": to_json(profile), **drafters}
@@ -79,9 +80,10 @@ class Tracer:
         """Note that a loop begins that has learnt nothing yet."""
         self._write(begun=True)
 
-    def admitted(self, row: int) -> None:
+    def admitted(self, row: int, read: Mapping[int, int]) -> None:
         """See `TraceSink.admitted`."""
-        self._write(admitted=row)
+        known = {self._names[drafter]: length for drafter, length in read.items()}
+        self._write(admitted=row, **({"known": known} if known else {}))
 
     def reused(self, num_rows: int, host_s: float) -> None:
         """See `TraceSink.reused`."""
@@ -226,7 +228,7 @@ def _steps(
         if "begun" in line:
             loop = new_loop()
         elif "admitted" in line:
-            loop.admit(int(line["admitted"]))
+            loop.admit(int(line["admitted"]), {name: int(n) for name, n in line.get("known", {}).items()})
         elif "rested" in line:
             loop.reuse_plan(MANY_ROWS)  # as the run did
             loop.observe_reused(int(line["rested"]), float(line["host_s"]))
