@@ -39,7 +39,7 @@ TICK_S = 1e-3
 PROMPT = (5, 9, 13, 7) * 6  # a text that lookup goes on with
 MAX_TOKENS = 200
 DRAFTS = ("off", "eagle3:k=4", "auto")
-BUDGETS = {"off": (14, 2700), "eagle3:k=4": (24, 3800), "auto": (32, 6400)}  # files, lines
+BUDGETS = {"off": (14, 2700), "eagle3:k=4": (24, 3800), "auto": (32, 5500)}  # files, lines
 
 
 def decode_path(draft: str) -> list[str]:

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy import float64
+    from numpy.typing import NDArray
+
     from paceline.bench.interleave import Question
     from paceline.control.allocation import RowDrafts
     from paceline.control.files import Profile
@@ -174,6 +177,11 @@ class _NoCorrection(OnlineCost):
         return accounting
 
 
+class _FreeReading(OnlineCost):
+    def reading_s(self, view: StepView) -> NDArray[float64]:
+        return np.zeros((len(self.reading.token_s), view.num_rows))
+
+
 # Variants ----------------------------------------------------------------------------------------
 
 
@@ -204,11 +212,6 @@ def _row_by_row(policy: Goodput) -> None:
     setattr(policy.choice, "choose_in_one_call", lambda *_: None)  # noqa: B010
 
 
-def _no_preview_margin(policy: Goodput) -> None:
-    choose = policy.choice._choose
-    setattr(policy.choice, "choose", lambda view, at, weights=None: choose(view, at, weights))  # noqa: B010
-
-
 def _no_upward_probes(policy: Goodput) -> None:
     def keep(_view: StepView, _step: int, chosen: RowDrafts, _s: float) -> tuple[RowDrafts, tuple[int, ...]]:
         return chosen, ()
@@ -236,7 +239,7 @@ VARIANTS: Mapping[str, Variant] = {
     "choice in one call": Variant(_row_by_row, simulated=False),
     "margin to begin": Variant(_hysteresis(_NoBeginMargin)),
     "realised ratio": Variant(_hysteresis(_NoRealisedRatio)),
-    "margin over previews": Variant(_no_preview_margin, simulated=False),
+    "price of reading": Variant(_cost(_FreeReading), simulated=False),
     "plan reuse": Variant(lambda policy: setattr(policy, "plan_reuse", _NoPlanReuse())),
     "upward probes": Variant(_no_upward_probes),  # and with them retirement, which rests on them
     "plain probes": Variant(lambda policy: setattr(policy.exploration, "probes", _NoPlainProbes())),

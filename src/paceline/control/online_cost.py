@@ -95,7 +95,8 @@ class OnlineCost(CorrectedPrices):
         unread = self.reading.take_in(view, o, *of)
         if unread is None:
             return 0.0, 0.0
-        seconds, drift = max(o.draft_s - self.drafting_s(*of), 0.0), exp(self.machine_drift)
+        drafting_s, drift = sum(self.compiled.drafting_of(*of)), exp(self._drift.item())
+        seconds = max(o.draft_s - drafting_s, 0.0)
         return seconds, self.reading.correct(unread, of[1], seconds / drift) * drift
 
     def account_step(

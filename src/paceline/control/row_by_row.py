@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.control.acceptance import AcceptanceModel
-    from paceline.control.assignment import DrafterAssignment
     from paceline.control.policy import Allocation, Drafted, Outcomes, StepView
     from paceline.control.protocols import KnownDrafters, PlanContext, StepCost
 
@@ -39,13 +38,23 @@ MAX_WEIGHT = 4.0  # of a token of a row that is late
 MS_PER_S = 1000.0
 
 
+class AssignsDrafters(Protocol):
+    """Drafter of each row, as `DrafterAssignment` has it."""
+
+    def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
+        """Return each row's drafter. [n]"""
+
+
 class KnowsDrafters(Protocol):
     """Estimates and prices of drafters, as `DrafterChoice` has them."""
 
     cost: StepCost
     models: list[AcceptanceModel]
     max_k: int
-    assignment: DrafterAssignment
+
+    @property
+    def assignment(self) -> AssignsDrafters:
+        """Drafter of each row."""
 
     def expected(self, view: StepView, optimism: float = 0.0) -> NDArray[float64]:
         """Return the chance that each draft of each drafter is kept. [num_drafters, n, max_k]"""
