@@ -65,9 +65,7 @@ class BackendSpec:
     max_draft_ranks: int = 1  # likewise, a drafter's
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
-    narrower: str | None = (
-        None  # module:function(decoder, token_ids), see `narrow`; None: it has none
-    )
+    narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
     # module:function(asked | None, target's type) -> type of a drafter's weights; None: one of `weight_types`
     draft_type_chooser: str | None = None
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
@@ -153,7 +151,7 @@ class BackendSpec:
 
         Of `file` its matrices stay as they are only where its own file is mostly of kinds that do.
         """
-        if self.draft_type_chooser and asked not in (FILE, AUTO):
+        if self.draft_type_chooser and asked not in self.weight_choices:
             return self._imported(self.draft_type_chooser)(asked, target_type)  # type: ignore[no-any-return]
         asked = asked or target_type
         asked = AUTO if asked == FILE and self.weights_chooser else asked
