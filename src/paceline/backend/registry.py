@@ -90,9 +90,9 @@ class BackendSpec:
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
 
     def narrow(self, decoder: Decoder, token_ids: NDArray[int64]) -> CutModelDecoder:
-        """Return a decoder of the same weights that writes these tokens, ascending, and tokens of requests.
+        """Return a decoder of the same weights that writes these tokens, and requests' own.
 
-        Raises `ConfigError` where decoders write all tokens.
+        token_ids: [n] ascending. Raises `ConfigError` where decoders write all tokens.
         """
         if self.narrower is None:
             raise ConfigError(f"drafters on the {self.name} backend write all tokens: leave out tokens=N")
