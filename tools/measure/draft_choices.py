@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from time import process_time
@@ -128,9 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = args.only.split(",") if args.only else None
     prompts = [one for one in read_prompts(args.prompts) if wanted is None or one.category in wanted]
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
-    for question in make_questions(spread(prompts, args.limit), encode, params, 0):
-        for choice in choices:
-            choice.answer(question.request)
+    questions = make_questions(spread(prompts, args.limit), encode, params, 0)
+    with suppress(KeyboardInterrupt):  # then the table is of the questions so far
+        for question in questions:
+            for choice in choices:
+                choice.answer(question.request)
     _show(choices)
     return 0
 

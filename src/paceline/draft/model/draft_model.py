@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
-DRAFT_TOKENS = 16384  # that a whole model writes by default, of a vocabulary of more than twice as many
+DRAFT_TOKENS = 32768  # that a whole model writes by default, of a vocabulary of more than twice as many
 RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
 by_token, by_string = RETOKENIZERS
