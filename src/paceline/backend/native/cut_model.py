@@ -104,7 +104,7 @@ class NarrowDecoder:
         if request.steps:
             return run_steps(self._compiled, request, vocab, num_layers)
         result = run_pass(self._compiled, request, vocab, num_layers)
-        return self._vocabulary.spread(result, request.specs, request.vocab_size)
+        return self._vocabulary.spread(result, request.specs, request.vocab_size or 0)
 
 
 class NativeCutModel(NarrowDecoder):

@@ -52,10 +52,8 @@ class NativeDecoder:
         """See `load.pack_decoder`. compile_for: compiles its parts for another `output`, see `narrowed`."""
         self.config = config
         self.team = team
-        self.tables = tables
+        self.compiled, self.tables, self.compile_for = compiled, tables, compile_for
         self.weight_type, self.kv_type = weight_type, kv_type
-        self.compiled = compiled
-        self.compile_for = compile_for
         self.alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
         self._begun: kernels.PendingPass | None = None  # the last one: it has all that a pass reads and writes
 
