@@ -25,7 +25,7 @@ from paceline.control.fixed import FixedK
 from paceline.core.params import SamplingParams
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.scheduler import Limits
+from paceline.engine.request_table import Limits
 from paceline.model.template import compiled
 from paceline.serve.prompts import Prompts
 from tools.entry import add_prompts, exit_status
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.control.protocols import StepTimes
-    from paceline.core.nouns import Batch, Draft, Plan, Request, Verdict
+    from paceline.core.nouns import Batch, Draft, Plan, Verdict
+    from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Drafter
     from paceline.engine.engine import Engine
 
