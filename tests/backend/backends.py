@@ -204,6 +204,10 @@ def load_cut_model(model: Any, target: Any, *rest: Any) -> Any:
     return OpaqueExecutor(cut_model.load_cut_model(model, target.inner, *rest))
 
 
+def narrowed(decoder: Any, token_ids: Any) -> Any:
+    return OpaqueExecutor(cut_model.narrowed(decoder.inner, token_ids))
+
+
 # On a host ------------------------------------------------------------------------------------------
 
 HOST = Device(torch_name="cpu")
@@ -226,6 +230,7 @@ TEST_BACKENDS = {
         f"{HERE}:load_runner",
         f"{HERE}:load_cut_model",
         f"{HERE}:OpaqueRows",
+        narrower=f"{HERE}:narrowed",
     ),
     "cuda": replace(
         BACKENDS["cuda"], loader=f"{HERE}:load_on_host", devices=tuple(reversed(BACKENDS["cuda"].devices))

@@ -44,7 +44,7 @@ def loaded(backend: str) -> build.Loaded:
 
 
 @cache
-def drafter(backend: str, name: str) -> build.DraftWeights:
+def drafter(backend: str, name: str, _: str | None) -> build.DraftWeights:
     return build._load_drafter(config(backend, "off"), name)
 
 

@@ -49,7 +49,6 @@ def test_every_type_drafts_and_the_text_is_the_same(kind: str, asked: str | None
         ("eagle3", "f64", "leave out weights=int9"),
         ("draft-model", "f64", "leave out weights=int9"),
         ("layers", "int8", "own layers have the type that --weights says"),
-        ("whole", "int8", "a whole model has the type that --weights says"),
     ],
 )
 def test_a_type_that_there_is_not_is_refused(drafter: str, types: str, reason: str, tmp_path: Path) -> None:
@@ -57,7 +56,6 @@ def test_a_type_that_there_is_not_is_refused(drafter: str, types: str, reason: s
         "eagle3": lambda: write_eagle3(tmp_path),
         "draft-model": lambda: f"draft-model:model={write_cut_model(tmp_path)}",
         "layers": lambda: "draft-model:layers=1",
-        "whole": lambda: "draft-model:model=noisy",
     }
     with pytest.raises(ConfigError, match=reason):
         make_engine(f"{specs[drafter]()},weights=int9", PLAIN, types=types)

@@ -16,6 +16,7 @@ from paceline.backend.cuda import load as cuda
 from paceline.backend.device import Device
 from paceline.backend.native import load as native
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.registry import BACKENDS
 from paceline.core.nouns import Batch, Draft, Plan, RowDraft, RowPlan, Verdict
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
@@ -71,7 +72,7 @@ def target(types: str = "f64") -> build.Loaded:
 
 
 @cache
-def draft_weights(name: str, types: str = "f64") -> DraftWeights:
+def draft_weights(name: str, _: str | None = None, *, types: str = "f64") -> DraftWeights:
     """`noisy`: the target's weights disturbed. `same`: the target itself. Else: with another vocabulary."""
     loaded = target(types)
     config = loaded.decoder.config
@@ -79,11 +80,17 @@ def draft_weights(name: str, types: str = "f64") -> DraftWeights:
     if name in TOKENIZERS:
         weights, vocabulary = foreign_weights(name, weights)
         own = replace(config, vocab_size=vocabulary.size, eos_ids=())
-        return DraftWeights(make_decoder(own, weights, types), vocabulary)
+        return narrowable(make_decoder(own, weights, types), vocabulary, types)
     if name == "noisy":
         other = tiny_weights(config, seed=5, embed_scale=SHARP)
         weights = {n: w + DRAFTER_NOISE * other[n] for n, w in weights.items()}
-    return DraftWeights(make_decoder(config, weights, types), Vocabulary(name, loaded.tokenizer, VOCAB))
+    return narrowable(make_decoder(config, weights, types), Vocabulary(name, loaded.tokenizer, VOCAB), types)
+
+
+def narrowable(decoder: Decoder, vocabulary: Vocabulary, types: str) -> DraftWeights:
+    """A drafter's model that can write some of its tokens, where its backend has that."""
+    spec = BACKENDS[BACKEND_OF.get(types, "native")]
+    return DraftWeights(decoder, vocabulary, partial(spec.narrow, decoder) if spec.narrower else None)
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "MAX_WAIT_S", 0.01)
 
 
-@pytest.mark.parametrize("vocabulary", ["", ",vocabulary=strings"])
-def test_it_drafts_what_it_would_beside_the_target(vocabulary: str) -> None:
-    asked = config(f"{NAME}:model={models()[1]},k=4{vocabulary}")
+@pytest.mark.parametrize("options", ["", ",vocabulary=strings", ",tokens=310,weights=int8"])
+def test_it_drafts_what_it_would_beside_the_target(options: str) -> None:
+    asked = config(f"{NAME}:model={models()[1]},k=4{options}")
     apart, beside = engine_of(asked), engine_of(asked, thread=True)
     assert isinstance(drafter_of(apart), RemoteDrafter)
     assert isinstance(beside.drafting.drafters[NAME], PlacedDrafter)

@@ -37,7 +37,7 @@ def answers(family: str, draft: str, num_rows: int, prefill: int) -> dict[str, A
     weights = tiny_weights(config, seed=4, embed_scale=SHARP)
     target = build.Loaded("tiny", make_decoder(config, weights, "int8"), tiny_tokenizer(VOCAB), None, "tiny")
 
-    def drafter(name: str) -> DraftWeights:
+    def drafter(name: str, _: str | None) -> DraftWeights:
         other = tiny_weights(config, seed=5, embed_scale=SHARP)
         near = {n: w + DRAFTER_NOISE * other[n] for n, w in weights.items()}
         return DraftWeights(make_decoder(config, near, "int8"), Vocabulary(name, target.tokenizer, VOCAB))

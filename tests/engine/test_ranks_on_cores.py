@@ -70,7 +70,7 @@ def engine_of(draft: str, ranks: int) -> Engine:
         profile=STAIRCASE if draft.startswith("auto") else None,
         tensor_parallel=ranks,
     )
-    return build.assemble(config, target(ranks), lambda _: noisy()).engine
+    return build.assemble(config, target(ranks), lambda *_: noisy()).engine
 
 
 @cache

@@ -71,7 +71,7 @@ def noisy(num_ranks: int) -> DraftWeights:
 def engine_of(draft: str, ranks: int, draft_ranks: int = 1, **changes: Any) -> Engine:
     """An engine whose target and drafters have so many ranks; its pages do not suffice for all rows."""
     config = engine_config(draft, ranks, draft_ranks, **changes)
-    return build.assemble(config, target(ranks), lambda _: noisy(draft_ranks)).engine
+    return build.assemble(config, target(ranks), lambda *_: noisy(draft_ranks)).engine
 
 
 def engine_config(draft: str, ranks: int, draft_ranks: int = 1, **changes: Any) -> EngineConfig:
@@ -170,7 +170,7 @@ def test_lost_ranks_of_a_drafter_cost_speculation_only() -> None:
     drafter, own = on_ranks_of_its_own()
     config = engine_config(OWN_MODEL, 1, 2)
     drafts = DraftWeights(drafter, Vocabulary("noisy", tiny_tokenizer(VOCAB), VOCAB))
-    engine = build.assemble(config, target(1), lambda _: drafts).engine
+    engine = build.assemble(config, target(1), lambda *_: drafts).engine
     for request in requests():
         engine.add(request)
     for _ in range(4):

@@ -365,7 +365,7 @@ def engine(backend: str, monkeypatch: pytest.MonkeyPatch, free_parts: int = 0, *
     share = 1 if asked.kv_tokens else 2
     monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: share * least)
     same = DraftWeights(loaded_one.decoder, loaded_one.vocabulary)
-    built = build.assemble(asked, loaded_one, lambda _: same)
+    built = build.assemble(asked, loaded_one, lambda *_: same)
     pool = built.engine.scheduler.pool
     assert least >= room.num_pages * b.whole if pool.budget is None else pool.budget.total == least
     return built.engine

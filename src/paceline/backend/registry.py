@@ -14,12 +14,12 @@ from paceline.core.system import available_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy import floating
+    from numpy import floating, int64
     from numpy.typing import NDArray
 
     from paceline.backend.device import Finding
     from paceline.backend.rows import Rows
-    from paceline.backend.seam import Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
+    from paceline.backend.seam import CutModelDecoder, Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
 
@@ -65,6 +65,9 @@ class BackendSpec:
     max_draft_ranks: int = 1  # likewise, a drafter's
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
+    narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
+    # module:function(asked | None, target's type) -> type of a drafter's weights; None: one of `weight_types`
+    draft_type_chooser: str | None = None
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
@@ -85,6 +88,15 @@ class BackendSpec:
         """Import the maker of its decoders of draft models that share the target's tables."""
         loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]
+
+    def narrow(self, decoder: Decoder, token_ids: NDArray[int64]) -> CutModelDecoder:
+        """Return a decoder of the same weights that writes these tokens, and requests' own.
+
+        token_ids: [n] ascending. Raises `ConfigError` where decoders write all tokens.
+        """
+        if self.narrower is None:
+            raise ConfigError(f"drafters on the {self.name} backend write all tokens: leave out tokens=N")
+        return self._imported(self.narrower)(decoder, token_ids)  # type: ignore[no-any-return]
 
     def repack(
         self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False
@@ -129,10 +141,20 @@ class BackendSpec:
         return kind, f"auto: {why}"
 
     def draft_model_weights(
-        self, target_type: str, config: ModelConfig, weights: Mapping[str, NDArray[floating]]
+        self,
+        asked: str | None,
+        target_type: str,
+        config: ModelConfig,
+        weights: Mapping[str, NDArray[floating]],
     ) -> str:
-        """Return a draft model's type of weights: the target's kind, if its file has it."""
-        asked = AUTO if target_type == FILE and self.weights_chooser else target_type
+        """Return a draft model's type of weights beside a target's. Raises `ConfigError`.
+
+        Of `file` its matrices stay as they are only where its own file is mostly of kinds that do.
+        """
+        if self.draft_type_chooser and asked not in self.weight_choices:
+            return self._imported(self.draft_type_chooser)(asked, target_type)  # type: ignore[no-any-return]
+        asked = asked or target_type
+        asked = AUTO if asked == FILE and self.weights_chooser else asked
         return self.settled_weights(asked, config, weights)[0]
 
     def kv_type(self, asked: str | None, weight_type: str) -> str:
@@ -254,6 +276,8 @@ BACKENDS = {
             "paceline.backend.native.cut_model:load_cut_model",
             weights_chooser="paceline.backend.native.packing:choose_weights",
             small_kv="i8",
+            narrower="paceline.backend.native.cut_model:narrowed",
+            draft_type_chooser="paceline.backend.native.load:draft_weight_type",
             repacker="paceline.backend.native.load:repack",
             wide_kv="f16",
             drops_windows=True,
@@ -269,6 +293,7 @@ BACKENDS = {
             "paceline.backend.reference.cut_model:load_cut_model",
             needs="torch",
             drops_windows=True,
+            narrower="paceline.backend.reference.cut_model:narrowed",
             repacker="paceline.backend.reference.decoder:repack",
         ),
         BackendSpec(

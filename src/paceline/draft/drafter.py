@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from numpy import int64
+    from numpy.typing import NDArray
+
     from paceline.backend.seam import KV, CutModelDecoder, Decoder, HeadRunner, RowView
     from paceline.core.nouns import Batch, Draft, Plan, RowDraft, Scores, Verdict
     from paceline.core.request_nouns import Request
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
     RunHead = Callable[[Head, str | None], HeadRunner]  # with weights of a type, None for the usual one
     RunCutModel = Callable[[CutModel, str | None], CutModelDecoder]  # likewise
+    Narrow = Callable[[NDArray[int64]], CutModelDecoder]  # from tokens, see `BackendSpec.narrow`
 
 MAX_K = 16  # drafts per row and step
 MAX_BRANCHES = 8  # and tokens of branches beside them
@@ -97,6 +101,7 @@ class DraftWeights:
 
     decoder: Decoder
     vocabulary: Vocabulary
+    narrow: Narrow | None = None  # makes it write some tokens only; None: its backend has no such decoders
 
 
 class DrafterUnavailable(Exception):  # noqa: N818 (a state, no error of the user's)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
     from paceline.model.weights import LoadedModel
 
-    Loader = Callable[[str], DraftWeights]  # from a model's name or path
+    Loader = Callable[[str, str | None], DraftWeights]  # from a model's name or path, and a type of weights
 
 # A new drafter is one file and one line here.
 DRAFTERS = {

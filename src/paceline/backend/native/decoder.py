@@ -15,7 +15,7 @@ from paceline.backend.seam import Capabilities, PassResult
 from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy import float32, float64, floating
     from numpy.typing import NDArray
@@ -47,13 +47,13 @@ class NativeDecoder:
         tables: SharedTables,
         weight_type: str,
         kv_type: str,
+        compile_for: Callable[..., kernels.Decoder] | None = None,
     ) -> None:
-        """See `load.pack_decoder`."""
+        """See `load.pack_decoder`. compile_for: compiles its parts for another `output`, see `narrowed`."""
         self.config = config
         self.team = team
-        self.tables = tables
+        self.compiled, self.tables, self.compile_for = compiled, tables, compile_for
         self.weight_type, self.kv_type = weight_type, kv_type
-        self.compiled = compiled
         self.alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
         self._begun: kernels.PendingPass | None = None  # the last one: it has all that a pass reads and writes
 
@@ -66,7 +66,7 @@ class NativeDecoder:
         with self.alone:
             self.compiled.finish()
             self._begun = None
-            self.compiled, self.tables = fresh.compiled, fresh.tables
+            self.compiled, self.tables, self.compile_for = fresh.compiled, fresh.tables, fresh.compile_for
 
     @property
     def capabilities(self) -> Capabilities:

@@ -58,14 +58,14 @@ class DraftVocabulary:
             decoder.set_token_id(self.num_fixed + place, token_id)
         self.num_tokens = self.num_fixed + len(token_ids)
 
-    def spread(self, result: PassResult, specs: Sequence[SamplingSpec]) -> PassResult:
-        """Spread logits over the target's vocabulary where a spec asks for them."""
+    def spread(self, result: PassResult, specs: Sequence[SamplingSpec], width: int = 0) -> PassResult:
+        """Spread logits over the target's vocabulary, or `width` ids, where a spec asks."""
         if result.logits is None or result.logit_idx is None or self.num_fixed == self._vocab_size:
             return result
         asked = [i for i, spec in enumerate(specs) if spec.kind == "logits"]
         if not asked:
             return replace(result, logits=None, logit_idx=None)
-        logits = np.full((len(asked), self._vocab_size), -np.inf, np.float32)
+        logits = np.full((len(asked), width or self._vocab_size), -np.inf, np.float32)
         logits[:, self.token_ids[: self.num_tokens]] = result.logits[result.logit_idx[asked]]
         logit_idx = np.full(len(specs), -1, np.int64)
         logit_idx[asked] = np.arange(len(asked))

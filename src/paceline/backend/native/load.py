@@ -75,15 +75,10 @@ def pack_decoder(
     """
     parts = pack_parts(config, weights, packers or team, weight_type, kv_type)
     tables = parts.tables
-    compiled = compile_decoder(
-        config,
-        team,
-        entry=Entry(tables.embed, of_layers=parts.inputs),
-        output=Output(tables.head, tables.final_norm),
-        layers=parts.layers,
-        factors=parts.factors,
-    )
-    return NativeDecoder(config, team, compiled, tables, weight_type, kv_type)
+    entry = Entry(tables.embed, of_layers=parts.inputs)
+    compile_for = partial(compile_decoder, config, team, entry=entry, layers=parts.layers, factors=parts.factors)
+    compiled = compile_for(output=Output(tables.head, tables.final_norm))
+    return NativeDecoder(config, team, compiled, tables, weight_type, kv_type, compile_for)
 
 
 class PackedParts(NamedTuple):

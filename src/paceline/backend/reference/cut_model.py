@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,22 +38,25 @@ def load_cut_model(
     return ReferenceCutModel(model, target, device)
 
 
-class ReferenceCutModel:
-    """A `Decoder` in the target's type that chooses among some of the target's tokens."""
+def narrowed(whole: Decoder, token_ids: NDArray[int64]) -> ReferenceNarrowDecoder:
+    """Return a whole model that writes some of its tokens, see `BackendSpec.narrow`."""
+    assert isinstance(whole, ReferenceDecoder)
+    return ReferenceNarrowDecoder(copy(whole), whole.head, token_ids)
+
+
+class ReferenceNarrowDecoder:
+    """A `Decoder` that writes a draft vocabulary and tokens of requests."""
 
     name = ReferenceDecoder.name
     capabilities = Capabilities()
 
-    def __init__(self, model: CutModel, target: ReferenceDecoder, device: Device | None = None) -> None:
-        self.config = model.config
-        self.weight_type = str(target.dtype).removeprefix("torch.")
-        self._target, self._fixed_ids = target, torch.from_numpy(model.token_ids).to(target.device)
-        self._token_ids = self._fixed_ids  # [draft_vocab] and tokens of requests
-        tables = {"embed": target.embed, "head": target.head[self._token_ids]}
-        untied = replace(model.config, tie_embeddings=False)
-        weights = {**model.weights, **tables}
-        where = target.device if device is None else torch_device(device)
-        self._decoder = ReferenceDecoder(untied, weights, target.dtype, where)  # type: ignore[arg-type]
+    def __init__(self, decoder: ReferenceDecoder, head: torch.Tensor, token_ids: NDArray[int64]) -> None:
+        """decoder: its own, whose `head` becomes rows of this one [vocab, hidden]. token_ids: [draft_vocab]."""
+        self.config = decoder.config
+        self.weight_type = str(decoder.dtype).removeprefix("torch.")
+        self._decoder, self._table = decoder, head
+        self._fixed_ids = torch.from_numpy(token_ids).to(decoder.device)
+        self.set_request_tokens(token_ids[:0])
 
     def describe(self) -> str:
         """Return what it is, for the user."""
@@ -61,12 +65,13 @@ class ReferenceCutModel:
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
         """Write these tokens, too, see `DraftExecutor`."""
         self._token_ids = torch.cat([self._fixed_ids, torch.from_numpy(token_ids).to(self._fixed_ids)])
-        self._decoder.head = self._target.head[self._token_ids].to(self._decoder.head)
+        rows = self._table[self._token_ids.to(self._table.device)]
+        self._decoder.head = rows.to(self._decoder.device, self._decoder.dtype)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors, without the embedding, which is the target's."""
-        return self._decoder.weight_bytes - self._decoder.embed.nbytes
+        """Bytes of all tensors that its passes read."""
+        return self._decoder.weight_bytes
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KVStore:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
@@ -82,7 +87,23 @@ class ReferenceCutModel:
         hidden, tapped = self._decoder.forward(
             request.packed, request.kv, num_layers=request.num_layers, taps=request.taps
         )
-        spread = hidden.new_full((len(hidden), self.config.vocab_size), -torch.inf)
+        spread = hidden.new_full((len(hidden), request.vocab_size or self.config.vocab_size), -torch.inf)
         spread[:, self._token_ids] = self._decoder.logits(hidden)
         result = choose_from(spread, request.specs)
         return replace(result, taps={tap: to_numpy(states) for tap, states in tapped.items()})
+
+
+class ReferenceCutModel(ReferenceNarrowDecoder):
+    """A `Decoder` in the target's type, over the target's embedding and rows of its head."""
+
+    def __init__(self, model: CutModel, target: ReferenceDecoder, device: Device | None = None) -> None:
+        untied = replace(model.config, tie_embeddings=False)
+        weights = {**model.weights, "embed": target.embed, "head": target.head[:0]}
+        where = target.device if device is None else torch_device(device)
+        decoder = ReferenceDecoder(untied, weights, target.dtype, where)  # type: ignore[arg-type]
+        super().__init__(decoder, target.head, model.token_ids)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, without the embedding, which is the target's."""
+        return super().weight_bytes - self._decoder.embed.nbytes

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+import numpy as np
+
 from paceline.backend.seam import PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, Draft
@@ -44,11 +46,12 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
     from paceline.core.request_nouns import Request
     from paceline.draft.autoregressive import Chain
-    from paceline.draft.drafter import Drafter, Target
+    from paceline.draft.drafter import Drafter, DraftWeights, Target
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
+DRAFT_TOKENS = 32768  # that a whole model writes by default, of a vocabulary of more than twice as many
 RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
 by_token, by_string = RETOKENIZERS
@@ -59,7 +62,8 @@ class DraftModelConfig:
     """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step.
 
     With both, the first N layers of that model; with neither, what ships for the target. `vocabulary` says how a
-    model drafts for another tokenizer.
+    model drafts for another tokenizer; one with the target's writes the `tokens` lowest ids and requests' own
+    (FR-Spec, arXiv 2502.14856).
     """
 
     name: ClassVar[str] = "draft-model"
@@ -67,13 +71,16 @@ class DraftModelConfig:
     layers: int | None = None  # how many of the first layers; without a model, of the target's own
     model: str | None = None  # a model of its own: folder, .gguf or Hugging Face id
     vocabulary: str | None = None  # a key of RETOKENIZERS; None: as the two tokenizers suggest
-    weights: str | None = None  # their type in memory where tables are the target's, see `weight_type`
+    tokens: int | None = None  # of its draft vocabulary; None: `DRAFT_TOKENS`, or all of a small vocabulary
+    weights: str | None = None  # their type in memory; None: the backend's usual one for drafters
     max_len: int | None = None  # tokens of its context, see `TextWindow`; None: the whole text
 
     def __post_init__(self) -> None:
         bounded(self, "k", 1, MAX_K)
         if self.max_len is not None:
             bounded(self, "max_len", MIN_WINDOW, MAX_WINDOW)
+        if self.tokens is not None and self.model is None:
+            raise ConfigError(f"{self.name}:tokens goes with model=PATH, a whole model")
         if self.vocabulary is not None and (self.model is None or self.vocabulary not in RETOKENIZERS):
             raise ConfigError(
                 f"draft-model:vocabulary goes with model=PATH and is one of {', '.join(RETOKENIZERS)}"
@@ -112,13 +119,17 @@ class DraftModelConfig:
             return self._own_layers(target)
         folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if self.model is None or shares_tables(folder):
+            self._refuse_tokens("its file names the tokens that it writes")
             return self._cut_model(folder, target)
-        self._refuse_weights("a whole model has")
         return self._own_model(self.model, target, load)
 
     def _refuse_weights(self, what: str) -> None:
         if self.weights is not None:
             raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
+
+    def _refuse_tokens(self, why: str) -> None:
+        if self.tokens is not None:
+            raise ConfigError(f"leave out {self.name}:tokens={self.tokens}: {why}")
 
     def _refuse_window(self, why: str) -> None:
         if self.max_len is not None:
@@ -156,7 +167,7 @@ class DraftModelConfig:
         return self._over_shared_pages(target, decoder, report, kept, vocabulary=vocabulary, hint_gain=CUT_GAIN)
 
     def _own_model(self, name: str, target: Target, load: Loader) -> Drafter:
-        drafter = load(name)
+        drafter = load(name, self.weights)
         self._check_layers(drafter.decoder.config.num_layers)
         report: dict[str, Any] = {"drafter": self.name, "k": self.k, "model": name}
         if self.layers is not None:
@@ -165,6 +176,7 @@ class DraftModelConfig:
         if self.vocabulary is not None or difference(target.vocabulary, drafter.vocabulary) is not None:
             tokens = map_tokens(target.vocabulary, drafter.vocabulary)
             way = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
+            self._refuse_tokens("a drafter with another vocabulary writes all of its tokens")
             report["vocabulary"] = f"{way}: the drafter has {tokens.share:.1%} of the target's tokens"
             if way != by_token or not tokens.is_total:
                 self._refuse_window("a drafter with another vocabulary has a text of its own already")
@@ -173,7 +185,25 @@ class DraftModelConfig:
                 return ForeignDraftModel(self.name, target, decoder, new_retokenizer, report, self.layers)
             decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
             return self._over_shared_pages(target, decoder, report, read_as=decoder.read_as)
-        return self._over_shared_pages(target, decoder, report)
+        size = min(target.config.vocab_size, decoder.config.vocab_size)
+        if (num_tokens := self._num_tokens(size, drafter)) == size:
+            return self._over_shared_pages(target, decoder, report)
+        assert drafter.narrow
+        narrow = drafter.narrow(np.arange(num_tokens))
+        report |= {"tokens": num_tokens, "weights": narrow.weight_type}
+        written = np.r_[:num_tokens, size : target.config.vocab_size]  # with padding, which no model writes
+        own = RequestVocabulary(target.rows, written, target.config.vocab_size, narrow.set_request_tokens)
+        return self._over_shared_pages(target, narrow, report, vocabulary=own)
+
+    def _num_tokens(self, size: int, drafter: DraftWeights) -> int:
+        """Return the size of the draft vocabulary, of `size` tokens at most."""
+        if drafter.narrow is None:
+            self._refuse_tokens("drafters on this backend write all tokens")
+            return size
+        if self.tokens is not None:
+            bounded(self, "tokens", 1, size)
+            return self.tokens
+        return DRAFT_TOKENS if size > 2 * DRAFT_TOKENS else size
 
     def _over_shared_pages(
         self,

@@ -353,22 +353,24 @@ def _kept(
     return weights.kept_in(cache, progress) if isinstance(weights, LazyWeights) else weights
 
 
-def _load_drafter(config: EngineConfig, name: str) -> DraftWeights:
+def _load_drafter(config: EngineConfig, name: str, asked: str | None = None) -> DraftWeights:
     model = load_model(name)
     vocabulary = Vocabulary(name, load_tokenizer(model), model.config.vocab_size)
     own, spec = config.placement.draft, config.own_model_spec
     threads = config.threads if own is None else None
     if spec is config.backend_spec:
-        weight_type = spec.draft_model_weights(config.weight_type, model.config, model.weights)
+        weight_type = spec.draft_model_weights(asked, config.weight_type, model.config, model.weights)
         types, numerics = (weight_type, config.kv_type), config.numerics_mode
         device = own or config.placement.target
     else:  # of the cores, with types of its own
-        weight_type = spec.weight_type(None)
-        types, numerics = (weight_type, spec.kv_type(None, weight_type)), spec.numerics_of(None)
+        beside = spec.weight_type(None)
+        weight_type = spec.draft_model_weights(asked, beside, model.config, model.weights)
+        types, numerics = (weight_type, spec.kv_type(None, beside)), spec.numerics_of(None)
         device = Device(own.cores) if own is not None and own.cores else None
     load_decoder = spec.load(numerics, config.draft_tensor_parallel)
     weights = _kept(model.weights, PackedCache(config.packed_cache_bytes))
-    return DraftWeights(load_decoder(model.config, weights, *types, threads, device), vocabulary)
+    decoder = load_decoder(model.config, weights, *types, threads, device)
+    return DraftWeights(decoder, vocabulary, partial(spec.narrow, decoder) if spec.narrower else None)
 
 
 def _memory(config: EngineConfig, kv: KV, decoder: Decoder) -> Memory:
