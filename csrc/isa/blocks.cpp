@@ -20,6 +20,7 @@ constexpr int kMaxRows = 4;
 #endif
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 constexpr size_t kFurther = 10240;           // bytes that rows of one piece prefetch ahead; with `kSoon` four took a sixth longer
+constexpr size_t kPartBytes = 29000;         // of a panel; with the rows of a piece they fit the L1 cache
 constexpr int kQuads = kStretch / 4;
 constexpr size_t kStretches = kSuper / kStretch;
 static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches);
@@ -335,23 +336,33 @@ PACELINE_INLINE void add_super(const uint8_t* header, size_t start, const SuperF
     }
 }
 
-// Multiply R rows with a panel, kStep outputs at a time.
+// Some superblocks of a panel.
+struct Part {
+    const uint8_t* header;  // of the first
+    size_t super, num_stretches;
+};
+
+// Multiply R rows with a part of a panel, kStep outputs at a time. Behind the panel's first part `out` holds the sums so far.
 template <BlockForm F, int R>
-PACELINE_APART void block_rows(const uint8_t* panel, const BlockRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
+PACELINE_APART void block_rows(const Part& part, const BlockRows& rows, size_t first, Prefetch ahead, float* out, size_t stride) {
     using Whole = std::conditional_t<F.floats(), f32v, i32v>;
     const uint8_t* const soon = ahead.from;
     for (size_t start = 0; start < kPanel; start += kStep) {
-        const uint8_t* header = panel;
-        const SuperFacts* facts = rows.facts + first * rows.num_supers;
+        const uint8_t* header = part.header;
+        const SuperFacts* facts = rows.facts + first * rows.num_supers + part.super;
         f32v totals[R][kVectors] = {};
         Place<R> at;
-        Bases<R>::start(at.values, rows.values + first * rows.num_supers * kSuper, rows.num_supers * kSuper);
-        PACELINE_UNROLL for (int r = 0; R > 2 && r < R; ++r)  // or their stores would wait for memory, and stores of sums behind them
-            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) __builtin_prefetch(out + r * stride + start + v * kLanes, 1);
-        for (size_t left = rows.num_stretches; left > 0; ++facts) {
+        Bases<R>::start(at.values, rows.values + (first * rows.num_supers + part.super) * kSuper, rows.num_supers * kSuper);
+        PACELINE_UNROLL for (int r = 0; r < R; ++r)
+            PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
+                float* const to = out + r * stride + start + v * kLanes;
+                if (part.super > 0) totals[r][v] = load(to);
+                else if (R > 2) __builtin_prefetch(to, 1);  // or stores would wait for memory, and stores of sums behind them
+            }
+        for (size_t left = part.num_stretches; left > 0; ++facts) {
             const size_t count = left < kStretches ? left : kStretches;
             Whole whole[R][kVectors] = {};
-            ahead.from = soon + (header - panel) * ahead.lines / 4;
+            ahead.from = soon + (header - part.header) * ahead.lines / 4;
             at.scales = header + F.scale_at(0, start), at.weights = header + F.header_bytes() + start * 4;
             Bases<R>::start(at.facts, facts, rows.num_supers * sizeof(SuperFacts));
             multiply_super<F, R>(at, count, ahead, whole);
@@ -365,14 +376,26 @@ PACELINE_APART void block_rows(const uint8_t* panel, const BlockRows& rows, size
 }
 
 template <BlockForm F>
+void multiply_part(const Part& part, const BlockRows& rows, size_t first, size_t end, float* out, size_t stride) {
+    const size_t bytes = F.panel_bytes(part.num_stretches * kStretch);
+    in_pieces(kMaxRows, first, end, part.header, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
+        float* to = out + (at - start) * stride;
+        if (count == end - start) ahead.from = part.header + kFurther;
+        if (ahead.from == part.header) ahead.lines = 0;
+        with_rows<kMaxRows>(count, [&]<int R>() { block_rows<F, R>(part, rows, at, ahead, to, stride); });
+    });
+}
+
+// Rows in several pieces read a panel in parts that the L1 cache keeps for all pieces.
+template <BlockForm F>
 void block_panel(const uint8_t* panel, const BlockRows& rows, size_t first, size_t end, float* out, size_t stride) {
     const size_t bytes = F.panel_bytes(rows.num_stretches * kStretch);
-    in_pieces(kMaxRows, first, end, panel, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
-        float* to = out + (at - start) * stride;
-        if (count == end - start) ahead.from = panel + kFurther;
-        if (ahead.from == panel) ahead.lines = 0;
-        with_rows<kMaxRows>(count, [&]<int R>() { block_rows<F, R>(panel, rows, at, ahead, to, stride); });
-    });
+    const size_t num_parts = end - first > kMaxRows ? (bytes + kPartBytes - 1) / kPartBytes : 1;
+    for (size_t i = 0; i < num_parts; ++i) {
+        const size_t super = rows.num_supers * i / num_parts, behind = rows.num_supers * (i + 1) / num_parts * kStretches;
+        const size_t end_stretch = behind < rows.num_stretches ? behind : rows.num_stretches;
+        multiply_part<F>({panel + super * F.panel_bytes(kSuper), super, end_stretch - super * kStretches}, rows, first, end, out, stride);
+    }
 }
 
 // The smallest exponent with which a stretch up to `top` keeps to 127 steps, where its superblock goes up to `super_top`.
