@@ -13,7 +13,11 @@ from time import perf_counter
 from typing import Any
 
 from paceline import LLM, SamplingParams
-from paceline.core.request_nouns import Request
+
+try:
+    from paceline.core.request_nouns import Request
+except ImportError:  # of older checkouts
+    from paceline.core.nouns import Request  # type: ignore[attr-defined, no-redef]
 
 COUNTERS = ("steps", "step_s", "draft_s", "target_s", "control_s", "hidden_s", "overlapped_s")
 
