@@ -75,7 +75,7 @@ class EngineDied(PacelineError):  # noqa: N818
 
 
 class LineBroke(EngineDied):
-    """The line to an engine broke; the engine may well live, and take the request again."""
+    """The line to an engine broke; the engine may well live and go on."""
 
 
 class PartlyObeyed(EngineDied):
