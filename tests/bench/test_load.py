@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from statistics import fmean
 
@@ -62,6 +64,46 @@ def test_a_bad_url_is_refused(url):
 def test_nobody_answers():
     with pytest.raises(PacelineError, match="start one with"):
         driven_server("http://127.0.0.1:9", {})
+
+
+class Broken(BaseHTTPRequestHandler):
+    """Answers that break off, and a key that is missing."""
+
+    def do_GET(self):
+        self.answer(200, b"5\r\n{")
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(401 if b"secret" in asked else 200, b"3\r\n{}\n\r\n5\r\n")
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_breaks_off_is_told_with_its_place():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            with pytest.raises(
+                ConfigError, match=rf"--url {url} broke off while it listed its models \(Incomplete"
+            ):
+                driven_server(url, {})
+            target = DrivenServer(RunningServer(url), {})
+            with pytest.raises(PacelineError, match=rf"^question 1 to {url}: the server's answer broke off"):
+                drive(target, [PROMPT], 1, None, seed=0)
+            with pytest.raises(PacelineError, match=rf"^question 1 to {url}: .*status 401; set PACELINE_API_KEY"):
+                drive(target, [Prompt(1, "qa", "secret")], 1, None, seed=0)
+        finally:
+            server.shutdown()
+    with pytest.raises(PacelineError, match=rf"^question 1 to {url}: no server answers there"):
+        drive(target, [PROMPT], 1, None, seed=0)
 
 
 def test_a_real_server(model, prompts, tmp_path):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from typing import TYPE_CHECKING
 
-from paceline.core.system import FIRST_WAIT_S, MAX_WAIT_S, STEADY_S, RestartBackoff, commit
+from paceline.core.system import FIRST_WAIT_S, MAX_WAIT_S, STEADY_S, RestartBackoff, commit_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,21 +23,23 @@ def test_changed_builds_of_one_commit_have_names_of_their_own(tmp_path: Path) ->
     file.write_text("as it was")
     git(tmp_path, "add", "code")
     git(tmp_path, "commit", "-m", "first")
-    clean = commit(tmp_path)
+    git(tmp_path, "tag", "-a", "v1", "-m", "a tag is no commit")
+    clean = commit_of(tmp_path)
     assert clean is not None
+    assert re.fullmatch("[0-9a-f]{12}", clean)
     names = []
     for change in ("changed", "changed otherwise"):
         file.write_text(change)
-        names.append(commit(tmp_path))
+        names.append(commit_of(tmp_path))
     assert len({clean, *names}) == 3
     assert all(name and name.startswith(f"{clean}-dirty-") for name in names)
     file.write_text("as it was")
-    assert commit(tmp_path) == clean
+    assert commit_of(tmp_path) == clean
 
 
-def test_code_outside_of_a_checkout_has_no_commit(tmp_path: Path) -> None:
-    assert commit(tmp_path) is None
-    assert commit(tmp_path / "nowhere") is None
+def test_code_outside_of_a_checkout_has_no_commit_of(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    assert commit_of(tmp_path / "nowhere") is None
 
 
 def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from paceline import kernels
 from paceline.control.acceptance import RATES
-from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
-from paceline.control.online_cost import CostRates, OnlineCost
+from paceline.control.cost import CostRates, Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
+from paceline.control.online_cost import OnlineCost
 from paceline.core.nouns import NO_DRAFT, BatchRow, RowVerdict
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request

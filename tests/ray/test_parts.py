@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from paceline.cli import main, parse, parser_of
-from paceline.core.errors import BadModelFile, ConfigError, EngineDied, PacelineError
+from paceline.core.errors import BadModelFile, ConfigError, EngineDied, LineBroke, PacelineError
+from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
@@ -30,7 +31,7 @@ from paceline.ray.local_ray import ray_folder
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
 from paceline.serve.chat_options import chat_options
-from paceline.serve.engines import Answers, OnEvent
+from paceline.serve.engines import Answers, Event, OnEvent
 from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected
@@ -394,31 +395,40 @@ class TestArguments:
 
 @pytest.mark.ray
 def test_a_line_that_breaks_is_no_restart() -> None:
-    """A front that is attached again hears of the same process; only the actor knows whether it is another."""
+    """A front that is attached again hears of the same process; only the actor knows whether it is another.
+
+    So its open answers are told of the line, unless the actor says that the process has ended.
+    """
     pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
     from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
-    lines = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [Down(), EngineUp(ready, 3)]])
+    lines = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(), EngineUp(ready, 3)]])
 
-    async def work() -> list[tuple[int, bool]]:
-        found = []
+    async def work() -> tuple[list[tuple[int, bool]], list[type]]:
+        found: list[tuple[int, bool]] = []
+        told: list[Event] = []
 
         async def pieces() -> AsyncIterator[Any]:
             for message in next(lines, ()):
                 yield asyncio.sleep(0, encode([message]))
+                if engines.ready is not None:
+                    request = Request(f"r{len(told)}", (1,), SamplingParams(max_tokens=2), 0)
+                    await engines.submit([request], told.append)
             found.append((engines.restarts, engines.ready is not None))
 
         stream = SimpleNamespace(remote=lambda _: pieces())
         attach = SimpleNamespace(options=lambda **_: stream)
-        detach = SimpleNamespace(remote=lambda _: None)
-        engines = HostEngines(SimpleNamespace(attach=attach, detach=detach), "front")
-        while len(found) < 3:
+        nothing = SimpleNamespace(remote=lambda *_: None)
+        engines = HostEngines(SimpleNamespace(attach=attach, detach=nothing, send=nothing), "front")
+        while len(told) < 4:
             await asyncio.sleep(0.01)
         await engines.stop()
-        return found
+        return found[:3], [type(event) for event in told]
 
-    assert asyncio.run(work()) == [(0, True), (0, True), (1, True)]
+    found, told = asyncio.run(work())
+    assert found == [(0, True), (0, True), (1, True)]
+    assert told == [LineBroke, LineBroke, EngineDied, LineBroke]
 
 
 def test_a_front_is_told_of_each_process_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.serve.prompts import Item, read_items
+from paceline.serve.terminal import capture as module
 from paceline.serve.terminal.capture import capture
 
 if TYPE_CHECKING:
@@ -63,6 +65,16 @@ def test_a_run_goes_on_where_it_stopped_with_the_same_answers(llm: LLM, tmp_path
     size = path.stat().st_size
     capture(llm, ITEMS, PARAMS, cut, chat=False)
     assert path.stat().st_size == size
+
+
+def test_a_run_that_goes_on_shows_at_once_what_is_done(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture(llm, ITEMS[:2], PARAMS, tmp_path, chat=False)
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(module, "progress", lambda *_, **__: nullcontext(lambda *counts: shown.append(counts)))
+    capture(llm, ITEMS[:4], PARAMS, tmp_path, chat=False)
+    assert shown == [(2, 4), (3, 4), (4, 4)]
 
 
 def by_id_of_whole_lines(path: Path) -> list[int]:

@@ -139,7 +139,7 @@ def test_no_server_and_no_server_of_ours() -> None:
 
 def test_a_key_is_asked_for_and_sent(model: Path) -> None:
     with running(model, "--api-key", "k1") as server:
-        with pytest.raises(ConfigError, match=r"status 401; give --api-key"):
+        with pytest.raises(ConfigError, match=r"status 401; set PACELINE_API_KEY, or give --api-key"):
             ServerSpeaker(server.url)
         speaker = ServerSpeaker(f"{server.url}/v1/", "k1")
         hello = [{"role": "user", "content": "hello"}]

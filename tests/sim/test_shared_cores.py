@@ -46,8 +46,10 @@ def end_times(cores: SharedCores) -> dict[str, float]:
     return ends
 
 
-def job(what: str, alone_s: float, crowded_s: float | None = None, **shares: float) -> CoreJob:
-    return CoreJob(alone_s, alone_s if crowded_s is None else crowded_s, lambda *_: None, what, shares)
+def job(what: str, alone_s: float, crowded_s: float | None = None, own_s: float = 0.0) -> CoreJob:
+    """own_s: seconds of both times outside passes."""
+    alone, crowded = ({"passes": 1 - own_s / s, "own": own_s / s} for s in (alone_s, crowded_s or alone_s))
+    return CoreJob(alone_s, crowded_s or alone_s, lambda *_: None, what, alone, crowded)
 
 
 def test_processes_beyond_the_cores_share_them() -> None:
@@ -68,12 +70,15 @@ def test_a_process_does_its_jobs_in_turn() -> None:
 
 
 def test_engines_slow_each_other() -> None:
-    """A step of 1 s alone, 2 s beside an engine: half is done when the other ends; the rest takes 0.5 s."""
+    """A step of 1 s alone, 2 s beside an engine: half is done when the other ends; the rest takes 0.5 s.
+
+    A quarter of a second is the process's own and takes as long beside others.
+    """
     cores = SharedCores(4, 2, 1)
-    cores.add(0.0, 0, job("long", 1.0, 2.0, passes=0.75, own=0.25))
-    cores.add(0.0, 1, job("short", 0.5, 1.0, passes=1.0))
+    cores.add(0.0, 0, job("long", 1.0, 2.0, own_s=0.25))
+    cores.add(0.0, 1, job("short", 0.5, 1.0))
     assert end_times(cores) == pytest.approx({"short": 1.0, "long": 1.5})
-    assert cores.parts_s == pytest.approx({"passes": 0.75 * 1.5 + 1.0, "own": 0.25 * 1.5})
+    assert cores.parts_s == pytest.approx({"passes": 0.5 * (0.75 + 1.75) + 1.0, "own": 0.25})
 
 
 # Fleets ------------------------------------------------------------------------------------------
@@ -138,6 +143,16 @@ def test_an_engines_process_takes_more_than_its_passes() -> None:
     assert more_s == pytest.approx(0.01 * COUNT + 4e-3 * ANSWERS)
     assert cores.parts_s["own"] == pytest.approx(0.01 * COUNT + 3e-3 * ANSWERS)
     assert cores.parts_s["host"] == pytest.approx(1e-3 * ANSWERS)
+
+
+def test_what_is_no_pass_takes_as_long_beside_another_engine() -> None:
+    target = PROFILE.cost.target
+    curve = Curve(target.by_tokens.counts, 2 * target.by_tokens.seconds, target.by_tokens.stepped)
+    slower = partial(step_cost, replace(PROFILE, cost=MeasuredCost(TargetCost(curve), PROFILE.cost.drafters)))
+    handling = {"engine": Handling(0.01, 0.0, 1e-3), "host": Handling(0.0, 0.0, 2e-3)}
+    _, cores = ran(SharedMachine(4, slower, **handling), replicas=2)
+    assert cores.parts_s["own"] == pytest.approx(0.01 * COUNT + 1e-3 * ANSWERS)
+    assert cores.parts_s["host"] == pytest.approx(2e-3 * ANSWERS)
 
 
 def test_passes_have_a_pace_of_their_own() -> None:

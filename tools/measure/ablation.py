@@ -143,8 +143,8 @@ class _NoPlanReuse(PlanReuse):
         del step
         return False
 
-    def reuse(self, view: StepView, step: int, *, others: bool = True) -> Decision | None:
-        del view, step, others
+    def reuse(self, view: StepView, step: int) -> Decision | None:
+        del view, step
         return None
 
 

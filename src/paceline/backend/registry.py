@@ -66,7 +66,7 @@ class BackendSpec:
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
     narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
-    # module:function(asked | None, target's type) -> type of a drafter's weights; None: one of `weight_types`
+    # module:function(asked | None, target's type, others) -> type of a drafter's weights; None: of `weight_types`
     draft_type_chooser: str | None = None
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
@@ -92,10 +92,9 @@ class BackendSpec:
     def narrow(self, decoder: Decoder, token_ids: NDArray[int64]) -> CutModelDecoder:
         """Return a decoder of the same weights that writes these tokens, and requests' own.
 
-        token_ids: [n] ascending. Raises `ConfigError` where decoders write all tokens.
+        token_ids: [n] ascending. Only for a backend with a `narrower`.
         """
-        if self.narrower is None:
-            raise ConfigError(f"drafters on the {self.name} backend write all tokens: leave out tokens=N")
+        assert self.narrower is not None
         return self._imported(self.narrower)(decoder, token_ids)  # type: ignore[no-any-return]
 
     def repack(
@@ -152,7 +151,7 @@ class BackendSpec:
         Of `file` its matrices stay as they are only where its own file is mostly of kinds that do.
         """
         if self.draft_type_chooser and asked not in self.weight_choices:
-            return self._imported(self.draft_type_chooser)(asked, target_type)  # type: ignore[no-any-return]
+            return self._imported(self.draft_type_chooser)(asked, target_type, self.weight_choices)  # type: ignore[no-any-return]
         asked = asked or target_type
         asked = AUTO if asked == FILE and self.weights_chooser else asked
         return self.settled_weights(asked, config, weights)[0]

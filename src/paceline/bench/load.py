@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int], None]  # called with the number of finished requests
 
 MAX_THREADS = 4096
+MODELS_S = 60.0  # without a byte of the list of models: a server under load may be slow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +41,7 @@ class DrivenServer:
 def driven_server(url: str, params: Mapping[str, Any]) -> DrivenServer:
     """Ask a server for its model, with the key in PACELINE_API_KEY. Raises `ConfigError`."""
     server = RunningServer(url, os.environ.get("PACELINE_API_KEY") or None)
-    body = {"model": server.model(), "stream": True, "stream_options": {"include_usage": True}, **params}
+    body = {"model": server.model(MODELS_S), "stream": True, "stream_options": {"include_usage": True}, **params}
     return DrivenServer(server, body)
 
 
@@ -85,12 +86,17 @@ def drive(
 def ask(target: DrivenServer, prompt: Prompt, seed: int) -> MeasuredAnswer:
     """Ask one prompt and read the streamed answer. Raises `PacelineError`."""
     body = {**target.body, "seed": seed, "messages": [{"role": "user", "content": prompt.text}]}
-    with closing(target.server.connection(ANSWER_S)) as connection:
-        start_s = perf_counter()
-        response = target.server.asked(connection, "POST", "/v1/chat/completions", body)
-        if response.status != 200:
-            raise PacelineError(f"question {prompt.question_id}: {target.server.refusal(response)}")
-        return answer_of(prompt, start_s, ((perf_counter(), event) for event in events(response)))
+    server = target.server
+    with closing(server.connection(ANSWER_S)) as connection:
+        try:
+            start_s = perf_counter()
+            response = server.asked(connection, "POST", "/v1/chat/completions", body)
+            if response.status != 200:
+                raise PacelineError(server.refusal(response))
+            return answer_of(prompt, start_s, ((perf_counter(), event) for event in events(response)))
+        except PacelineError as error:
+            what = str(error).removeprefix(f"{server.url}: ")
+            raise PacelineError(f"question {prompt.question_id} to {server.url}: {what}") from None
 
 
 def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict[str, Any]]]) -> MeasuredAnswer:
@@ -101,7 +107,7 @@ def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict
     times, usage = [], None
     for time_s, chunk in events:
         if "error" in chunk:
-            raise PacelineError(f"question {prompt.question_id}: {chunk['error']}")
+            raise PacelineError(str(chunk["error"]))
         if any(c.get("delta", {}).get("content") for c in chunk.get("choices", ())):
             times.append(time_s)
         usage = chunk.get("usage") or usage

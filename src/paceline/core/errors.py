@@ -11,6 +11,8 @@
     │   ├── PromptTooLong      prompt plus answer exceed the context
     │   └── QueueFull          try again later
     └── EngineDied             the engine process is gone; it is being restarted
+        ├── LineBroke          the line to an engine broke, which may well live
+        └── PartlyObeyed       a command that some replicas obeyed and others did not
 
 Anything else that escapes is a bug of ours.
 """
@@ -70,6 +72,10 @@ class QueueFull(RequestError):  # noqa: N818
 
 class EngineDied(PacelineError):  # noqa: N818
     """The engine process is gone."""
+
+
+class LineBroke(EngineDied):
+    """The line to an engine broke; the engine may well live and go on."""
 
 
 class PartlyObeyed(EngineDied):

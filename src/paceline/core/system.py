@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -74,15 +75,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def commit(folder: Path = Path(__file__).parents[3]) -> str | None:
-    """Return the commit of the running code; None if it is no checkout.
+@cache
+def commit() -> str | None:
+    """Return the commit of the running code; None if it is no checkout."""
+    return commit_of(Path(__file__).parents[3])
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a folder; None if it is no checkout.
 
     A changed checkout gets `-dirty` and a hash of its changes, as two changes of one commit are two builds.
     """
     if not (folder / ".git").exists():
         return None
     try:
-        found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12").decode().strip()
+        found = _git(folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").decode().strip()
         changes = _git(folder, "diff", "HEAD") if found.endswith("-dirty") else b""
     except (OSError, subprocess.SubprocessError):
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import EngineDied, LineBroke
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
 from paceline.ray.line import BEAT_S, Down, EngineUp, read_from_host, read_reply
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import Language, Ready
 
 AGAIN_S = 0.1  # before a line that broke is attached again
+BROKE = "the line to a replica broke; it is attached again, so try again"
 log = logging.getLogger(__name__)
 
 
@@ -157,7 +158,7 @@ class HostEngines:
                 self.dead = True
             except Exception:
                 log.exception("the line to a replica broke; it is attached again")
-            self._down()
+            self._down(EngineDied(RESTARTING) if self.dead else LineBroke(BROKE))
             await asyncio.sleep(AGAIN_S)
         if not self.first_ready.done():
             self.first_ready.set_exception(EngineDied("the replica's actor ended before its engine was ready"))
@@ -179,7 +180,7 @@ class HostEngines:
             if self.on_snapshot is not None:
                 self.on_snapshot(message)
         elif isinstance(message, Down):
-            self._down()
+            self._down(EngineDied(RESTARTING))
         else:
             self._loaded(message)
 
@@ -190,6 +191,6 @@ class HostEngines:
             self.first_ready.set_result(message.ready)
         self.restarts = message.restarts - self._first_restarts
 
-    def _down(self) -> None:
+    def _down(self, why: EngineDied) -> None:
         self.ready = None
-        self._open.fail(EngineDied(RESTARTING))
+        self._open.fail(why)

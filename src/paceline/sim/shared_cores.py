@@ -88,6 +88,7 @@ class CoreJob(NamedTuple):
     then: Callable[[float, Any], None]  # called at its end
     what: Any
     shares: Mapping[str, float] = {}  # of its parts, by name
+    crowded_shares: Mapping[str, float] = {}  # while another engine works: passes grow then, other parts do not
 
 
 class SharedCores:
@@ -111,36 +112,37 @@ class SharedCores:
     @property
     def next_s(self) -> float:
         """Time at which the next job ends; inf: none runs."""
-        _, rates = self._rates()
+        _, rates, _ = self._rates()
         return self._now + min((self._left[p] / rate for p, rate in rates.items()), default=inf)
 
     def end_jobs(self, now: float) -> list[CoreJob]:
         """Return the jobs that have ended."""
         self._move(now)
-        _, rates = self._rates()
+        _, rates, _ = self._rates()
         found = [p for p, rate in rates.items() if self._left[p] <= DONE * rate]
         for process in found:
             self._left[process] = 1.0
         return [self._jobs[p].popleft() for p in found]
 
     def _move(self, now: float) -> None:
-        share, rates = self._rates()
+        share, rates, crowded = self._rates()
         seconds, self._now = now - self._now, now
         for process, rate in rates.items():
             self._left[process] -= seconds * rate
             self.used_s[process] += seconds * share
             self.waited_s[process] += seconds * (1 - share)
-            for part, of_job in self._jobs[process][0].shares.items():
+            job = self._jobs[process][0]
+            for part, of_job in (job.crowded_shares if crowded else job.shares).items():
                 self.parts_s[part] += seconds * share * of_job
 
-    def _rates(self) -> tuple[float, dict[int, float]]:
-        """Return the core share of busy processes, and how fast their jobs go."""
+    def _rates(self) -> tuple[float, dict[int, float], bool]:
+        """Return the core share of busy processes, their jobs' speeds, and if engines crowd."""
         busy = [p for p, jobs in enumerate(self._jobs) if jobs]
         share = min(1.0, self._num_cores / max(len(busy), 1))
         crowded = sum(p < self._num_engines for p in busy) > 1
         first = [self._jobs[p][0] for p in busy]
         seconds = [job.crowded_s if crowded else job.alone_s for job in first]
-        return share, {p: share / max(s, DONE) for p, s in zip(busy, seconds, strict=True)}
+        return share, {p: share / max(s, DONE) for p, s in zip(busy, seconds, strict=True)}, crowded
 
 
 class SharedReplica(StepReplica):
@@ -172,25 +174,20 @@ class SharedReplica(StepReplica):
         self.hit_tokens += cached
         super()._begin_row(row, request)
 
-    def take_step(self, machine: SharedMachine) -> tuple[float, float, dict[str, float]] | None:
-        """Return the seconds of a newly planned step, alone and crowded, and its parts alone.
-
-        None without one.
-        """
+    def take_step(self, machine: SharedMachine) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Return the seconds of a newly planned step's parts, alone and crowded; None without one."""
         planned = self._planned
         if planned is None or self.next_s == inf:
             return None
         self.next_s = inf  # until the cores have done it
         written = len(planned.view.rows) + len(self._begun(planned.chunks))
-        parts = _passes(self.cost, planned, machine.slowdown)
-        crowded_s = sum(_passes(self._crowded, planned, machine.slowdown).values())
         beyond = {
             "host": machine.host.of(self._num_new, written),
             "own": machine.engine.of(self._num_new, written),
         }
         self._num_new = 0
-        parts |= beyond
-        return sum(parts.values()), crowded_s + sum(beyond.values()), parts
+        alone, crowded = (_passes(cost, planned, machine.slowdown) for cost in (self.cost, self._crowded))
+        return alone | beyond, crowded | beyond
 
     def _begun(self, chunks: NDArray[int64]) -> list[int]:
         """Return the requests whose prompts end with these chunks."""
@@ -234,6 +231,12 @@ def _passes(cost: StepCost, planned: PlannedStep, slowdown: Slowdown) -> dict[st
     decoding_s = cost.price(Work(rows, 0, keys, keys), lengths, d.ks, d.drafters) if rows else 0.0
     added_s = cost.price(planned.work, lengths, d.ks, d.drafters) - decoding_s if planned.chunks.any() else 0.0
     return {"decoding": slowdown.decoding * decoding_s, "prefill": slowdown.prefill * added_s}
+
+
+def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each part of a step's seconds."""
+    whole_s = max(sum(parts.values()), DONE)
+    return {name: seconds / whole_s for name, seconds in parts.items()}
 
 
 class SharedFleet(Fleet):
@@ -296,9 +299,9 @@ class SharedFleet(Fleet):
         replica, machine = self._replicas[index], self._machine
         self._states.note(index, replica, now)
         if (step := replica.take_step(machine)) is not None:
-            alone_s, crowded_s, parts = step
-            shares = {name: seconds / max(alone_s, DONE) for name, seconds in parts.items()}
-            self._job(now, index, CoreJob(alone_s, crowded_s, self._end_step, index, shares))
+            alone_s, crowded_s = (sum(parts.values()) for parts in step)
+            shares = (_shares(parts) for parts in step)
+            self._job(now, index, CoreJob(alone_s, crowded_s, self._end_step, index, *shares))
 
     def _end_step(self, now: float, index: int) -> None:
         replica, front = self._replicas[index], self._machine.front

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as with_fields
 
-from paceline.core.errors import EngineDied, RequestError
+from paceline.core.errors import EngineDied, LineBroke, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
@@ -197,15 +197,19 @@ class FakeEngines:
         answers.index.clear()
         answers.put(error)
 
-    def die(self) -> None:
-        """End with all that is open; `revive` brings it back."""
+    def die(self, why: EngineDied | None = None) -> None:
+        """End with all that is open; `revive` brings it back. why: told to open answers."""
         self.ready = None
         lost = {id(a): a for a in self._answers.values()}
         self._answers.clear()
         self.rows.clear()
         for answers in lost.values():
             answers.index.clear()
-            answers.put(EngineDied("died"))
+            answers.put(why or EngineDied("died"))
+
+    def lose_line(self) -> None:
+        """Lose the line to an engine that lives; `load` attaches it again."""
+        self.die(LineBroke("broke"))
 
     def revive(self) -> None:
         self.restarts += 1

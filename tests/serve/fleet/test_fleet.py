@@ -201,6 +201,30 @@ def test_an_answer_that_waits_too_long_ends_as_without_a_fleet() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("said", [0, 3])
+def test_an_answer_goes_on_at_its_only_replica_after_lines_broke(said: int) -> None:
+    """The process is the same, so nothing bars it; and lines that break are no strikes, however many."""
+
+    async def scenario() -> None:
+        async with fleet_of(1, resume_wait_s=0.5) as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            for _ in range(MOST_STRIKES + 1):
+                bench.fakes[0].start("r")
+                bench.fakes[0].lose_line()
+                bench.fakes[0].load()
+                await until(lambda: "r" in bench.fakes[0].rows)
+            assert heard.error is None
+            if said:
+                bench.fakes[0].say("r", said)
+                bench.fakes[0].lose_line()
+                bench.fakes[0].load()
+            await bench.finish(request)
+            assert bench.fakes[0].restarts == 0
+
+    run(scenario)
+
+
 def test_with_resume_off_an_answer_ends_with_its_replica() -> None:
     async def scenario() -> None:
         async with fleet_of(2, resume="off") as bench:

@@ -16,8 +16,8 @@ from paceline.backend.native.load import (
     compile_decoder,
     draft_weight_type,
     own_bytes,
+    pack_head_rows,
     pack_inputs,
-    pack_target_head,
     team_of,
     wanted_matrices,
 )
@@ -52,7 +52,7 @@ def narrowed(whole: Decoder, token_ids: NDArray[int64]) -> NarrowDecoder:
     kind = whole.weight_type
     head_type = kind if kind in DRAFT_WEIGHT_TYPES else "int8"  # one that takes rows one by one
     vocabulary = DraftVocabulary(token_ids, whole, extensible=True)
-    head = pack_target_head(vocabulary, whole, head_type)
+    head = pack_head_rows(vocabulary, whole, head_type)
     compiled = whole.compile_for(output=Output(head, whole.tables.final_norm, vocabulary.mapped_ids))
     return NarrowDecoder(whole.config, compiled, vocabulary, head, kind, whole.kv_type)
 
@@ -122,7 +122,7 @@ class NativeCutModel(NarrowDecoder):
         check_types(c, weight_type, target.kv_type)
         self._target = target
         vocabulary = DraftVocabulary(model.token_ids, target, extensible=True)
-        head = pack_target_head(vocabulary, target, weight_type)
+        head = pack_head_rows(vocabulary, target, weight_type)
         team = target.team if device is None else team_of(device)
         wanted = wanted_matrices(c, model.weights, weight_type)
         own = {name: one for name, one in wanted.items() if name not in SHARED}

@@ -1,4 +1,7 @@
-"""Some of the target's tokens, as a drafter on the `native` backend writes them."""
+"""Some tokens of a whole model, as a drafter on the `native` backend writes them.
+
+That model is the target, or a draft model of which only part of the head is used.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class DraftVocabulary:
-    """The tokens a drafter can write, ascending, so ties go to the lowest target id.
+    """The tokens a drafter can write, ascending, so ties go to the lowest id.
 
-    Behind them there may be room for tokens of requests. The kernels choose by the target's ids, as noise and
+    Behind them there may be room for tokens of requests. The kernels choose by the owner's ids, as noise and
     edits go by these; only rows of logits are spread here.
     """
 
-    def __init__(self, token_ids: NDArray[int64], target: NativeDecoder, *, extensible: bool) -> None:
-        """token_ids: the target's, none twice. extensible: make room for tokens of requests."""
-        self._target = target
-        self._vocab_size = target.config.vocab_size
+    def __init__(self, token_ids: NDArray[int64], owner: NativeDecoder, *, extensible: bool) -> None:
+        """token_ids: the owner's, none twice. extensible: make room for tokens of requests."""
+        self._owner = owner
+        self._vocab_size = owner.config.vocab_size
         self.num_fixed = len(token_ids)
         self.order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
         room = min(MAX_REQUEST_TOKENS, self._vocab_size - len(token_ids)) if extensible else 0
@@ -48,18 +51,18 @@ class DraftVocabulary:
     def set_request_tokens(
         self, token_ids: NDArray[int64], decoder: kernels.Decoder, put_row: Callable[[int, NDArray[float32]], None]
     ) -> None:
-        """Allow request tokens in a decoder. put_row: writes a token's target row into its head."""
+        """Allow request tokens in a decoder. put_row: writes a token's row into its head."""
         places = self.token_ids[self.num_fixed :]
-        row = np.empty(self._target.config.hidden_size, np.float32)
+        row = np.empty(self._owner.config.hidden_size, np.float32)
         for place in np.flatnonzero(places[: len(token_ids)] != token_ids).tolist():
             token_id = places[place] = int(token_ids[place])
-            self._target.tables.head.row(token_id, row)
+            self._owner.tables.head.row(token_id, row)
             put_row(self.num_fixed + place, row)
             decoder.set_token_id(self.num_fixed + place, token_id)
         self.num_tokens = self.num_fixed + len(token_ids)
 
     def spread(self, result: PassResult, specs: Sequence[SamplingSpec], width: int = 0) -> PassResult:
-        """Spread logits over the target's vocabulary, or `width` ids, where a spec asks."""
+        """Spread logits over the owner's vocabulary, or `width` ids, where a spec asks."""
         if result.logits is None or result.logit_idx is None or self.num_fixed == self._vocab_size:
             return result
         asked = [i for i, spec in enumerate(specs) if spec.kind == "logits"]

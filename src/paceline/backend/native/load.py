@@ -183,7 +183,7 @@ def load_runner(
     if config.own_output:
         written = _pack_own_output(vocabulary, as_float32(weights["head"]), weight_type)
     else:
-        written = pack_target_head(vocabulary, target, weight_type)
+        written = pack_head_rows(vocabulary, target, weight_type)
     num_rows = target.config.vocab_size if written is target.tables.head else len(vocabulary.token_ids)
     relay, packed_relay = (
         _pack_relay(weights, vocabulary, weight_type, team) if config.relay_size else (None, None)
@@ -275,13 +275,13 @@ def _pack_own_output(
     return kernels.pack(rows, weight_type)
 
 
-def pack_target_head(vocabulary: DraftVocabulary, target: NativeDecoder, weight_type: str) -> kernels.Matrix:
-    """Return the target's rows of a vocabulary, without a copy if fixed and lowest."""
+def pack_head_rows(vocabulary: DraftVocabulary, owner: NativeDecoder, weight_type: str) -> kernels.Matrix:
+    """Return the owner's rows of a vocabulary, without a copy if fixed and lowest."""
     if vocabulary.is_lowest:
-        return target.tables.head
-    rows = np.zeros((len(vocabulary.token_ids), target.config.hidden_size), np.float32)
+        return owner.tables.head
+    rows = np.zeros((len(vocabulary.token_ids), owner.config.hidden_size), np.float32)
     for row, token_id in zip(rows, vocabulary.token_ids[: vocabulary.num_fixed].tolist(), strict=False):
-        target.tables.head.row(token_id, row)
+        owner.tables.head.row(token_id, row)
     return kernels.pack(rows, weight_type)
 
 
@@ -331,15 +331,17 @@ def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target
 # Types -------------------------------------------------------------------------------------------
 
 
-def draft_weight_type(asked: str | None, target: str) -> str:
-    """Return a drafter's type beside a target's. Raises `ConfigError` for an unknown one."""
+def draft_weight_type(asked: str | None, target: str, also: Sequence[str] = ()) -> str:
+    """Return a drafter's type beside a target's. Raises `ConfigError` for an unknown one.
+
+    also: types that this drafter takes, too, for the message; others choose those.
+    """
     if asked is None:
         return DRAFT_WEIGHT_TYPES[0] if target in _FOUR_BIT_DRAFTS else target
     if asked not in DRAFT_WEIGHT_TYPES:
-        known = ", ".join(DRAFT_WEIGHT_TYPES)
-        raise ConfigError(
-            f"a drafter's weights are one of {known}, not {asked!r}{suggest(asked, DRAFT_WEIGHT_TYPES)}"
-        )
+        known = dict.fromkeys((*DRAFT_WEIGHT_TYPES, *also))
+        listed = ", ".join(known)
+        raise ConfigError(f"a drafter's weights are one of {listed}, not {asked!r}{suggest(asked, known)}")
     return asked
 
 

@@ -112,15 +112,11 @@ def _add_limits(limits: ArgumentGroup) -> None:
         "prefix_cache": "reuse KV of equal prompts",
         "packed_cache_bytes": "N disk that packed weights may take, which later starts map; the oldest used "
         "go first; 0: keep none",
+        "kv_disk": "FOLDER also keep the prefix cache on disk, written beside the engine and kept over restarts",
         "kv_disk_bytes": "N most bytes of the folder of --kv-disk; pages used longest ago go first "
         "(default: %(default)s)",
     }
     add_flags(limits, DEFAULTS, flags)
-    limits.add_argument(
-        "--kv-disk",
-        metavar="FOLDER",
-        help="also keep the prefix cache on disk, written beside the engine and kept over restarts",
-    )
     for name, (flag, about) in _LIMITS.items():
         usual = {getattr(Limits(), name): ""} | {
             getattr(of, name): f" on {kind}"

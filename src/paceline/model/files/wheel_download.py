@@ -222,7 +222,8 @@ def _run_pip(requirement: str, scratch: Path, fetched: Callable[[int], None]) ->
 def _bytes_below(folder: Path) -> int:
     """Return the bytes of all wheels in a folder that another process writes to."""
     total = 0
-    with suppress(FileNotFoundError):  # pip removes folders of its own while they are looked through
+    with suppress(OSError):  # pip removes folders and files of its own while they are looked through
         for path in folder.rglob("*.whl"):
-            total += path.stat().st_size
+            with suppress(OSError):  # one that has vanished ends no sum
+                total += path.stat().st_size
     return total

@@ -13,7 +13,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EngineDied, PacelineError, QueueFull, RequestError
+from paceline.core.errors import EngineDied, LineBroke, PacelineError, QueueFull, RequestError
 from paceline.core.request_nouns import Outcome
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
@@ -301,7 +301,7 @@ class EngineFleet:
             return
         member = self.members[leg.replica]
         if isinstance(event, EngineDied):
-            self._lost(answer, leg, "drain" if member.draining else DEATH, event)
+            self._lost(answer, leg, "drain" if member.draining or isinstance(event, LineBroke) else DEATH, event)
         elif isinstance(event, PacelineError):
             self._lost(answer, leg, "broken", event)
         elif not isinstance(event, Disconnected):
@@ -364,7 +364,7 @@ class EngineFleet:
         """
         self._legs.drop(answer, leg)
         process = (leg.replica, self.members[leg.replica].engines.restarts)
-        if not isinstance(what, QueueFull):
+        if not isinstance(what, (QueueFull, LineBroke)):  # neither says that the process is bad
             answer.banned.add(process)
         if isinstance(what, RequestError):
             self._refused(answer, leg, what)

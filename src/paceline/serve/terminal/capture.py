@@ -52,8 +52,10 @@ def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Pat
                 file.flush()
             update(next(ended), len(wanted))
 
-        ended = count(len(wanted) - len(missing) + 1)
+        num_done = len(wanted) - len(missing)
+        ended = count(num_done + 1)
         with progress("answers", quiet=True) as update:
+            update(num_done, len(wanted))
             seeded = [params if params.seed is not None else replace(params, seed=_seed(key)) for key in missing]
             llm.generate([wanted[key][1] for key in missing], seeded, keep)
     return int(failed > 0)

@@ -62,7 +62,9 @@ class RunningServer:
                 f"{self.url}: no server answers there ({why}); start one with `paceline serve`"
             ) from None
         except ValueError:  # a key with characters that no header has
-            raise ConfigError("--api-key has characters that cannot be sent") from None
+            raise ConfigError(
+                "the key of PACELINE_API_KEY or --api-key has characters that cannot be sent"
+            ) from None
 
     def refusal(self, response: http.client.HTTPResponse) -> str:
         """Return why the server refused, as it says."""
@@ -70,12 +72,14 @@ class RunningServer:
             message = json.loads(response.read(MAX_ERROR_BYTES))["error"]["message"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
             message = response.reason
-        hint = "; give --api-key, or set PACELINE_API_KEY" if response.status == 401 else ""
+        hint = (
+            "; set PACELINE_API_KEY, or give --api-key to commands that take it" if response.status == 401 else ""
+        )
         return f"{str(message)[:500]} (status {response.status}{hint})"
 
-    def model(self) -> str:
+    def model(self, wait_s: float = CONNECT_S) -> str:
         """Return the name of its model. Raises `ConfigError` if no server answers."""
-        with closing(self.connection(CONNECT_S)) as connection:
+        with closing(self.connection(wait_s)) as connection:
             try:
                 response = self.asked(connection, "GET", "/v1/models")
                 if response.status != 200:
@@ -83,6 +87,9 @@ class RunningServer:
                 found = json.loads(response.read(MAX_LINE_BYTES))["data"][0]["id"]
             except EngineDied as error:
                 raise ConfigError(f"--url {error}") from None
+            except (OSError, http.client.HTTPException) as error:
+                why = str(error) or type(error).__name__
+                raise ConfigError(f"--url {self.url} broke off while it listed its models ({why})") from None
             except (ValueError, KeyError, IndexError, TypeError, RecursionError):
                 raise ConfigError(f"--url {self.url} answers, but not as an OpenAI server does") from None
         return str(found)[:256]
