@@ -11,11 +11,14 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.files import Profile, make_loop
 from paceline.control.policy import NONE, Outcomes, StepView, Work
+from paceline.control.reading import ReadLimits
+from paceline.core.nouns import WHOLE_TEXT
 
 NAMES, DEPTH, NUM_ROWS = ("suffix", "draft-model"), 4, 4
 TARGET = TargetCost(Curve.of([1, 4, 8, 128], [0.056, 0.057, 0.066, 0.600]))
 MODEL = DraftCost(tuple(Curve.of([1, 8, 64], [0.018 * d, 0.022 * d, 0.11 * d]) for d in range(1, DEPTH + 1)))
 PRICES = MeasuredCost(TARGET, (DraftCost(()), MODEL))
+READS = (ReadLimits(), ReadLimits(WHOLE_TEXT))
 READ_S = 0.0018  # seconds in which the model reads a token
 
 
@@ -34,7 +37,7 @@ class Server:
     loop: ClosedLoop = field(init=False)
 
     def __post_init__(self) -> None:
-        self.loop = make_loop(Profile(PRICES, NAMES), NAMES, NUM_ROWS, [DEPTH] * 2)
+        self.loop = make_loop(Profile(PRICES, NAMES, reads=READS), NAMES, NUM_ROWS, [DEPTH] * 2)
         self._rng = np.random.default_rng(0)
         self._left, self._length, self._read = (np.zeros(NUM_ROWS, np.int64) for _ in range(3))
 

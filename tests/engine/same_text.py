@@ -121,7 +121,7 @@ class RestlessK:
     def __init__(self, drafter: str, k: int, seed: int) -> None:
         self._drafter, self._k, self._random = drafter, k, Random(seed)
 
-    def admit(self, row: int, valid_lens: Mapping[str, int] | None = None) -> None:
+    def admit(self, row: int, valid_lens: Mapping[str, int] | None = None, *, rebirth: bool = False) -> None:
         pass
 
     def plan(self, view: StepView) -> Plan:

@@ -263,10 +263,10 @@ class Onlooker:
     def __init__(self) -> None:
         self.chosen: list[list[int]] = []
 
-    def admitted(self, row: int, read: Mapping[int, int]) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
         pass
 
-    def reused(self, num_rows: int, host_s: float) -> None:
+    def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
         pass
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:

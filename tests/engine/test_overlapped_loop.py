@@ -307,7 +307,7 @@ class Paired:
         self._other = self._other or Paired()
         return self._other
 
-    def admit(self, row: int, valid_lens: Mapping[str, int] | None = None) -> None:
+    def admit(self, row: int, valid_lens: Mapping[str, int] | None = None, *, rebirth: bool = False) -> None:
         pass
 
     def plan(self, view: StepView) -> Plan:

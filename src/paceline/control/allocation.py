@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy import float64, int64
     from numpy.typing import NDArray
 
-    from paceline.control.policy import Drafted, StepView
+    from paceline.control.policy import Decision, Drafted, StepView
     from paceline.control.protocols import PlanContext, StepCost
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
@@ -66,20 +66,32 @@ class DrafterAssignment:
         if not candidates:
             return
         self.row_drafter[rows] = candidates[0]
-        read_s = self._cost.reading_s(view)
+        read_s = self._cost.reading_s(view)[candidates]
         if len(candidates) == 1 and not read_s.any():
             return
+        if at.num_rows:
+            at = at._replace(tokens_per_s=at.tokens_per_s * view.num_rows / at.num_rows)
         depth = self._prices.seconds.shape[1]
         alive = np.array([models[drafter].alive(rows, depth) for drafter in candidates])
         values, tokens_per_s = self.values(view, at, alive, candidates), at.tokens_per_s / self._cost.answer_tokens
-        values -= read_s[candidates] * tokens_per_s * (1 + values)  # shared out among the steps of an answer
-        self.row_drafter[rows] = np.array(candidates)[values.argmax(axis=0)]
-        withheld = (values.max(axis=0) <= 0) & read_s.any(axis=0)
+        values -= read_s * tokens_per_s * (1 + values)  # shared out among the steps of an answer
+        best, each = values.argmax(axis=0), np.arange(view.num_rows)
+        self.row_drafter[rows] = np.array(candidates)[best]
+        withheld = (values[best, each] <= 0) & (read_s[best, each] > 0)
         if view.requested:
             withheld &= ~np.isin(rows, list(view.requested))
         self.withheld[rows] = withheld
         if view.previews:
             self.row_drafter[rows[withheld]] = min(view.previews)
+
+    def without_unread(self, view: StepView, reused: Decision) -> Decision:
+        """Return a reused plan without drafts of new rows whose text is unread: its rows were others."""
+        new = self.unassigned.intersection(view.rows.tolist())
+        if not new or not any(reused.ks.tolist()):
+            return reused
+        unread = self._cost.reading_s(view)[reused.drafters, np.arange(view.num_rows)] > 0
+        ks = np.where(unread & np.isin(view.rows, list(new)), 0, reused.ks)
+        return replace(reused, ks=ks, drafters=np.where(ks > 0, reused.drafters, NONE))
 
     def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter. [n]
@@ -181,13 +193,18 @@ class DrafterChoice:
 
     def choose(self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None) -> StepChoice:
         """Choose for every row, in one call where that can. weights: as for `choose_row_by_row`."""
-        return self.choose_in_one_call(view, at) or self.choose_row_by_row(view, at, weights)
+        if view.requested:
+            return self.choose_row_by_row(view, at, weights)
+        view = self._with_assigned(view, at)
+        return self._plan_in_one_call(view, at) or choose_row_by_row(self, view, at, weights)
 
     def choose_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
         """Choose in one compiled call; None where requests name drafters, or prices are a table."""
         if view.requested:
             return None
-        view = self._with_assigned(view, at)
+        return self._plan_in_one_call(self._with_assigned(view, at), at)
+
+    def _plan_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
         if len(self.models) > 1:
             self.prices.renew(self.cost, view, at.step)
         return self.cost.plan_in_one_call(view, self.known(view, at), self.assignment.row_drafter)

@@ -99,15 +99,15 @@ class ClosedLoop:
         """See `Controller.wants_preview`."""
         return self.policy.wants_preview
 
-    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ) -> None:
+    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ, *, rebirth: bool = False) -> None:
         """See `Controller.admit`."""
         self._learn_pending()
         self.policy.admit(row)
         read = {self._index_of[name]: n for name, n in valid_lens.items() if n and name in self._index_of}
         if self.cost is not None:
-            self.cost.reading.admit(row, read)
+            self.cost.reading.admit(row, read, rebirth=rebirth)
         if self._sink:
-            self._sink.admitted(row, read)
+            self._sink.admitted(row, read, rebirth=rebirth)
 
     # Before a step -------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class ClosedLoop:
     def _end_unobserved(self) -> None:
         """End a step that reused a plan and had no rows to observe."""
         if self._reuses:
-            self.observe_reused(0, 0.0)
+            self.observe_reused(0, 0.0, 0)
 
     def plan(self, view: StepView) -> Plan:
         """See `Controller.plan`."""
@@ -183,10 +183,11 @@ class ClosedLoop:
 
         With a trace, or with two groups, it learns at once: the other group is planned by what this one taught.
         """
-        self._num_tokens += sum(len(v.token_ids) for v in verdict.rows)
+        num_tokens = sum(len(v.token_ids) for v in verdict.rows)
+        self._num_tokens += num_tokens
         if self._reuses:
             only_decodes = batch.num_known_tokens == len(batch.rows)
-            self.observe_reused(len(batch.rows) if only_decodes else 0, times.host_s)
+            self.observe_reused(len(batch.rows) if only_decodes else 0, times.host_s, num_tokens)
         elif self.view is not None and self.decision is not None:
             step = _PendingStep(self.view, self.decision, batch, proposed, draft, verdict, times)
             self._pending.append(step)
@@ -224,14 +225,16 @@ class ClosedLoop:
         if self._sink:
             self._sink.learnt(outcomes, prefill, self._group, paid)
 
-    def observe_reused(self, num_rows: int, host_s: float) -> None:
-        """Take in a step that reused a plan without a view. num_rows: as in `TraceSink.reused`."""
+    def observe_reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
+        """Take in a step that reused a plan without a view; arguments as in `TraceSink.reused`."""
         self._learn_pending()
         self._reuses = self._had_drafts = False
-        if self.cost is not None and num_rows:
-            self.cost.host.observe(num_rows, host_s, drafts=False)
+        if self.cost is not None:
+            self.cost.reading.count(num_tokens)
+            if num_rows:
+                self.cost.host.observe(num_rows, host_s, drafts=False)
         if self._sink:
-            self._sink.reused(num_rows, host_s)
+            self._sink.reused(num_rows, host_s, num_tokens)
 
     def learn(
         self,
@@ -250,14 +253,15 @@ class ClosedLoop:
         if self.cost is None:
             self.policy.learn(view, outcomes)
             return None
-        read_s, expected_s = self.cost.learn_reading(view, decision, outcomes)
-        if read_s:  # it is paid once for the rest of an answer, and says nothing of later steps
-            outcomes = replace(outcomes, draft_s=outcomes.draft_s - read_s)
+        outcomes, expected_s = self.cost.learn_reading(view, decision, outcomes)
+        read_s = outcomes.read_s
+        if read_s is not None:  # it is paid once for the rest of an answer, and says nothing of later steps
             paid = paid and replace(paid, draft_s=outcomes.draft_s)
+            had_drafts = self._had_drafts = True  # reading displaces the target's data as drafting does
         self.policy.learn(view, self._with_reused_host_time(outcomes))
         settled = has_drafts or not had_drafts
         accounted = self.cost.account_step(view, decision, paid or outcomes, prefill, settled=settled)
-        if not read_s and not expected_s:
+        if read_s is None:
             return accounted
         measured_s, predicted_s = accounted.measured_s + read_s, accounted.predicted_s + expected_s
         return replace(accounted, measured_s=measured_s, predicted_s=predicted_s)

@@ -26,10 +26,13 @@ from paceline.control.policy import Work
 from paceline.control.reading import TextReading, first_prices
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.cost import MeasuredCost
+    from paceline.control.reading import ReadLimits
 
 MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
 MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
@@ -68,8 +71,8 @@ class HostTime:
 class CorrectedPrices:
     """Measured costs, and what was learnt of their errors."""
 
-    def __init__(self, measured: MeasuredCost, host_s: float = 0.0) -> None:
-        """host_s: measured host time of a step with one row, seconds."""
+    def __init__(self, measured: MeasuredCost, host_s: float = 0.0, reads: Sequence[ReadLimits] = ()) -> None:
+        """host_s: measured host time of a step with one row, seconds. reads: by drafter; empty: none reads."""
         self.measured = measured
         self.host = HostTime(host_s)
         self.passes = PassTable.of(measured.target.by_tokens(np.arange(TABLE_TOKENS)))
@@ -80,7 +83,7 @@ class CorrectedPrices:
         self.draft_factor = np.ones(len(measured.drafters))  # time of each drafter, relative to its measurement
         self.draft_steps = np.zeros(len(measured.drafters), np.int64)
         self._drift = np.zeros(1)
-        self.reading = TextReading(first_prices(measured))
+        self.reading = TextReading(first_prices(measured), reads)
         self.compiled = self._compiled()
 
     def _compiled(self) -> kernels.Costs:

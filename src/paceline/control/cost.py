@@ -209,7 +209,7 @@ class TableCost:
         """See `StepCost.drafting_s`: 0, as the share of drafting is not known."""
         return 0.0
 
-    def reading_s(self, view: StepView) -> NDArray[float64]:
+    def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
         """See `StepCost.reading_s`: 0, as for `drafting_s`."""
         return np.zeros((MAX_TABLE_DRAFTERS, view.num_rows))
 

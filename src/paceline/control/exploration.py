@@ -161,7 +161,7 @@ class Exploration:
         index = rows[step // CHECK_EVERY % rows.size]
         probing, whose = ks.copy(), drafters.copy()
         probing[index], whose[index] = further[0][index], further[1][index]
-        read_s = float(self.choice.cost.reading_s(view)[whose[index], index])
+        read_s = float(self.choice.cost.reading_s(view, one_step=True)[whose[index], index])
         probe_s = self.choice.cost.price(base, view.lengths, probing, whose) - seconds + read_s
         if not self.probes.upward.afford(probe_s):
             return chosen

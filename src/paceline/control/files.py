@@ -21,8 +21,10 @@ from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, t
 from paceline.control.goodput import Goodput
 from paceline.control.learnt import KeptLearning
 from paceline.control.online_cost import OnlineCost
+from paceline.control.reading import ReadLimits
 from paceline.control.row_by_row import Objective
 from paceline.core.errors import ConfigError
+from paceline.core.nouns import WHOLE_TEXT
 from paceline.core.system import file_size
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Profile:
     trained_acceptance: tuple[tuple[float, ...], ...] = ()  # by drafter: `accepted_at` reached in its training
     honours_stops: tuple[int, ...] = ()  # drafters that end a row's draft by its stop rule
     late: tuple[int, ...] = ()  # drafters on the target's device
+    reads: tuple[ReadLimits, ...] = ()  # by drafter; empty: none reads texts beyond drafting
 
     @property
     def max_k(self) -> int | None:
@@ -101,7 +104,7 @@ def step_cost(profile: Profile) -> OnlineCost | TableCost:
     """Return prices of steps: of whole steps, or of their parts, to be corrected."""
     if isinstance(profile.cost, TableCost):
         return profile.cost
-    return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)))
+    return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)), profile.reads)
 
 
 def _priors(profile: Profile, max_ks: Sequence[int]) -> list[NDArray[float64] | None]:
@@ -188,6 +191,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "trained_to": [list(shares) for shares in profile.trained_acceptance],
         "minding": list(profile.honours_stops),
         "late": list(profile.late),
+        "reads": [list(limits) for limits in profile.reads],
     }
 
 
@@ -232,7 +236,16 @@ def _read_own(values: Mapping[str, Any]) -> Profile:
     trained = tuple(tuple(map(float, shares)) for shares in values.get("trained_to", ()))
     honours_stops, late = (_indices(values, name, len(drafters)) for name in ("minding", "late"))
     accepted_at = shares(values["accepted_at"])
-    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained, honours_stops, late)
+    reads = _read_limits(values.get("reads", ()), len(drafters))
+    return Profile(cost, tuple(drafters), accepted_at, values["about"], trained, honours_stops, late, reads)
+
+
+def _read_limits(values: Sequence[Sequence[int]], num_drafters: int) -> tuple[ReadLimits, ...]:
+    """Return what drafters read, at most. Raises `ValueError` unless it is of all, or of none."""
+    found = tuple(ReadLimits(int(of_row), int(in_step)) for of_row, in_step in values)
+    if len(found) not in {0, num_drafters} or not all(0 <= n <= WHOLE_TEXT for limits in found for n in limits):
+        raise ValueError(f"reads {found}: there are {num_drafters} drafters")
+    return found
 
 
 def _indices(values: Mapping[str, Any], name: str, num_drafters: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class FixedK:
         """Itself, as it keeps no state."""
         return self
 
-    def admit(self, row: int, valid_lens: object = None) -> None:
+    def admit(self, row: int, valid_lens: object = None, *, rebirth: bool = False) -> None:
         """Ignore it: rows are alike."""
 
     def reuse_plan(self, num_rows: int) -> bool:

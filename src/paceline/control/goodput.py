@@ -77,6 +77,7 @@ class Goodput:
         self._latency = LatencyTarget(num_rows, objective or Objective())
         self._step = 0
         self._tokens_per_s = 0.0  # expected of the last choice
+        self._num_rows = 0  # of the last choice
         self._prefill_s = 0.0  # of the last choice's step
         self._drafts_s = inf  # cost of the last choice's drafts; infinite under a latency target: always trimmed
 
@@ -86,7 +87,7 @@ class Goodput:
         other.exploration = self.exploration.for_second_group()
         other.hysteresis = self.hysteresis.for_second_group()
         other.plan_reuse = PlanReuse()
-        other._step = 0
+        other._step = other._num_rows = 0
         other._tokens_per_s = other._prefill_s = 0.0
         other._drafts_s = inf
         return other
@@ -122,11 +123,12 @@ class Goodput:
         if not view.num_rows or self.plan_reuse.only_for_its_step:
             return None
         decision = self.plan_reuse.reuse(view, self._step + 1)
-        if decision is not None:
-            self._step += 1
-            self.exploration.probes.row = NONE
-            self.exploration.probes.earn(decision.seconds)
-        return decision
+        if decision is None:
+            return None
+        self._step += 1
+        self.exploration.probes.row = NONE
+        self.exploration.probes.earn(decision.seconds)
+        return self.choice.assignment.without_unread(view, decision)
 
     def decide(self, view: StepView) -> Decision:
         """See `Policy.decide`."""
@@ -147,7 +149,7 @@ class Goodput:
         if timed or not draft.as_allocated:
             row_tokens = self.choice.expected_tokens(view, draft.drafters, draft.ks)
         tokens = chosen.allocation.tokens if row_tokens is None else float(row_tokens.sum())
-        self._tokens_per_s = tokens / draft.seconds
+        self._tokens_per_s, self._num_rows = tokens / draft.seconds, view.num_rows
         self._prefill_s = chosen.prefill_s
         self._drafts_s = inf if timed else draft.seconds - chosen.allocation.plain_seconds
         decision = self._decision(view, draft, tokens, row_tokens if timed else None)
@@ -172,7 +174,7 @@ class Goodput:
 
     @property
     def _context(self) -> PlanContext:
-        return PlanContext(self._step, self._tokens_per_s)
+        return PlanContext(self._step, self._tokens_per_s, self._num_rows)
 
     def _choose(self, view: StepView, *, timed: bool) -> StepChoice:
         """Choose drafters and draft lengths. timed: some rows have a latency target."""
@@ -239,7 +241,7 @@ class Goodput:
         """See `Policy.learn`."""
         if self._latency.in_use:
             self._latency.learn(outcomes)
-        if not view.prefill.tokens:
+        if not view.prefill.tokens and outcomes.read_s is None:
             self.hysteresis.learn(outcomes)
         if self.exploration.probes.row != NONE:
             self.exploration.retirement.learn(outcomes, self.exploration.probes.row)

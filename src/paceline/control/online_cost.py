@@ -9,7 +9,7 @@ The arithmetic of learning and of choosing is compiled; `tests/oracles/online_co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import exp, isfinite
 from typing import TYPE_CHECKING
@@ -49,9 +49,9 @@ class OnlineCost(CorrectedPrices):
         """See `StepCost.answer_tokens`."""
         return self.reading.answer_tokens
 
-    def reading_s(self, view: StepView) -> NDArray[float64]:
+    def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
         """See `StepCost.reading_s`."""
-        return self.reading.seconds(view, self._drift.item())
+        return self.reading.seconds(view, self._drift.item(), one_step=one_step)
 
     # Choices -------------------------------------------------------------------------------------
 
@@ -88,16 +88,20 @@ class OnlineCost(CorrectedPrices):
 
     # Learning ------------------------------------------------------------------------------------
 
-    def learn_reading(self, view: StepView, decision: Decision, outcomes: Outcomes) -> tuple[float, float]:
-        """Learn what drafters read of texts in a step; return its seconds, and those expected."""
-        o = outcomes
-        of = (decision.ks, decision.drafters) if o.num_drafted is None else (o.num_drafted, o.drafters)
-        unread = self.reading.take_in(view, o, *of)
-        if unread is None:
-            return 0.0, 0.0
-        drafting_s, drift = sum(self.compiled.drafting_of(*of)), exp(self._drift.item())
-        seconds = max(o.draft_s - drafting_s, 0.0)
-        return seconds, self.reading.correct(unread, of[1], seconds / drift) * drift
+    def learn_reading(self, view: StepView, decision: Decision, outcomes: Outcomes) -> tuple[Outcomes, float]:
+        """Learn what drafters read of texts in a step.
+
+        Returns the outcomes with the seconds of that told from those of drafting, and how many were expected.
+        """
+        read = self.reading.take_in(view, decision, outcomes)
+        if read is None:
+            return outcomes, 0.0
+        unread, drafters = read
+        ks = decision.ks if outcomes.num_drafted is None else outcomes.num_drafted
+        drafting_s, drift = sum(self.compiled.drafting_of(ks, drafters)), exp(self._drift.item())
+        read_s = max(outcomes.draft_s - drafting_s, 0.0)
+        expected_s = self.reading.correct(unread, drafters, read_s / drift) * drift
+        return replace(outcomes, draft_s=outcomes.draft_s - read_s, read_s=read_s), expected_s
 
     def account_step(
         self, view: StepView, decision: Decision, outcomes: Outcomes, prefill: Work, *, settled: bool = True

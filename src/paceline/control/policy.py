@@ -113,10 +113,11 @@ class Outcomes:
     wait_s: float = 0.0  # time in which these rows waited for the other group's step
     num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: those planned
     touched: tuple[float, ...] = ()  # as `StepTimes.touched`
+    read_s: float | None = None  # time of reading texts, which `draft_s` is without; None: none was read
 
     @property
     def step_s(self) -> float:
-        """Seconds that the step spent on these rows."""
+        """Seconds that the step spent on these rows, but for reading texts."""
         return self.draft_s + self.target_s + self.host_s
 
 

@@ -24,15 +24,20 @@ class ProbeBudget:
     """Time that may be spent on one kind of probe."""
 
     saved_steps: int  # most steps' time that is saved up
-    seconds: float = 0.0
+    seconds: float = 0.0  # negative: owed
+    most: float = 0.0  # seconds that are saved up
 
     def earn(self, step_s: float) -> None:
         """Add a share of a step's time."""
-        self.seconds = min(self.seconds + EXPLORED_SHARE * step_s, self.saved_steps * step_s)
+        self.most = self.saved_steps * step_s
+        self.seconds = min(self.seconds + EXPLORED_SHARE * step_s, self.most)
 
     def afford(self, seconds: float) -> bool:
-        """Pay if the budget has that much; return whether it had."""
-        if seconds > self.seconds:
+        """Pay if the budget has that much, or all that it may have; return whether.
+
+        What a probe costs beyond that is owed: a price that is too high to be tried would never be corrected.
+        """
+        if seconds > 0 and self.seconds < min(seconds, self.most):
             return False
         self.seconds -= max(seconds, 0.0)
         return True

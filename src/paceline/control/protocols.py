@@ -61,10 +61,10 @@ class Controller(Protocol):
     def second_group(self) -> Controller:
         """Controller of a second group of rows, with the same estimates and its own plans."""
 
-    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ) -> None:
+    def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ, *, rebirth: bool = False) -> None:
         """Note that a request begins in a row.
 
-        valid_lens: leading tokens that each store holds of it.
+        valid_lens: leading tokens that each store holds of it. rebirth: it goes on after a preemption.
         """
 
     def reuse_plan(self, num_rows: int) -> bool:
@@ -97,11 +97,11 @@ class Keeper(Protocol):
 class TraceSink(Protocol):
     """Receives everything that a closed loop sees, chooses and gets."""
 
-    def admitted(self, row: int, read: Mapping[int, int]) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
         """Note that a request began in a row. read: leading tokens that drafters know already."""
 
-    def reused(self, num_rows: int, host_s: float) -> None:
-        """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
+    def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
+        """Note a step that reused a plan without a view. num_rows: 0 with prefill. num_tokens: committed."""
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """Note the plan of a group's step."""
@@ -176,10 +176,11 @@ class StepChoice:
 
 
 class PlanContext(NamedTuple):
-    """Step number of a group, and the tokens per second expected of its last step."""
+    """Step number of a group, and the tokens per second and the rows of its last choice."""
 
     step: int
     tokens_per_s: float
+    num_rows: int = 0  # 0: as many as now
 
 
 class KnownDrafters(NamedTuple):
@@ -199,8 +200,11 @@ class StepCost(Protocol):
     def drafting_s(self, ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """Return the seconds of drafting alone. [n] each"""
 
-    def reading_s(self, view: StepView) -> NDArray[float64]:
-        """Return the seconds of reading what each drafter lacks of each row's text. [num_drafters, n]"""
+    def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
+        """Return the seconds of reading what each drafter lacks of each row's text. [num_drafters, n]
+
+        one_step: of that, what it reads in a step for this row alone.
+        """
 
     @property
     def answer_tokens(self) -> float:

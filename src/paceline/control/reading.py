@@ -1,25 +1,28 @@
 """Price of the text that drafters have not read yet.
 
-A drafter with keys of its own reads a text when it first drafts for its row, and again what was written while it
-did not draft. That may take as long as a dozen steps, and pays only by the drafts of the rest of the answer. How
-long that is nobody knows: as long as the mean answer, whatever was written of it.
+A drafter that is a model of its own reads a text when it first drafts for its row, and again what was written
+while it did not draft: in pieces, if one step may not read so much. That may take as long as a dozen steps, and
+pays only by the drafts of the rest of the answer. How long that is nobody knows: as long as the mean answer,
+whatever was written of it.
 """
 
 from __future__ import annotations
 
 from math import exp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from paceline.core.nouns import WHOLE_TEXT
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.cost import MeasuredCost
-    from paceline.control.policy import Outcomes, StepView
+    from paceline.control.policy import Decision, Outcomes, StepView
 
 PRIOR_READ_TOKENS = 64.0  # tokens that the price known at start counts for
 MAX_READ_TOKENS = 4096.0  # tokens read that a price remembers
@@ -27,6 +30,13 @@ PRIOR_ANSWER_TOKENS = 128.0  # length of one answer that is assumed before any h
 MAX_ANSWERS = 64  # that the mean length of an answer remembers
 FEW_UNREAD = 16  # tokens that a drafter may lack of each row at the price of drafting alone
 NOT_ADMITTED = 1 << 40  # tokens read of a row that nobody admitted: all
+
+
+class ReadLimits(NamedTuple):
+    """Most tokens that a drafter reads beyond drafting; see `Needs` of drafters."""
+
+    row: int = 0  # of one row's text
+    step: int = WHOLE_TEXT  # in one step, of all rows; those that lack least come first
 
 
 def first_prices(measured: MeasuredCost) -> NDArray[float64]:
@@ -44,9 +54,12 @@ def first_prices(measured: MeasuredCost) -> NDArray[float64]:
 class TextReading:
     """Tokens of each row that drafters have read, and seconds of reading the others."""
 
-    def __init__(self, token_s: NDArray[float64]) -> None:
-        """token_s: known at start, of each drafter; 0 of those that keep nothing. [num_drafters]"""
-        self.token_s = token_s  # with the machine's drift left out
+    def __init__(self, token_s: NDArray[float64], limits: Sequence[ReadLimits] = ()) -> None:
+        """token_s: known at start. limits: empty if no drafter reads. By drafter, [num_drafters]."""
+        known = np.array(limits or [ReadLimits()] * len(token_s), np.int64).reshape(-1, 2)
+        self._most, self._most_in_step = known.T
+        self.token_s = np.where(self._most > 0, token_s, 0.0)  # with the machine's drift left out
+        self._reads = bool(self._most.any())
         self._weights = np.full(len(token_s), PRIOR_READ_TOKENS)
         self._read = np.zeros((len(token_s), 0), np.int64)  # [num_drafters, num_rows]
         self._num_tokens, self._num_answers = PRIOR_ANSWER_TOKENS, 1.0  # written, and ended
@@ -57,45 +70,79 @@ class TextReading:
         """Mean length of an answer."""
         return self._num_tokens / (self._num_answers + self._num_rows / 2)
 
-    def admit(self, row: int, read: Mapping[int, int]) -> None:
+    def count(self, num_tokens: int) -> None:
+        """Count tokens of answers."""
+        self._num_tokens += num_tokens
+
+    def admit(self, row: int, read: Mapping[int, int], *, rebirth: bool = False) -> None:
         """Begin a request in a row.
 
-        read: leading tokens that drafters know from the prefix cache.
+        read: leading tokens that drafters know from the prefix cache. rebirth: it goes on after a preemption.
         """
-        more = row + 1 - self._read.shape[1]
-        if more > 0:
-            self._read = np.pad(self._read, ((0, 0), (0, more)), constant_values=NOT_ADMITTED)
-        self._num_answers += float((self._read[:1, row] != NOT_ADMITTED).sum())
+        self._make_room(row)
+        ended = float((self._read[:1, row] != NOT_ADMITTED).sum()) - rebirth  # a preempted answer has not ended
+        self._num_answers = max(self._num_answers + ended, 1.0)
         self._read[:, row] = [read.get(drafter, 0) for drafter in range(len(self._read))]
         if self._num_answers > MAX_ANSWERS:
             self._num_tokens, self._num_answers = self._num_tokens / 2, self._num_answers / 2
 
-    def seconds(self, view: StepView, drift: float) -> NDArray[float64]:
-        """Return the seconds of reading what each drafter lacks of each row. [num_drafters, n]"""
-        if not self._read.shape[1]:
+    def _make_room(self, row: int) -> None:
+        """Make room for rows up to this one, all of whose text is read."""
+        more = row + 1 - self._read.shape[1]
+        if more > 0:
+            self._read = np.pad(self._read, ((0, 0), (0, more)), constant_values=NOT_ADMITTED)
+
+    def seconds(self, view: StepView, drift: float, *, one_step: bool = False) -> NDArray[float64]:
+        """Return the seconds of reading what each drafter lacks of each row. [num_drafters, n]
+
+        one_step: of that, what it reads in a step for this row alone.
+        """
+        if not self._reads:
             return np.zeros((len(self._read), view.num_rows))
-        unread = view.lengths - 1 - self._read[:, np.minimum(view.rows, self._read.shape[1] - 1)]
+        self._make_room(int(view.rows.max(initial=-1)))
+        most = np.minimum(self._most, self._most_in_step) if one_step else self._most
+        unread = np.minimum(view.lengths - 1 - self._read[:, view.rows], most[:, None])
         found: NDArray[float64] = np.where(unread > FEW_UNREAD, unread, 0) * (self.token_s[:, None] * exp(drift))
         return found
 
     def take_in(
-        self, view: StepView, outcomes: Outcomes, ks: NDArray[int64], drafters: NDArray[int64]
-    ) -> NDArray[int64] | None:
-        """Note what a step's drafters have read; return the tokens of each row. [n]
+        self, view: StepView, decision: Decision, outcomes: Outcomes
+    ) -> tuple[NDArray[int64], NDArray[int64]] | None:
+        """Note what a step's drafters have read; return its tokens of each row, and their drafter. [n] each
 
-        None if they are few, as the price of drafting holds those.
+        None if they are few, as the price of drafting holds those. A row that was asked for drafts and has none
+        was read in part, if its text was too long for the step.
         """
-        rows, kept = outcomes.rows, outcomes.num_accepted
+        o, rows, lengths = outcomes, outcomes.rows, view.lengths
         self._num_rows = len(rows)
-        self._num_tokens += len(rows)
-        ids = rows.tolist()
-        if not any(ks.tolist()) or ids != view.rows.tolist() or max(ids) >= self._read.shape[1]:
+        self.count(len(rows) + sum(o.num_accepted.tolist()))
+        asked = decision.ks > 0
+        if not self._reads or not any(asked.tolist()) or rows.tolist() != view.rows.tolist():
             return None
-        self._num_tokens += sum(kept.tolist())
-        known = self._read[drafters, rows]
-        self._read[drafters, rows] = np.where(ks > 0, view.lengths + kept, known)
-        unread = np.where(ks > 0, np.maximum(view.lengths - 1 - known, 0), 0)
-        return unread if sum(unread.tolist()) > FEW_UNREAD else None
+        self._make_room(max(rows.tolist()))
+        drafters, drafted = decision.drafters, asked
+        if o.num_drafted is not None:
+            drafted = o.num_drafted > 0
+            drafters, asked = np.where(drafted, o.drafters, drafters), asked | drafted
+        before = self._read[drafters, rows]
+        known = np.maximum(before, lengths - 1 - self._most[drafters])  # what lies before is not read
+        lacking = np.where(asked, np.maximum(lengths - known, 0), 0)  # with the newest token, as drafting reads it
+        fitting = lacking if drafted.tolist() == asked.tolist() else self._fitting(lacking, drafters)
+        pieces = np.where(fitting < lacking, fitting, 0)
+        after = np.where(drafted, lengths + o.num_accepted, known + pieces)
+        self._read[drafters, rows] = np.where(asked, after, before)
+        unread = np.where(drafted, np.maximum(lacking - 1, 0), pieces)
+        return (unread, drafters) if sum(unread.tolist()) > FEW_UNREAD else None
+
+    def _fitting(self, lacking: NDArray[int64], drafters: NDArray[int64]) -> NDArray[int64]:
+        """Return how much of what each row lacks its drafter reads in one step. [n]"""
+        found = np.zeros_like(lacking)
+        for drafter in set(drafters[lacking > 0].tolist()):
+            (own,) = np.nonzero((drafters == drafter) & (lacking > 0))
+            own = own[lacking[own].argsort(kind="stable")]
+            left = self._most_in_step[drafter] - np.add.accumulate(lacking[own])
+            found[own] = np.clip(left + lacking[own], 0, lacking[own])
+        return found
 
     def correct(self, unread: NDArray[int64], drafters: NDArray[int64], seconds: float) -> float:
         """Learn what reading took; return what was expected, in seconds.

@@ -242,5 +242,6 @@ class LatencyTarget:
         if not self._has_target(rows):
             return
         target_s = self._tpot_s[rows]
-        late_s = self._late_s[rows] + (outcomes.step_s + outcomes.wait_s) - target_s * (1 + outcomes.num_accepted)
+        took_s = outcomes.step_s + outcomes.wait_s + (outcomes.read_s or 0.0)
+        late_s = self._late_s[rows] + took_s - target_s * (1 + outcomes.num_accepted)
         self._late_s[rows] = np.where(np.isfinite(target_s), np.maximum(late_s, -MAX_AHEAD_TOKENS * target_s), 0.0)

@@ -80,14 +80,15 @@ class Tracer:
         """Note that a loop begins that has learnt nothing yet."""
         self._write(begun=True)
 
-    def admitted(self, row: int, read: Mapping[int, int]) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
         """See `TraceSink.admitted`."""
         known = {self._names[drafter]: length for drafter, length in read.items()}
-        self._write(admitted=row, **({"known": known} if known else {}))
+        more = ({"known": known} if known else {}) | ({"rebirth": True} if rebirth else {})
+        self._write(admitted=row, **more)
 
-    def reused(self, num_rows: int, host_s: float) -> None:
+    def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
         """See `TraceSink.reused`."""
-        self._write(rested=num_rows, host_s=host_s)
+        self._write(rested=num_rows, host_s=host_s, tokens=num_tokens)
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """See `TraceSink.planned`."""
@@ -228,10 +229,12 @@ def _steps(
         if "begun" in line:
             loop = new_loop()
         elif "admitted" in line:
-            loop.admit(int(line["admitted"]), {name: int(n) for name, n in line.get("known", {}).items()})
+            known = {name: int(n) for name, n in line.get("known", {}).items()}
+            loop.admit(int(line["admitted"]), known, rebirth=bool(line.get("rebirth")))
         elif "rested" in line:
             loop.reuse_plan(MANY_ROWS)  # as the run did
-            loop.observe_reused(int(line["rested"]), float(line["host_s"]))
+            rested = int(line["rested"])
+            loop.observe_reused(rested, float(line["host_s"]), int(line.get("tokens", rested)))
         elif "view" in line:
             planned[group] = Decision(np.array(line["ks"], np.int64), np.array(line["drafters"], np.int64))
             own.plan(_view(line["view"]))

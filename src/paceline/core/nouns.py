@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Admission, PromptScores, TokenLogprobs
 
 PAGE_TOKENS = 16  # KV slots of one page
+WHOLE_TEXT = 1 << 40  # tokens that a drafter may read: any number
 MOST_MARGIN = 6.0  # logits; larger margins of a draft count as this one
 UNCHOSEN = -1  # instead of a token id: the law chooses the token
 BROKEN = -2  # instead of a token id: no logit is a finite number

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from paceline.core.nouns import WHOLE_TEXT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -37,6 +39,8 @@ class Needs:
     kv_bytes_per_token: int = 0  # of all its stores
     bytes_per_row: int = 0  # of what it keeps beside stores, however long a text is
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
+    reads: int = 0  # most tokens of a row's text that it reads beyond drafting before its first draft: all, or none
+    reads_per_step: int = WHOLE_TEXT  # most of these in one step, of all rows
     max_k: int = MAX_K
     branches: int = 0  # tokens of branches that it hands out where a plan asks for them, at most
     stops: bool = False  # it ends a row's draft where the plan's `Stop` says

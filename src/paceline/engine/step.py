@@ -188,7 +188,7 @@ class Verbs:
                 self._stats.cached_tokens += admission.cached_len
             valid_lens = self.scheduler.pool.valid_lens(admission.pages)
             self.drafting.admit(admission.row, admission.request, valid_lens, admission.cached_len)
-            self.controller.admit(admission.row, valid_lens)
+            self.controller.admit(admission.row, valid_lens, rebirth=admission.rebirth)
         return batch
 
     def propose(

@@ -15,7 +15,7 @@ import numpy as np
 from paceline.backend.rows import SLACK_TOKENS, TokenRows
 from paceline.backend.sampling import draw
 from paceline.backend.seam import PassRequest
-from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, Draft, RowDraft
+from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, WHOLE_TEXT, Draft, RowDraft
 from paceline.draft.autoregressive import catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.model.id_map import GREEDY_KIND
@@ -91,7 +91,10 @@ class ForeignDraftModel:
         self._kv = decoder.new_kv(num_pages, num_layers)
         self._foreign = ForeignRows(target.rows.num_rows, num_pages, min(max_len, decoder.config.max_context))
         self._retokenizers: dict[int, Retokenizer] = {}  # of rows whose text the drafter can follow
-        self.needs = Needs(pages="own", kv_bytes_per_token=PAGES_PER_PAGE * self._kv.bytes_per_token)
+        kv_bytes = PAGES_PER_PAGE * self._kv.bytes_per_token
+        self.needs = Needs(
+            pages="own", kv_bytes_per_token=kv_bytes, reads=WHOLE_TEXT, reads_per_step=self._allowance
+        )
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Start from nothing: pages of one's own know of no cached prefix."""

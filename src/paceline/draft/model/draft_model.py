@@ -19,11 +19,11 @@ import numpy as np
 
 from paceline.backend.seam import PassRequest
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import NO_DRAFT, Draft
+from paceline.core.nouns import NO_DRAFT, WHOLE_TEXT, Draft
 from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains, rule_on_device
-from paceline.draft.late import LateDrafter, may_draft_late
+from paceline.draft.late import STEP_TOKENS, LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
@@ -226,11 +226,12 @@ class DraftModelConfig:
             pages="shared",
             stores=(self.name,),
             kv_bytes_per_token=kv.bytes_per_token,
+            reads=WHOLE_TEXT,
             stops=not target.law_needs_probs,
             trained_to=kept,
         )
         if read_as is None and not target.apart and may_draft_late(decoder, target):
-            late = replace(needs, late=True)
+            late = replace(needs, late=True, reads_per_step=STEP_TOKENS)
             return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary, hint_gain=hint_gain)
         drafter = DraftModel(
             target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
@@ -256,7 +257,7 @@ class DraftModelConfig:
         window = TextWindow(target.rows, self.max_len)
         kv = decoder.new_kv(window.num_pages, self.layers)
         state, stops = window_bytes(window, kv.bytes_per_token), not target.law_needs_probs
-        needs = Needs(pages="own", bytes_per_row=state, stops=stops, trained_to=kept)
+        needs = Needs(pages="own", bytes_per_row=state, reads=self.max_len, stops=stops, trained_to=kept)
         drafter = DraftModel(
             target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
         )
@@ -301,7 +302,6 @@ class DraftModel:
         read_as: NDArray[int64] | None = None,
     ) -> None:
         """vocabulary: of a decoder that writes some of the target's tokens only. read_as: see `RowView.pack`."""
-        self.needs = needs
         self._decoder = decoder
         self._kv = kv
         self._num_layers = num_layers
@@ -313,6 +313,7 @@ class DraftModel:
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers
         self._allowance = catch_up_tokens(decoder.config, layers, target.config)
+        self.needs = replace(needs, reads_per_step=self._allowance)
         self._vocabulary = vocabulary
         self._read_as = read_as
         self._valid = [0] * target.rows.num_rows  # tokens of each row in the own store

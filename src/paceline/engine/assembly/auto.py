@@ -16,6 +16,7 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import TableCost
 from paceline.control.files import ANY_DRAFTER, Profile, make_loop, read_profile, to_json, write_profile
 from paceline.control.learnt import KeptLearning, from_bytes, learnt_by, to_bytes
+from paceline.control.reading import ReadLimits
 from paceline.control.row_by_row import Objective
 from paceline.control.trace_files import TracedEngine, Tracer
 from paceline.core.errors import ConfigError
@@ -61,7 +62,8 @@ def close_loop(
     honours_stops = tuple(index for index, n in enumerate(needs) if n.stops)
     late = tuple(index for index, n in enumerate(needs) if n.late)
     trained = tuple(n.trained_to for n in needs)
-    profile = replace(profile, trained_acceptance=trained, honours_stops=honours_stops, late=late)
+    reads = tuple(ReadLimits(n.reads, n.reads_per_step) for n in needs)
+    profile = replace(profile, trained_acceptance=trained, honours_stops=honours_stops, late=late, reads=reads)
     max_ks = [min(n.max_k, profile.max_k or MAX_DEPTH, MAX_DEPTH) for n in needs]
     num_rows = engine.scheduler.limits.num_rows
     keeper, learnt = None, None
@@ -129,8 +131,8 @@ class LearningKeeper:
 
 def _learnt_key(engine: Engine, config: EngineConfig, model: str, profile: Profile) -> str:
     """Return a digest of model, drafters, machine, build and measured costs."""
-    drafters = {name: (d.report(), d.needs.trained_to) for name, d in engine.drafting.drafters.items()}
-    whole = _key(engine, config, model), to_json(profile), drafters
+    trained = [d.needs.trained_to for d in engine.drafting.drafters.values()]
+    whole = _key(engine, config, model), to_json(profile), trained
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -212,7 +214,10 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
-        "drafters": list(engine.drafting.drafters),  # as `auto` does not name them
+        "drafters": {  # as `auto` does not name them, and tokens and types may be a default
+            name: {fact: str(value) for fact, value in drafter.report().items()}
+            for name, drafter in engine.drafting.drafters.items()
+        },
         "law": config.law,
         "backend": engine.target.decoder.describe(),  # with its device and numerics
         "weights": config.weight_type,
