@@ -124,6 +124,9 @@ class RestlessK:
     def admit(self, row: int, valid_lens: Mapping[str, int] | None = None, *, rebirth: bool = False) -> None:
         pass
 
+    def forget_texts(self, drafter: str) -> None:
+        pass
+
     def plan(self, view: StepView) -> Plan:
         rows = {row: RowPlan(self._drafter, self._random.randint(0, self._k)) for row in view.rows.tolist()}
         budget = self._random.randint(0, 3 * len(rows)) if self._random.random() < 0.5 else None

@@ -266,6 +266,9 @@ class Onlooker:
     def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
         pass
 
+    def forgotten(self, drafter: int) -> None:
+        pass
+
     def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
         pass
 

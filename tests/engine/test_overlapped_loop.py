@@ -310,6 +310,9 @@ class Paired:
     def admit(self, row: int, valid_lens: Mapping[str, int] | None = None, *, rebirth: bool = False) -> None:
         pass
 
+    def forget_texts(self, drafter: str) -> None:
+        pass
+
     def plan(self, view: StepView) -> Plan:
         assert not any(v.num_rows for v in self.open), "the last round's outcome is not known yet"
         self.open = [view]

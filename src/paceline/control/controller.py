@@ -109,6 +109,14 @@ class ClosedLoop:
         if self._sink:
             self._sink.admitted(row, read, rebirth=rebirth)
 
+    def forget_texts(self, drafter: str) -> None:
+        """See `Controller.forget_texts`."""
+        self._learn_pending()
+        if self.cost is not None:
+            self.cost.reading.forget(self._index_of[drafter])
+        if self._sink:
+            self._sink.forgotten(self._index_of[drafter])
+
     # Before a step -------------------------------------------------------------------------------
 
     def reuse_plan(self, num_rows: int) -> bool:

@@ -39,6 +39,9 @@ class FixedK:
     def admit(self, row: int, valid_lens: object = None, *, rebirth: bool = False) -> None:
         """Ignore it: rows are alike."""
 
+    def forget_texts(self, drafter: str) -> None:
+        """Ignore it: reading has no price."""
+
     def reuse_plan(self, num_rows: int) -> bool:
         """Return True for plain decoding, which needs no plan."""
         return self.drafter is None

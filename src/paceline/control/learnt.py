@@ -85,6 +85,7 @@ class KeptPrices(Struct, frozen=True, forbid_unknown_fields=True):
     draft_steps: Annotated[list[_Count], _FEW]
     host_row_s: Annotated[list[_Seconds], _TWO]
     host_seen: Annotated[list[_Count], _TWO]
+    read_token_s: Annotated[list[_Seconds], _FEW] = []  # of reading texts, by drafter; empty: of a version before
 
 
 class KeptRatio(Struct, frozen=True, forbid_unknown_fields=True):
@@ -217,6 +218,7 @@ def _prices(cost: OnlineCost) -> KeptPrices:
         cost.draft_steps.tolist(),
         np.clip(cost.host.row_s, 0.0, MAX_S).tolist(),
         cost.host.seen.tolist(),
+        np.clip(cost.reading.token_s, 0.0, MAX_S).tolist(),
     )
 
 
@@ -275,6 +277,8 @@ def _take_prices(cost: OnlineCost, kept: KeptPrices) -> None:
     cost.draft_steps[:] = _counted(kept.draft_steps)
     cost.host.row_s[:] = kept.host_row_s
     cost.host.seen[:] = _counted(kept.host_seen)
+    if len(kept.read_token_s) == len(cost.reading.token_s):
+        cost.reading.token_s[:] = kept.read_token_s
 
 
 def _counted(steps: Sequence[int]) -> NDArray[int64]:

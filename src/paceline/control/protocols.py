@@ -67,6 +67,9 @@ class Controller(Protocol):
         valid_lens: leading tokens that each store holds of it. rebirth: it goes on after a preemption.
         """
 
+    def forget_texts(self, drafter: str) -> None:
+        """Note that a drafter has lost all that it had read."""
+
     def reuse_plan(self, num_rows: int) -> bool:
         """Begin a step without drafts or view if the last plan holds; return whether."""
 
@@ -99,6 +102,9 @@ class TraceSink(Protocol):
 
     def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
         """Note that a request began in a row. read: leading tokens that drafters know already."""
+
+    def forgotten(self, drafter: int) -> None:
+        """Note that a drafter has lost all that it had read."""
 
     def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
         """Note a step that reused a plan without a view. num_rows: 0 with prefill. num_tokens: committed."""

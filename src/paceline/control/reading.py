@@ -80,11 +80,15 @@ class TextReading:
         read: leading tokens that drafters know from the prefix cache. rebirth: it goes on after a preemption.
         """
         self._make_room(row)
-        ended = float((self._read[:1, row] != NOT_ADMITTED).sum()) - rebirth  # a preempted answer has not ended
+        ended = float(any(self._read[:, row] < NOT_ADMITTED)) - rebirth  # a preempted answer has not ended
         self._num_answers = max(self._num_answers + ended, 1.0)
         self._read[:, row] = [read.get(drafter, 0) for drafter in range(len(self._read))]
         if self._num_answers > MAX_ANSWERS:
             self._num_tokens, self._num_answers = self._num_tokens / 2, self._num_answers / 2
+
+    def forget(self, drafter: int) -> None:
+        """Take all texts as unread by a drafter."""
+        self._read[drafter, self._read[drafter] < NOT_ADMITTED] = 0
 
     def _make_room(self, row: int) -> None:
         """Make room for rows up to this one, all of whose text is read."""

@@ -86,6 +86,10 @@ class Tracer:
         more = ({"known": known} if known else {}) | ({"rebirth": True} if rebirth else {})
         self._write(admitted=row, **more)
 
+    def forgotten(self, drafter: int) -> None:
+        """See `TraceSink.forgotten`."""
+        self._write(forgotten=drafter)
+
     def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
         """See `TraceSink.reused`."""
         self._write(rested=num_rows, host_s=host_s, tokens=num_tokens)
@@ -231,6 +235,8 @@ def _steps(
         elif "admitted" in line:
             known = {name: int(n) for name, n in line.get("known", {}).items()}
             loop.admit(int(line["admitted"]), known, rebirth=bool(line.get("rebirth")))
+        elif "forgotten" in line:
+            loop.forget_texts(loop.names[int(line["forgotten"])])
         elif "rested" in line:
             loop.reuse_plan(MANY_ROWS)  # as the run did
             rested = int(line["rested"])

@@ -89,6 +89,7 @@ class DrafterPool(StepDrafters):
     def _lose_stores(self, drafter: Drafter) -> None:
         self.num_failures += 1
         self._failed_now.add(drafter.name)
+        self.forgetful.add(drafter.name)
         self._marked |= {key: 0 for key in self._marked if key[0] in drafter.needs.stores}
         for store in drafter.needs.stores:
             self._empty_store(store)

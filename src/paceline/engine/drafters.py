@@ -41,6 +41,7 @@ class StepDrafters:
         self.names = tuple(self.drafters)  # control's index of a drafter; stays if others are dropped
         self._with_stores = [drafter for drafter in drafters if drafter.needs.stores]
         self._vocab_size = vocab_size
+        self.forgetful: set[str] = set()  # drafters that lost what they had read, until control is told
         self._failed_now: set[str] = set()  # drafters that failed since they were last asked to draft
         self._backoff = FailureBackoff()
         self._index = {name: index for index, name in enumerate(self.names)}

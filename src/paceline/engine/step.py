@@ -165,6 +165,8 @@ class Verbs:
         """Decide how far each row of a group may draft. group: None for all rows."""
         self._planned_s = perf_counter()
         controller = controller or self.controller_of(group)
+        while self.drafting.forgetful:
+            self.controller.forget_texts(self.drafting.forgetful.pop())
         if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NO_PLAN
         view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
