@@ -85,7 +85,7 @@ class DrafterAssignment:
             self.row_drafter[rows[withheld]] = min(view.previews)
 
     def without_unread(self, view: StepView, reused: Decision) -> Decision:
-        """Return a reused plan without drafts of new rows whose text is unread: its rows were others."""
+        """Return a reused plan without drafts of new rows whose text is unread."""
         new = self.unassigned.intersection(view.rows.tolist())
         if not new or not any(reused.ks.tolist()):
             return reused

@@ -72,7 +72,7 @@ class CorrectedPrices:
     """Measured costs, and what was learnt of their errors."""
 
     def __init__(self, measured: MeasuredCost, host_s: float = 0.0, reads: Sequence[ReadLimits] = ()) -> None:
-        """host_s: measured host time of a step with one row, seconds. reads: by drafter; empty: none reads."""
+        """host_s: measured host time of a step with one row. reads: by drafter."""
         self.measured = measured
         self.host = HostTime(host_s)
         self.passes = PassTable.of(measured.target.by_tokens(np.arange(TABLE_TOKENS)))

@@ -241,7 +241,7 @@ def _read_own(values: Mapping[str, Any]) -> Profile:
 
 
 def _read_limits(values: Sequence[Sequence[int]], num_drafters: int) -> tuple[ReadLimits, ...]:
-    """Return what drafters read, at most. Raises `ValueError` unless it is of all, or of none."""
+    """Return limits by drafter; none in older files. Raises `ValueError`."""
     found = tuple(ReadLimits(int(of_row), int(in_step)) for of_row, in_step in values)
     if len(found) not in {0, num_drafters} or not all(0 <= n <= WHOLE_TEXT for limits in found for n in limits):
         raise ValueError(f"reads {found}: there are {num_drafters} drafters")

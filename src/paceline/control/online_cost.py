@@ -51,6 +51,8 @@ class OnlineCost(CorrectedPrices):
 
     def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
         """See `StepCost.reading_s`."""
+        if not self.reading.is_priced:
+            return np.zeros((len(self.draft_factor), view.num_rows))
         return self.reading.seconds(view, self._drift.item(), one_step=one_step)
 
     # Choices -------------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ class OnlineCost(CorrectedPrices):
 
         Returns the outcomes with the seconds of that told from those of drafting, and how many were expected.
         """
-        read = self.reading.take_in(view, decision, outcomes)
+        read = self.reading.take_in(view, decision, outcomes) if self.reading.is_priced else None
         if read is None:
             return outcomes, 0.0
         unread, drafters = read

@@ -107,7 +107,7 @@ class TraceSink(Protocol):
         """Note that a drafter has lost all that it had read."""
 
     def reused(self, num_rows: int, host_s: float, num_tokens: int) -> None:
-        """Note a step that reused a plan without a view. num_rows: 0 with prefill. num_tokens: committed."""
+        """Note a step that reused a plan without a view. num_rows: 0 with prefill."""
 
     def planned(self, view: StepView, decision: Decision, group: int) -> None:
         """Note the plan of a group's step."""
@@ -182,7 +182,7 @@ class StepChoice:
 
 
 class PlanContext(NamedTuple):
-    """Step number of a group, and the tokens per second and the rows of its last choice."""
+    """Step number of a group; tokens per second and rows of its last choice."""
 
     step: int
     tokens_per_s: float

@@ -59,7 +59,7 @@ class TextReading:
         known = np.array(limits or [ReadLimits()] * len(token_s), np.int64).reshape(-1, 2)
         self._most, self._most_in_step = known.T
         self.token_s = np.where(self._most > 0, token_s, 0.0)  # with the machine's drift left out
-        self._reads = bool(self._most.any())
+        self.is_priced = bool(self._most.any())  # some drafter reads
         self._weights = np.full(len(token_s), PRIOR_READ_TOKENS)
         self._read = np.zeros((len(token_s), 0), np.int64)  # [num_drafters, num_rows]
         self._num_tokens, self._num_answers = PRIOR_ANSWER_TOKENS, 1.0  # written, and ended
@@ -101,8 +101,6 @@ class TextReading:
 
         one_step: of that, what it reads in a step for this row alone.
         """
-        if not self._reads:
-            return np.zeros((len(self._read), view.num_rows))
         self._make_room(int(view.rows.max(initial=-1)))
         most = np.minimum(self._most, self._most_in_step) if one_step else self._most
         unread = np.minimum(view.lengths - 1 - self._read[:, view.rows], most[:, None])
@@ -112,7 +110,7 @@ class TextReading:
     def take_in(
         self, view: StepView, decision: Decision, outcomes: Outcomes
     ) -> tuple[NDArray[int64], NDArray[int64]] | None:
-        """Note what a step's drafters have read; return its tokens of each row, and their drafter. [n] each
+        """Note what was read in a step; return each row's tokens and drafter. [n] each
 
         None if they are few, as the price of drafting holds those. A row that was asked for drafts and has none
         was read in part, if its text was too long for the step.
@@ -121,7 +119,7 @@ class TextReading:
         self._num_rows = len(rows)
         self.count(len(rows) + sum(o.num_accepted.tolist()))
         asked = decision.ks > 0
-        if not self._reads or not any(asked.tolist()) or rows.tolist() != view.rows.tolist():
+        if not any(asked.tolist()) or rows.tolist() != view.rows.tolist():
             return None
         self._make_room(max(rows.tolist()))
         drafters, drafted = decision.drafters, asked
