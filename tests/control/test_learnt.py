@@ -265,5 +265,14 @@ def test_it_says_nothing_of_any_text() -> None:
     walk(json.loads(_WHOLE))
     fields = set(Learnt.__struct_fields__) | {KEY, "tiny", "paceline learnt 1", *NAMES}
     inner = {"depth_logit", "depth_var", "mean_confidence", "num_confidences", "shared", "ratio", "steps"}
-    inner |= {"log_error", "seen", "key_s", "draft_factor", "draft_steps", "host_row_s", "host_seen", "read_token_s"}
+    inner |= {
+        "log_error",
+        "seen",
+        "key_s",
+        "draft_factor",
+        "draft_steps",
+        "host_row_s",
+        "host_seen",
+        "read_token_s",
+    }
     assert {s for s in strings - fields - inner if not s.isdigit()} == set()

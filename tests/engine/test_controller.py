@@ -263,7 +263,7 @@ class Onlooker:
     def __init__(self) -> None:
         self.chosen: list[list[int]] = []
 
-    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool = False) -> None:
         pass
 
     def forgotten(self, drafter: int) -> None:

@@ -100,7 +100,7 @@ class Keeper(Protocol):
 class TraceSink(Protocol):
     """Receives everything that a closed loop sees, chooses and gets."""
 
-    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool = False) -> None:
         """Note that a request began in a row. read: leading tokens that drafters know already."""
 
     def forgotten(self, drafter: int) -> None:

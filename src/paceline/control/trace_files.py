@@ -80,7 +80,7 @@ class Tracer:
         """Note that a loop begins that has learnt nothing yet."""
         self._write(begun=True)
 
-    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool) -> None:
+    def admitted(self, row: int, read: Mapping[int, int], *, rebirth: bool = False) -> None:
         """See `TraceSink.admitted`."""
         known = {self._names[drafter]: length for drafter, length in read.items()}
         more = ({"known": known} if known else {}) | ({"rebirth": True} if rebirth else {})
