@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.backend.rows import TokenRows
 from paceline.core.errors import ConfigError
-from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.nouns import PAGE_TOKENS, WHOLE_TEXT
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
+from paceline.draft.autoregressive import CATCH_UP_TOKENS
 from paceline.draft.drafter import MAX_K
 from paceline.draft.hints import Hints
 from paceline.draft.model.draft_model import DraftModel
@@ -113,6 +114,17 @@ def test_a_window_is_the_end_of_its_text(counts: list[int], max_len: int) -> Non
         assert packed.positions.tolist() == [*range(held + 1)]
         assert set(packed.pages[0].tolist()) <= set(range(window.pages_per_row, window.num_pages))
         assert not window.follow(1), "nothing is new"
+
+
+@pytest.mark.parametrize(
+    ("draft", "most"),
+    [(ITSELF, WHOLE_TEXT), (f"{ITSELF},max_len=64", 64), ("draft-model:layers=1,k=4", 0), ("suffix", 0)],
+)
+def test_it_says_how_much_it_reads_of_a_text(draft: str, most: int) -> None:
+    (drafter,) = make_engine(draft, PLAIN).drafting.drafters.values()
+    assert drafter.needs.reads == most
+    if most:
+        assert drafter.needs.reads_per_step == CATCH_UP_TOKENS, "it is as large as its target"
 
 
 def test_its_memory_does_not_grow_with_texts() -> None:
