@@ -178,7 +178,7 @@ class _NoCorrection(OnlineCost):
 
 
 class _FreeReading(OnlineCost):
-    def reading_s(self, view: StepView) -> NDArray[float64]:
+    def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
         return np.zeros((len(self.reading.token_s), view.num_rows))
 
 

@@ -39,9 +39,7 @@ class Needs:
     kv_bytes_per_token: int = 0  # of all its stores
     bytes_per_row: int = 0  # of what it keeps beside stores, however long a text is
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
-    reads: int = (
-        0  # most tokens of a row's text that it reads beyond drafting before its first draft: all, or none
-    )
+    reads: int = 0  # tokens of a row's text that it reads before its first draft, at most
     reads_per_step: int = WHOLE_TEXT  # most of these in one step, of all rows
     max_k: int = MAX_K
     branches: int = 0  # tokens of branches that it hands out where a plan asks for them, at most
