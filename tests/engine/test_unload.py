@@ -39,7 +39,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "EXPLORED_SHARE", 1.0)  # enough probes, however fast the machine is
     monkeypatch.setattr(probes, "CHECK_EVERY", 1)
     monkeypatch.setattr(OnlineCost, "account_step", lambda *_, **__: None)  # no clock decides
-    monkeypatch.setattr(OnlineCost, "learn_reading", lambda *_: (0.0, 0.0))
+    monkeypatch.setattr(OnlineCost, "learn_reading", lambda _self, _view, _decision, outcomes: (outcomes, 0.0))
     monkeypatch.setattr(HostTime, "observe", lambda *_, **__: None)
 
 
