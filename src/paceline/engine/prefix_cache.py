@@ -97,6 +97,11 @@ class PrefixCache:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
+        self._unpublish(page)
+        return page
+
+    def _unpublish(self, page: int) -> None:
+        """Make a published page private: no request finds it any more."""
         page_hash = self._hash[page]
         assert page_hash is not None
         del self._by_hash[page_hash]
@@ -105,7 +110,6 @@ class PrefixCache:
             self.disk.withdraw(page)
         if self.events is not None:
             self.events.removed(page_hash)
-        return page
 
     # Stores --------------------------------------------------------------------------------------
 

@@ -232,12 +232,7 @@ class PartedPool(SlidingPool):
         if self._idle.pop(page, None) is not None:
             self._clear(page)
             self._free.append(page)
-        page_hash = self._hash[page]
-        assert page_hash is not None
-        del self._by_hash[page_hash]
-        self._hash[page] = None
-        if self.events is not None:
-            self.events.removed(page_hash)
+        self._unpublish(page)
 
     def forget(self) -> None:
         """See `PagePool`."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.core.nouns import NO_DRAFT, Draft
+from paceline.draft.keeps_nothing import KeepsNothing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from paceline.backend.seam import RowView
-    from paceline.core.nouns import Batch, Plan, RowDraft, Scores, Verdict
-    from paceline.core.request_nouns import Request
+    from paceline.core.nouns import Batch, Plan, RowDraft
     from paceline.draft.drafter import Needs
     from paceline.model.weights import LoadedModel
 
@@ -35,7 +35,7 @@ class LookupOptions:
         return {"drafter": self.name, "k": self.k}
 
 
-class LookupDrafter:
+class LookupDrafter(KeepsNothing):
     """The parts of `Drafter` that are the same for all of them."""
 
     name: str
@@ -53,22 +53,6 @@ class LookupDrafter:
         """Ask every row that may draft."""
         found = self.preview({r.row: min(plan.k(r.row), r.max_drafts) for r in batch.rows})
         return Draft(tuple(found.get(r.row, NO_DRAFT) for r in batch.rows))
-
-    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Nothing to prepare."""
-
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Nothing to trim."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """No store."""
-        return {}
-
-    def release(self, row: int) -> None:
-        """Nothing to release."""
-
-    def forget(self) -> None:
-        """Nothing is learnt."""
 
     def report(self) -> Mapping[str, Any]:
         """Tell what was chosen."""

@@ -24,6 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.system import uninterrupted
 from paceline.draft.drafter import MAX_K, Needs
+from paceline.draft.keeps_nothing import KeepsNothing
 from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.step import SerialLoop
 from paceline.engine.step_view import step_view
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from paceline.control.protocols import StepTimes
-    from paceline.core.nouns import Batch, BatchRow, Plan, Scores, Verdict
+    from paceline.core.nouns import Batch, BatchRow, Plan, Verdict
     from paceline.engine.engine import Engine
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -438,7 +439,7 @@ def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Ma
 # Stubs that make an engine take the steps to be timed --------------------------------------------
 
 
-class AlwaysDrafter:
+class AlwaysDrafter(KeepsNothing):
     """A free drafter that proposes as often as planned: token 0, or tokens that vary."""
 
     name = SAME
@@ -449,9 +450,6 @@ class AlwaysDrafter:
         self._vocab_size = vocab_size
         self._num_proposed = 0
 
-    def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Ignore the row: it keeps nothing."""
-
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Propose a token for each planned draft."""
         return Draft(tuple(self._drafts(r.max_drafts) if r.max_drafts else NO_DRAFT for r in batch.rows))
@@ -460,19 +458,6 @@ class AlwaysDrafter:
         first, self._num_proposed = self._num_proposed, self._num_proposed + count
         ids = tuple(i * 7919 % self._vocab_size for i in range(first, first + count))
         return RowDraft(ids, self.name)
-
-    def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Ignore the row: it keeps nothing."""
-
-    def valid_lens(self, row: int) -> Mapping[str, int]:
-        """Return nothing: it has no store."""
-        return {}
-
-    def release(self, row: int) -> None:
-        """Ignore the call: it learns nothing."""
-
-    def forget(self) -> None:
-        """Ignore the call: it learns nothing."""
 
     def report(self) -> Mapping[str, Any]:
         """Return its name."""
