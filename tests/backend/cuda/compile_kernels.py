@@ -161,7 +161,7 @@ def faults(variant: Variant, capability: int) -> list[str]:
     found = []
     if code.shared_bytes > SHARED_BYTES[capability]:
         found.append(f"{code.shared_bytes} bytes of shared memory")
-    if code.spilled_bytes > variant.max_spilled.get(capability, SPILLED_BYTES[capability]):
+    if code.spilled_bytes > SPILLED_BYTES[capability]:
         found.append(f"{code.spilled_bytes} bytes of spilled registers")
     if capability == 90:
         known = {*code.opcodes, *(opcode.partition(".")[0] for opcode in code.opcodes)}

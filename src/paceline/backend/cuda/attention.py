@@ -46,9 +46,6 @@ PROGRAMS = 2  # of attention on a multiprocessor
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
-# Bytes of registers that a thread may spill, by capability, in tiles of many rows and of few. Of many rows 4 warps
-# spill and took 289 us for a prefill of 2048 tokens on an H200, where 8 took 438. An sm_80 was not measured.
-SPILLED: tuple[dict[int, int], dict[int, int]] = ({80: 640, 90: 144}, {80: 112})
 ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each takes passes of fewer rows
 ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
 FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
@@ -156,39 +153,52 @@ def _plan_variant(num_kv_heads: int, queries: int, rows: int, has_first_keys: bo
     )
 
 
+def _attend_arguments(element: str, kv_element: str) -> dict[str, str]:
+    scales = "*fp32" if kv_element.startswith("fp8") else "none"
+    return {
+        "query": f"*{element}",
+        "keys": f"*{kv_element}",
+        "values": f"*{kv_element}",
+        "key_scales": scales,
+        "value_scales": scales,
+        "out": f"*{element}",
+        "pages": "*i64",
+        "positions": "*i64",
+        "items": "*i32",
+        "counts": "*i32",
+        "part_total": "*fp32",
+        "part_largest": "*fp32",
+        "part_weight": "*fp32",
+        "query_stride": "i32",
+        "scale": "fp32",
+        "max_pages": "i32",
+        "window": "i32",
+    }
+
+
 @lru_cache
 def _attend_variant(
-    element: str, kv_element: str, num_kv_heads: int, group: int, head_dim: int, rows: int, aligned: frozenset[str]
+    element: str,
+    kv_element: str,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    rows: int,
+    aligned: frozenset[str],
+    hopper: bool = True,
 ) -> Variant:
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
-    scales = "*fp32" if fp8 else "none"
     swap, block = rows < TILE_ROWS, max(64, block_of(head_dim))
-    hungry = tensor_cores and not fp8 and block <= WIDE  # the assembler spills some registers
-    # With more keys at once, or more stages, many registers would spill.
+    # With 4 warps an H200 took 289 us for 2048 tokens of a prompt, with 8 438. On an sm_80, 4 spill registers.
+    by_four = tensor_cores and (swap or (hopper and not fp8 and block <= WIDE))
+    # With more keys at once, or more stages, registers would spill.
     keys, stages = (16, 1) if not tensor_cores else (32 if block > WIDE else 64, 2 if fp8 and not swap else 3)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}{' few' * swap}"
+        + " older" * (not hopper)
         + unaligned_marks(aligned, "query_stride"),
         kernel="attention_kernels:attend_parts",
-        arguments={
-            "query": f"*{element}",
-            "keys": f"*{kv_element}",
-            "values": f"*{kv_element}",
-            "key_scales": scales,
-            "value_scales": scales,
-            "out": f"*{element}",
-            "pages": "*i64",
-            "positions": "*i64",
-            "items": "*i32",
-            "counts": "*i32",
-            "part_total": "*fp32",
-            "part_largest": "*fp32",
-            "part_weight": "*fp32",
-            "query_stride": "i32",
-            "scale": "fp32",
-            "max_pages": "i32",
-            "window": "i32",
-        },
+        arguments=_attend_arguments(element, kv_element),
         constants={
             "KV_HEADS": num_kv_heads,
             "GROUP": group,
@@ -203,13 +213,13 @@ def _attend_variant(
             **NO_PDL,
         },
         aligned=aligned,
-        num_warps=16 if not tensor_cores else 4 if swap or hungry else 8,
-        max_spilled=SPILLED[swap] if hungry else {},
+        num_warps=16 if not tensor_cores else 4 if by_four else 8,
         num_stages=stages,
         opcodes=("HGMMA", "LDGSTS") if tensor_cores else (),
         forbidden_opcodes=("HMMA",) if tensor_cores else (),
         unaligned=frozenset(("pages", "positions")),
-        capability=90 if fp8 or block > WIDE else 80,
+        before_hopper=not hopper,
+        capability=90 if tensor_cores and (hopper or fp8 or block > WIDE) else 80,
     )
 
 
@@ -249,6 +259,8 @@ def variants() -> list[Variant]:
         listed += [_attend_variant("bf16", kv_element, *s, rows, aligned) for s in shapes if s[2] <= WIDE]
     for element, rows in (("fp16", TILE_ROWS), ("fp16", FEW_ROWS), ("fp32", TILE_ROWS)):
         listed.append(_attend_variant(element, element, 8, 4, 128, rows, aligned))
+    older = [_attend_variant("bf16", "bf16", *s, TILE_ROWS, aligned, False) for s in shapes if s[2] <= WIDE]
+    listed += [*older, _attend_variant("fp16", "fp16", 8, 4, 128, TILE_ROWS, aligned, False)]
     listed += [_merge_variant("bf16", *shape) for shape in shapes]
     early = _attend_variant("bf16", "bf16", *shapes[0], FEW_ROWS, aligned), _merge_variant("bf16", *shapes[0])
     listed += [with_pdl(variant) for variant in early]
@@ -256,8 +268,8 @@ def variants() -> list[Variant]:
 
 
 @lru_cache
-def _same_either_way(device: torch.device) -> bool:
-    """Return True if swapped sides are known to give the same bits."""
+def _as_measured(device: torch.device) -> bool:
+    """Return True where swapped sides have the same bits, and 4 warps are faster."""
     if interpreted() or device.type == "meta":
         return True
     return torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
@@ -269,7 +281,7 @@ def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
     All tokens of a decoding step are wanted, and one of a prompt's chunk.
     """
     few = group <= FEW_ROWS and len(d.positions) <= FEW_TOKENS * (len(d.wanted) or len(d.cu_len) - 1)
-    few = few and _same_either_way(query.device)
+    few = few and _as_measured(query.device)
     return FEW_ROWS if few and query.shape[2] <= WIDE and query.dtype != torch.float32 else TILE_ROWS
 
 
@@ -321,7 +333,9 @@ def _attend_by_kernels(
     element, kv_element = ELEMENTS[query.dtype], ELEMENTS[layer.data.dtype]
     rows, aligned = tile_rows(query, d, work.group), aligned_names(query_stride=query.stride(0))
     launch(
-        _attend_variant(element, kv_element, num_kv_heads, work.group, head_dim, rows, aligned),
+        _attend_variant(
+            element, kv_element, num_kv_heads, work.group, head_dim, rows, aligned, _as_measured(query.device)
+        ),
         (min(programs, len(planned.items) * num_kv_heads),),
         query,
         layer.data[0],

@@ -79,9 +79,8 @@ class Variant:
     fp_fusion: bool = False  # multiplications and additions may become one instruction
     opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
     forbidden_opcodes: tuple[str, ...] = ()  # and must not have
-    # Bytes of registers per thread, by compute capability, where spilling measured faster or nothing was measured.
-    max_spilled: Mapping[int, int] = field(default_factory=dict)
     capability: int = 80  # least compute capability that it compiles for
+    before_hopper: bool = False  # only older devices launch it
     pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
 
     def load(self) -> Any:

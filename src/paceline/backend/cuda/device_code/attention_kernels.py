@@ -143,6 +143,24 @@ def _sum_of_keys(x, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _add_pairs(x, SWAP: tl.constexpr):
+    """Add keys that are eight apart, which one thread has in both layouts."""
+    if SWAP:
+        halved = tl.sum(tl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1]]), 1)
+        halved = tl.reshape(halved, [x.shape[0] // 2, x.shape[1]])
+    else:
+        halved = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 16, 2, 8]), 2)
+        halved = tl.reshape(halved, [x.shape[0], x.shape[1] // 2])
+    return halved
+
+
+@triton.jit
+def _number(chunk, offset, CHUNK: tl.constexpr):
+    """Return places in memory. Chunks stay 32 bits wide until then, which halves their registers."""
+    return chunk.to(tl.int64) * CHUNK + offset
+
+
+@triton.jit
 def _part(
     query, seen_from, seen_to, keys, values, key_scales, value_scales, page_ids, kv_head, lo, hi, lowest, scale,
     KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -153,13 +171,15 @@ def _part(
     They are weighted values [M, BLOCK_D], or [BLOCK_D, M] with SWAP, the largest scores [M] and the weights [M].
     Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read. With SWAP keys, then
     values, are the first side of the tensor cores' instruction, so that few rows take few registers. With BY_KEY
-    weights are added at the end of a part, so that both ways have the same bits.
+    weights of keys are added at the end of a part, pairs eight apart before, so that both ways have the same bits.
     """
+    AT_ONCE: tl.constexpr = 128 // keys.dtype.element_ty.primitive_bitwidth  # numbers that a thread reads
+    CHUNK: tl.constexpr = AT_ONCE if D % AT_ONCE == 0 else 8
     d = tl.arange(0, BLOCK_D)
     k = tl.arange(0, KEYS)
     total = tl.zeros([BLOCK_D, M] if SWAP else [M, BLOCK_D], tl.float32)
     largest = tl.full([M], float("-inf"), tl.float32)
-    weight = tl.zeros([KEYS, M] if SWAP else [M, KEYS] if BY_KEY else [M], tl.float32)
+    weight = tl.zeros([KEYS // 2, M] if SWAP else [M, KEYS // 2] if BY_KEY else [M], tl.float32)
     page = tl.load(page_ids + (lo + k) // PAGE, mask=lo + k < hi, other=0).to(tl.int32)
     for k0 in range(lo, hi, KEYS):
         place = k0 + k
@@ -169,9 +189,9 @@ def _part(
         slot = page * PAGE + place % PAGE
         if BLOCK_D <= 128:
             page = tl.load(page_ids + (place + KEYS) // PAGE, mask=place + KEYS < hi, other=0).to(tl.int32)
-        at = ((slot * KV_HEADS + kv_head).to(tl.int64) * D)[:, None] + d[None, :]
+        chunk = ((slot * KV_HEADS + kv_head) * (D // CHUNK))[:, None] + (d // CHUNK)[None, :]
         inside = read[:, None] & (d < D)[None, :]
-        key = tl.load(keys + at, mask=inside, other=0.0).to(query.dtype)
+        key = tl.load(keys + _number(chunk, d % CHUNK, CHUNK), mask=inside, other=0.0).to(query.dtype)
         if SWAP:
             score = tl.dot(key, query, input_precision="ieee") * scale
         else:
@@ -186,11 +206,12 @@ def _part(
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(score - _of_rows(safe, SWAP))
         shrink = tl.exp2(largest - safe)
-        weight = weight * _of_rows(shrink, SWAP) + p if BY_KEY else weight * shrink + tl.sum(p, 1)
+        weight *= _of_rows(shrink, SWAP) if BY_KEY else shrink
+        weight += _add_pairs(p, SWAP) if BY_KEY else tl.sum(p, 1)
         if value_scales is not None:
             of_value = tl.load(value_scales + slot * KV_HEADS + kv_head, mask=read, other=0.0)
             p *= _of_keys(of_value, SWAP)
-        value = tl.load(values + at, mask=inside, other=0.0).to(query.dtype)
+        value = tl.load(values + _number(chunk, d % CHUNK, CHUNK), mask=inside, other=0.0).to(query.dtype)
         total *= _of_rows(shrink, SWAP)
         if SWAP:
             total = tl.dot(tl.trans(value), p.to(query.dtype), total, input_precision="ieee")
@@ -266,6 +287,10 @@ def attend_parts(
                 scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS, SWAP, BY_KEY,
             )  # fmt: skip
             total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight, SWAP)
+        # Read again, these take no registers during the sums.
+        first, size, unit, stride = tl.load(item + 1), tl.load(item + 2), tl.load(item + 5), tl.load(item + 6)
+        ok = t < size
+        some = ok[:, None] & (d < D)[None, :]
         total = tl.trans(total) if SWAP else total
         if unit < 0:
             to = ((first + t) * HEADS + head)[:, None] * D + d[None, :]
