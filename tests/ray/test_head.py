@@ -24,6 +24,8 @@ from tests.serve.conftest import write_model
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import psutil
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30  # of Ray's processes for a head that is away, more than an answer takes; 60 by default
 BODY = {"prompt": "the", "max_tokens": 3500, "seed": 1, "temperature": 0.9, "ignore_eos": True, "stream": True}
@@ -73,13 +75,23 @@ class Cluster:
         )
 
     def kill_head(self) -> None:
-        """End the process that knows the cluster, as by a lost machine, but no other."""
+        """End the process that knows the cluster, as by a lost machine, but no other.
+
+        The command that started it would end all others within a second, so it is stopped until `lose_rest`.
+        """
+        command = self._command()
+        command.suspend()
+        (gcs,) = [p for p in command.children(recursive=True) if "gcs_server" in p.name()]
+        gcs.kill()
+
+    def lose_rest(self) -> None:
+        self._command().resume()
+
+    def _command(self) -> psutil.Process:
         import psutil
 
         assert self._head is not None
-        children = psutil.Process(self._head.pid).children(recursive=True)
-        (gcs,) = [p for p in children if "gcs_server" in p.name()]
-        gcs.kill()
+        return psutil.Process(self._head.pid)
 
     def end(self) -> None:
         if self._head is not None:
@@ -142,6 +154,7 @@ def test_answers_outlive_the_head_and_a_new_one_writes_the_same(cluster: Cluster
     cluster.kill_head()
     stream.join(60)
     assert cut == [whole], "the stream that was open goes on without the head"
+    cluster.lose_rest()
     assert command.wait(120) != 0, "the command ends with an error, so that a supervisor starts it anew"
     cluster.end()
     cluster.start()
