@@ -74,6 +74,17 @@ std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data
         Matrix::pack_rows(pool, out, in, chosen, [&](size_t o, float* to) { format->unpack_row(row_at(o), in, to); }));
 }
 
+std::shared_ptr<Matrix> pack_rows(ThreadPool& pool, const Matrix& source, const Ids& rows, const std::string& type) {
+    const WeightType chosen = weight_type(type);
+    check_sides(rows.size(), source.in(), chosen);
+    require(!is_blocks(chosen), "a file's blocks are kept, not made of other numbers");
+    for (size_t i = 0; i < rows.size(); ++i) require(static_cast<uint64_t>(rows.data()[i]) < source.out(), "no such row");
+    nb::gil_scoped_release unlocked;
+    return std::make_shared<Matrix>(Matrix::pack_rows(pool, rows.size(), source.in(), chosen, [&](size_t o, float* to) {
+        source.row(static_cast<size_t>(rows.data()[o]), to);
+    }));
+}
+
 nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
     nb::list found;
     for (const Buffer& buffer : matrix->buffers())
@@ -187,6 +198,7 @@ void bind_weights(nb::module_& m) {
     m.def("pack", &pack, "weights"_a.noconvert(), "dtype"_a);
     m.def("pack_int4", &pack_int4, "values"_a.noconvert(), "scales"_a.noconvert(), "minima"_a.noconvert());
     m.def("pack_blocks", &pack_blocks, "pool"_a, "data"_a.noconvert(), "stored"_a, "out"_a, "in_"_a, "dtype"_a);
+    m.def("pack_rows", &pack_rows, "pool"_a, "source"_a, "rows"_a.noconvert(), "dtype"_a);
     m.def("block_names", [] {
         std::vector<std::string> names;
         for (const BlockFormat& format : block_formats()) names.emplace_back(format.name);

@@ -475,6 +475,24 @@ def test_packed_rows_can_be_read_back(types: str) -> None:
         assert np.abs(row - weights[index]).max() < most
 
 
+@pytest.mark.parametrize("types", WEIGHTS)
+def test_rows_of_a_matrix_are_packed_to_the_bits_of_one_after_another(types: str) -> None:
+    """In any order, some twice, on several threads."""
+    weights = np.random.default_rng(2).standard_normal((70, 96)).astype(np.float32)
+    source, ids = kernels.pack(weights, types), np.array([69, 3, 3, *range(64, 1, -1), 0])
+    rows = np.empty((len(ids), 96), np.float32)
+    for index, row in zip(ids.tolist(), rows, strict=True):
+        source.row(index, row)
+    for kind in WEIGHTS:
+        found, twin = kernels.pack_rows(kernels.ThreadPool(2), source, ids, kind), kernels.pack(rows, kind)
+        assert all(map(np.array_equal, kernels.buffers(found), kernels.buffers(twin)))
+    for wrong in ([0, 70], [-1], []):
+        with pytest.raises(ValueError, match=r"no such row|1 to 2\*\*24 rows"):
+            kernels.pack_rows(kernels.ThreadPool(1), source, np.array(wrong, np.int64), "int8")
+    with pytest.raises(ValueError, match="are kept"):
+        kernels.pack_rows(kernels.ThreadPool(1), source, ids, "Q4_K")
+
+
 def test_sixteen_values_lose_what_sixteen_must() -> None:
     """The best 16 values in equal steps lose 0.01154 of the squares of normal numbers (Max, 1960)."""
     weights = np.random.default_rng(3).standard_normal((64, 512)).astype(np.float32)

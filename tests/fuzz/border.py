@@ -352,6 +352,7 @@ def _known() -> dict[str, Callable[[], Any]]:
             np.zeros((4, 2), np.uint16),
             np.zeros((4, 2), np.uint16),
         ],
+        "pack_rows": lambda: [_pool(), _matrix(VOCAB, HIDDEN), _ids(3, 1), "int4_row"],
         "multiply": lambda: [_pool(), _matrix(VOCAB, HIDDEN), _floats(3, HIDDEN), _floats(3, VOCAB)],
         "fuse": lambda: [
             _pool(),

@@ -110,7 +110,8 @@ def measure(
     tell: shows what goes on.
     """
     found: dict[str, tuple[RunningServer, dict[str, float]]] = {}
-    environment = os.environ | {"PACELINE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache / "bytecode")}  # as if installed
+    environment = os.environ | bytecode | {"PACELINE_CACHE": str(cache), "PYTHONUNBUFFERED": "1"}
 
     def run(name: str, *, keep: bool = False) -> RunningServer:
         tell(f"{name}: starts")

@@ -98,7 +98,7 @@ class _EditTable:
         """Return a table of these ids without edits."""
         import numpy as np
 
-        ids = np.unique(np.array(token_ids, np.int64))
+        ids = np.array(sorted(set(token_ids)), np.int64)  # `np.unique` imports a package of its own
         columns = np.array(_NEW)[:, None].repeat(len(ids), axis=1)
         columns[_ID] = ids
         return cls(columns, len(ids))

@@ -63,6 +63,7 @@ def pack_int4(values: NDArray[uint8], scales: NDArray[uint16], minima: NDArray[u
 def pack_blocks(
     pool: ThreadPool, data: NDArray[uint8], stored: str, out: int, in_: int, dtype: str
 ) -> Matrix: ...
+def pack_rows(pool: ThreadPool, source: Matrix, rows: NDArray[int64], dtype: str) -> Matrix: ...
 def block_names() -> list[str]: ...  # that `pack_blocks` can read
 def kept_names() -> list[str]: ...  # of blocks that are also types of weights
 def buffers(matrix: Matrix) -> list[NDArray[uint8]]: ...  # read-only views

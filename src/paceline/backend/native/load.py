@@ -279,10 +279,7 @@ def pack_head_rows(vocabulary: DraftVocabulary, owner: NativeDecoder, weight_typ
     """Return the owner's rows of a vocabulary, without a copy if fixed and lowest."""
     if vocabulary.is_lowest:
         return owner.tables.head
-    rows = np.zeros((len(vocabulary.token_ids), owner.config.hidden_size), np.float32)
-    for row, token_id in zip(rows, vocabulary.token_ids[: vocabulary.num_fixed].tolist(), strict=False):
-        owner.tables.head.row(token_id, row)
-    return kernels.pack(rows, weight_type)
+    return kernels.pack_rows(owner.team, owner.tables.head, vocabulary.token_ids, weight_type)
 
 
 def _head_matrices(
