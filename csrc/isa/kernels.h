@@ -118,6 +118,7 @@ struct LayerKernels {
     void (*add)(float* x, const float* y, size_t n);
     void (*scale)(const float* x, size_t n, float factor, float* out);
     void (*quantise)(const float* x, size_t width, size_t group, int8_t* q, float* scales, int32_t* sums);
+    void (*to_int4)(const float* x, size_t n, float step, int8_t* q, double* products, int32_t* squares);
     // The Walsh-Hadamard transform of each `hadamard_block` of x, unscaled: applied twice it multiplies by the block's length.
     // width: a multiple of 64.
     void (*hadamard)(const float* x, size_t width, float* out);

@@ -44,6 +44,38 @@ void quantise(const float* x, size_t width, size_t group, int8_t* q, float* scal
     }
 }
 
+typedef double f64v __attribute__((vector_size(PACELINE_VECTOR_BYTES)));
+
+// Half a vector of numbers, in double.
+PACELINE_INLINE f64v load_half_wide(const float* p) {
+    float v __attribute__((vector_size(PACELINE_VECTOR_BYTES / 2)));
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, f64v);
+}
+
+// The integers q from 0 to 15 for which (q - 7.5) * step is nearest to x, 0 for NaN; and with the odd numbers 2q - 15 the sums of their
+// products with x and of their squares. n: a multiple of 16. Sums go in the same order for every length of vector.
+void to_int4(const float* x, size_t n, float step, int8_t* q, double* products, int32_t* squares) {
+    constexpr int kParts = 16 / kLanes;
+    f64v sums[2 * kParts] = {};
+    i32v total = splat(0);
+    for (size_t i = 0; i < n; i += 16) {
+        float odd[16];
+        for (int part = 0; part < kParts; ++part) {
+            const f32v place = larger(load(x + i + part * kLanes) / step + 8.0f, splat(0.0f));
+            const i32v whole = __builtin_convertvector(place < splat(15.0f) ? place : splat(15.0f), i32v), twice = 2 * whole - 15;
+            total += twice * twice;
+            store_bytes(q + i + part * kLanes, whole);
+            store(odd + part * kLanes, to_float(twice));
+        }
+        for (int half = 0; half < 2 * kParts; ++half)
+            sums[half] += load_half_wide(odd + half * kLanes / 2) * load_half_wide(x + i + half * kLanes / 2);
+    }
+    *products = 0.0, *squares = sum(total);
+    for (const f64v& part : sums)
+        for (int lane = 0; lane < kLanes / 2; ++lane) *products += part[lane];
+}
+
 // The sum and the difference of each lane and the lane H further.
 template <int H>
 PACELINE_INLINE f32v sum_and_difference(f32v v) {
@@ -185,7 +217,7 @@ void from_halves(const uint16_t* x, size_t n, float* out) {
 }  // namespace
 
 extern const LayerKernels layer_kernels;
-const LayerKernels layer_kernels = {rms_norm, add,      scale,    quantise,    hadamard, rotate,
+const LayerKernels layer_kernels = {rms_norm, add,      scale,    quantise,    to_int4, hadamard,  rotate,
                                     silu_mul, gelu_mul, clamped_mul, cap,         to_halves, from_halves};
 
 }  // namespace paceline::PACELINE_ISA

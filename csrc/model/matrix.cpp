@@ -39,28 +39,21 @@ float* spread_of(const float* x, size_t padded) {
     return found.data();
 }
 
-// The integer q from 0 to 15 for which (q - 7.5) * step is nearest to x; 0 for NaN.
-int quantised_int4(float x, float step) {
-    const float q = x / step + 8.0f;
-    return q > 0.0f ? static_cast<int>(q < 15.0f ? q : 15.0f) : 0;  // truncation, which rounds positive numbers down
-}
-
-// The step with which 16 values approximate numbers with the least squared error; outliers are clipped. Lloyd's method, started at
-// the best step for a normal distribution, which spread rows nearly have.
-float step_of_int4(const float* x, size_t n) {
+// Write the 16 values that approximate numbers, a multiple of 64 of them, with the least squared error, and return their step; outliers
+// are clipped. Lloyd's method, started at the best step for a normal distribution, which spread rows nearly have.
+float to_int4(const float* x, size_t n, int8_t* values) {
     constexpr float normal = 0.335f;  // best step in standard deviations
     constexpr int rounds = 4;
-    double squares = 0.0;
-    for (size_t i = 0; i < n; ++i) squares += double{x[i]} * x[i];
-    float step = normal * static_cast<float>(std::sqrt(squares / static_cast<double>(n)));
+    double sums[8] = {}, total = 0.0, products;
+    int32_t squares;
+    for (size_t i = 0; i < n; ++i) sums[i % 8] += double{x[i]} * x[i];
+    for (const double sum : sums) total += sum;
+    float step = normal * static_cast<float>(std::sqrt(total / static_cast<double>(n)));
     for (int round = 0; round < rounds && step > 0.0f; ++round) {
-        double both = 0.0, values = 0.0;
-        for (size_t i = 0; i < n; ++i) {
-            const double value = quantised_int4(x[i], step) - 7.5;
-            both += value * x[i], values += value * value;
-        }
-        step = static_cast<float>(both / values);
+        kernels().layer.to_int4(x, n, step, values, &products, &squares);
+        step = static_cast<float>(2.0 * products / squares);
     }
+    kernels().layer.to_int4(x, n, step, values, &products, &squares);
     return step;
 }
 
@@ -218,12 +211,12 @@ void Matrix::put_int8(size_t index, const float* spread, size_t padded) {
 }
 
 void Matrix::put_int4(size_t index, const float* spread, size_t padded) {
-    const float step = step_of_int4(spread, padded);
-    scales()[index] = step / 2.0f;
+    thread_local std::vector<int8_t> values;
+    values.resize(padded);
+    scales()[index] = to_int4(spread, padded, values.data()) / 2.0f;
     uint8_t* panel = packed_.data() + index / kPanel * panel_bytes() + index % kPanel * 4;
     for (size_t i = 0; i < padded; i += 8, panel += kPanel * 4)
-        for (size_t j = 0; j < 4; ++j)
-            panel[j] = static_cast<uint8_t>(quantised_int4(spread[i + j], step) | quantised_int4(spread[i + 4 + j], step) << 4);
+        for (size_t j = 0; j < 4; ++j) panel[j] = static_cast<uint8_t>(values[i + j] | values[i + 4 + j] << 4);
 }
 
 void Matrix::pack_int4_row(const float* weights, size_t index) {

@@ -98,6 +98,7 @@ def _tell(ended: asyncio.Future[int], status: int) -> None:
 
 def begin() -> EngineChild | None:
     """Begin a process for a command that will need one; None if that must wait."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy spin while both import, and have no work
     try:
         return EngineChild()
     except OSError:
