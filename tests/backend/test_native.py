@@ -376,18 +376,19 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def odd_halves(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weights as odd numbers from -15 to 15, and half the step of each row, which comes nearest by squares."""
     single = np.float32
-    step = single(0.335) * np.sqrt(in_order(w.astype(float) ** 2) / w.shape[1]).astype(single)
+    step = single(0.335) * np.sqrt(in_lanes(w.astype(float) ** 2, 8) / w.shape[1]).astype(single)
     odd = np.zeros(w.shape, np.int64)
     for last in (False, False, False, False, True):
         odd = 2 * np.clip(w / step[:, None] + single(8), 0, 15).astype(np.int64) - 15
         if not last:
-            step = (in_order(odd / 2 * w) / in_order((odd / 2) ** 2)).astype(single)
+            step = (in_lanes(odd / 2 * w, 16) / in_lanes((odd / 2) ** 2, 16)).astype(single)
     return odd, step / single(2)
 
 
-def in_order(rows: np.ndarray) -> np.ndarray:
-    """The sum of each row, its first number first."""
-    sums: np.ndarray = np.cumsum(rows, axis=1)[:, -1]
+def in_lanes(rows: np.ndarray, num: int) -> np.ndarray:
+    """The sum of each row: one for each lane, its first number first, then the lanes' in order."""
+    lanes = np.cumsum(rows.reshape(len(rows), -1, num), axis=1)[:, -1]
+    sums: np.ndarray = np.cumsum(lanes, axis=1)[:, -1]
     return sums
 
 

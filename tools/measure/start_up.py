@@ -4,6 +4,7 @@ Three starts of `paceline serve`, with a cache folder of their own that has the 
 weights and measures what steps cost; the second finds both. The third comes while the second runs: the memory that
 it shares with nobody is what a further engine adds, of which anonymous huge pages are its KV. Seconds of processor
 until it is ready are told beside those of the clock, as other programs on the machine make the latter longer.
+Python keeps what it compiled, as an installed Paceline has it, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
 from __future__ import annotations
