@@ -38,3 +38,14 @@ def test_the_end_of_a_process_is_seen_while_all_threads_of_the_loop_are_taken(
             await taken
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("4", "4")])
+def test_numpy_has_one_thread_unless_told(given: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "COMMAND", ["sh", "-c", f'test "$OPENBLAS_NUM_THREADS" = {found}'])
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OPENBLAS_NUM_THREADS")
+    process = child.begin()
+    assert process is not None
+    assert asyncio.run(asyncio.wait_for(process.wait(), 10.0)) == 0
