@@ -13,17 +13,20 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.files import Profile, make_loop
 from paceline.control.goodput import Goodput
-from paceline.control.policy import NONE, Outcomes, StepView, Work
-from paceline.control.protocols import PlanContext
+from paceline.control.policy import NONE, Decision, Outcomes, StepView, Work
+from paceline.control.protocols import PlanContext, StepTimes
 from paceline.control.reading import ReadLimits
 from paceline.control.row_by_row import LatencyTarget, Objective
-from paceline.core.nouns import WHOLE_TEXT
+from paceline.core.nouns import WHOLE_TEXT, Batch, BatchRow, Plan, RowPlan, RowVerdict, Verdict
+from paceline.draft.drafter import Needs
+from paceline.engine.drafter_pool import DrafterPool
 
 if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
     from paceline.control.online_cost import OnlineCost
+    from paceline.core.nouns import Draft
 
 NAMES, DEPTH, NUM_ROWS = ("suffix", "draft-model"), 4, 4
 TARGET = TargetCost(Curve.of([1, 4, 8, 128], [0.056, 0.057, 0.066, 0.600]))
@@ -229,6 +232,35 @@ def test_a_drafter_that_lost_its_stores_has_to_read_again() -> None:
     assert not ours.cost.reading_s(view).any()
     ours.loop.forget_texts("draft-model")
     assert (ours.cost.reading_s(view)[1] > 0).all()
+
+
+class Failing:
+    """Drafter that fails whenever it is asked."""
+
+    name, needs = "draft-model", Needs(reads=WHOLE_TEXT, reads_per_step=512)
+
+    def propose(self, batch: Batch, plan: Plan) -> Draft:
+        raise RuntimeError("no memory left")
+
+
+@pytest.mark.parametrize("length", [100, 3000])
+def test_a_drafter_that_fails_in_a_text_has_read_none_of_it(length: int) -> None:
+    loop = Server(length, 0.85, num_rows=1, limits=IN_PIECES).loop
+    assert loop.cost is not None
+    loop.admit(0)
+    loop.view = StepView(np.zeros(1, np.int64), np.full(1, length), np.full(1, DEPTH), Work(0))
+    loop.decision = Decision(np.full(1, DEPTH), np.ones(1, np.int64))
+    batch = Batch(1, (BatchRow(0, "r", 1, DEPTH, samples=True, max_len=length + DEPTH + 1, decodes=True),))
+    pool = DrafterPool([Failing()], 300)  # type: ignore[list-item]
+    before = loop.cost.reading_s(loop.view)
+    draft = pool.propose(batch, Plan({0: RowPlan("draft-model", DEPTH)}))
+    prices = loop.cost.reading.token_s.copy()
+    loop.observe(batch, draft, draft, Verdict((RowVerdict((1,)),)), StepTimes(0.5, 0.1, 1e-4))
+    loop.forget_texts("suffix")  # learns what is pending
+    assert pool.num_failures == 1
+    assert loop.cost.reading.token_s == pytest.approx(prices), "its time is none of reading"
+    drift = exp(loop.cost.machine_drift)
+    assert loop.cost.reading_s(loop.view)[1] / drift == pytest.approx(before[1])
 
 
 def test_seconds_of_reading_make_a_row_late() -> None:

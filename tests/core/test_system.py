@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
+import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import psutil
+import pytest
 
 from paceline.core.system import FIRST_WAIT_S, MAX_WAIT_S, STEADY_S, RestartBackoff, commit_of
 
@@ -49,3 +55,49 @@ def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:
     assert waits == sorted(waits)
     assert set(waits[10:]) == {MAX_WAIT_S}
     assert back_off.wait_s(STEADY_S + 1) == FIRST_WAIT_S
+
+
+PARENT = """
+import os, subprocess, sys, threading, time
+child = "from paceline.core.system import *; end_with_parent(); print('up', flush=True); time.sleep(600)"
+def start():
+    global one
+    one = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    one.stdout.readline()
+starter = threading.Thread(target=start)
+starter.start()
+while len(os.listdir("/proc/self/task")) > 1:  # a thread that was joined may not have ended
+    time.sleep(0.01)
+print(one.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no signal at a parent's end")
+def test_a_stopped_child_ends_with_the_process_that_started_it_and_not_with_the_thread() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    try:
+        stop(child)  # it lives, though the thread is gone
+    finally:
+        parent.kill()
+        parent.communicate()
+    until_it_has_ended(child)
+
+
+def stop(process: psutil.Process) -> None:
+    process.suspend()
+    until(process, psutil.STATUS_STOPPED)
+
+
+def until_it_has_ended(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        until(process, psutil.STATUS_ZOMBIE)  # nobody may ask for its end
+
+
+def until(process: psutil.Process, status: str) -> None:
+    end_s = time.monotonic() + 20
+    while process.status() != status:
+        assert time.monotonic() < end_s, f"it never is {status}"
+        time.sleep(0.01)

@@ -15,6 +15,7 @@ from tempfile import mkdtemp
 from threading import Event
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,6 +35,7 @@ from paceline.engine.request_table import Limits
 from paceline.engine.wire import encode
 from paceline.model.files import hf
 from paceline.model.weights import canonical_names
+from tests.core.test_system import stop
 from tests.engine.same_text import DRAFTER_NOISE, SHARP, STAIRCASE, VOCAB, assert_same, run
 from tests.engine.test_faults import spoil
 from tests.engine.test_overlapped_loop import serve
@@ -269,7 +271,8 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
     until(lambda: process.poll() is not None)
 
 
-def test_it_ends_when_the_engine_s_process_is_killed() -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_ends_when_the_engine_s_process_is_killed(stopped: bool) -> None:
     code = (
         "import sys, time, msgspec; from paceline.engine.remote.supervisor import DrafterProcess\n"
         "from paceline.engine.remote.protocol import BeginDrafter\n"
@@ -283,6 +286,8 @@ def test_it_ends_when_the_engine_s_process_is_killed() -> None:
         parent.stdin.write(encode(BeginDrafter(config(), 0, FEW_PAGES)))
         parent.stdin.close()
         pid = int(parent.stdout.readline())
+        if stopped:
+            stop(psutil.Process(pid))
     finally:
         parent.kill()
         parent.wait()

@@ -17,15 +17,18 @@ from paceline.engine.kv_events import BlockRemoved, BlockStored, KvEventLog, tol
 from paceline.engine.pages import PagePool
 from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_state import RequestState
+from paceline.engine.window_parts import PartedPool
 from paceline.engine.wire import encode
 from paceline.serve.worker.kv_publisher import batch_of
 from tests.engine.same_text import make_engine, run
 from tests.engine.test_kv_disk import CACHING, LONG, LateDiskMachine, ask, request, written
 from tests.engine.test_scheduler import LateSchedulerMachine, SchedulerMachine
+from tests.engine.test_window_parts import PartsMachine
 from tests.engine.test_windows import WindowMachine
 from tests.oracles.kv_index import ArrayBatch, KvIndex, MapBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from paceline.engine.engine import Engine
@@ -47,8 +50,8 @@ class Follower(SchedulerMachine):
     def follow(self) -> KvIndex:
         pool = self.scheduler.pool
         if pool.events is None:
-            pool.events, self.index = KvEventLog(), KvIndex()
-        for event in (events := pool.events.take()):
+            self.log, self.index = pool.tell(), KvIndex()
+        for event in (events := self.log.take()):
             if pool.window == 1 and isinstance(event, BlockStored) and event.parent_block_hash is not None:
                 # A token that sees only itself needs no page before its own, so nobody has told of that one.
                 self.index.texts.setdefault(event.parent_block_hash, ("unknown", ()))
@@ -59,7 +62,7 @@ class Follower(SchedulerMachine):
     @invariant()
     def an_index_knows_what_the_pool_finds(self) -> None:
         index = self.follow()
-        assert index.pages == {told_hash(page_hash) for page_hash in self.scheduler.pool._by_hash}
+        assert index.pages == {told_hash(page_hash) for page_hash in self.found()}
         for told in index.pages:
             mark, text = index.texts[told]
             known = true_hash(text, "salt" if mark else "")
@@ -71,6 +74,10 @@ class Follower(SchedulerMachine):
         self.scheduler.publish()
         self.scheduler.pool.forget()
 
+    def found(self) -> Iterable[bytes]:
+        """Return the hashes of pages that some request can find."""
+        return self.scheduler.pool._by_hash
+
 
 class LateFollower(Follower, LateSchedulerMachine):
     """Outcomes are revealed one step late."""
@@ -78,6 +85,33 @@ class LateFollower(Follower, LateSchedulerMachine):
 
 class WindowFollower(Follower, WindowMachine):
     """Pages behind a window come back."""
+
+
+class PartsFollower(Follower, PartsMachine):
+    """Pages lose their window parts."""
+
+    def follow(self) -> KvIndex:
+        self.hashes: dict[bytes, list[bytes]]  # of every page that was published: those of its text up to it
+        pool = self.scheduler.pool
+        if pool.events is None:
+            self.hashes, publish = {}, pool.publish
+
+            def noted(page: int, page_hash: bytes, chain: RequestState, index: int) -> None:
+                self.hashes[page_hash] = chain.hashes[1 : index + 2]
+                publish(page, page_hash, chain, index)
+
+            pool.publish = noted  # type: ignore[method-assign, assignment]
+        return super().follow()
+
+    def found(self) -> Iterable[bytes]:
+        """Look at every prefix whose pages are all there, with the parts of its last window."""
+        pool, found = self.scheduler.pool, set[bytes]()
+        assert isinstance(pool, PartedPool)
+        for hashes in map(self.hashes.__getitem__, pool._by_hash):
+            pages = [pool._by_hash.get(page_hash, -1) for page_hash in hashes]
+            if min(pages) >= 0 and all(pool._there[page] for page in pages[pool.first_page(len(pages)) :]):
+                found.update(hashes)
+        return found
 
 
 class DiskFollower(Follower, LateDiskMachine):
@@ -98,6 +132,8 @@ TestLateFollower = LateFollower.TestCase
 TestLateFollower.settings = _SETTINGS
 TestWindowFollower = WindowFollower.TestCase
 TestWindowFollower.settings = _SETTINGS
+TestPartsFollower = PartsFollower.TestCase
+TestPartsFollower.settings = _SETTINGS
 TestDiskFollower = DiskFollower.TestCase
 TestDiskFollower.settings = _SETTINGS
 
@@ -111,20 +147,20 @@ def chain_of(token_ids: tuple[int, ...], salt: str = "") -> RequestState:
 
 def test_pages_one_after_another_are_one_event() -> None:
     pool, chain = PagePool(4), chain_of(LONG[:70])
-    pool.events = KvEventLog()
+    log = pool.tell()
     pages = pool.take(4)
     for index, page in enumerate(pages):
         pool.publish(page, chain.hashes[index + 1], chain, index)
     pool.give_back(reversed(pages))
     pool.take(3)
-    stored, removed = pool.events.take()
+    stored, removed = log.take()
     told = [told_hash(page_hash) for page_hash in chain.hashes[1:]]
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.parent_block_hash) == (told, None)
     assert stored.token_ids == list(LONG[:64])
     assert isinstance(removed, BlockRemoved)
     assert removed.block_hashes == told[:0:-1]
-    assert not pool.events.waits
+    assert not log.waits
 
 
 @pytest.mark.parametrize(("form", "batch"), [("map", MapBatch), ("array", ArrayBatch)])
@@ -149,7 +185,7 @@ def followed(engine: Engine, index: KvIndex) -> KvIndex:
     """Take in what an engine's pool tells."""
     engine.scheduler.publish()
     pool = engine.scheduler.pool
-    assert pool.events is not None
+    assert isinstance(pool.events, KvEventLog)
     index.apply(bytes(encode(batch_of(pool.events.take(), CONFIG))))
     assert index.pages == {told_hash(page_hash) for page_hash in pool._by_hash}
     return index

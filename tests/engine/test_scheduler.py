@@ -118,6 +118,7 @@ class BruteForceBackend:
 
 class SchedulerMachine(RuleBasedStateMachine):
     lag = 0
+    steps_without_oldest = 0
 
     @initialize(
         num_rows=st.integers(1, 5),
@@ -172,6 +173,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.backend.rows.pop(row, None)
         assert sum(r.num_known for r in batch.rows if not r.decodes) <= self.scheduler.limits.prefill_tokens
         assert all(r.max_drafts <= max(plan.k(r.row), 0) for r in batch.rows)
+        oldest = next((r for r in self.scheduler.running if not r.ended), None)
+        rests = oldest is None or not batch.rows or any(r.row == oldest.row for r in batch.rows)
+        self.steps_without_oldest = 0 if rests else self.steps_without_oldest + 1
+        assert self.steps_without_oldest <= 1 + self.lag, "the oldest request waits for newer ones"
         self.backend.run(batch)
         gained = 0
         if (revealed := self.backend.reveal()) is not None:

@@ -253,6 +253,32 @@ def test_memory_counts_for_admission() -> None:
     pool.check([])
 
 
+@pytest.mark.parametrize(("total", "newer"), [(125, "abc"), (137, "abcdef")])
+def test_an_older_prompt_waits_for_no_newer_answer(total: int, newer: str) -> None:
+    """The other group's short prompts began beside it, and their answers hold all window parts."""
+    pool, _ = parted(300, total=total)
+    scheduler = Scheduler(Limits(8, prefill_tokens=16), pool)
+
+    def step(group: int | None = None) -> set[str]:
+        batch = scheduler.schedule(Plan(), group)
+        for r in batch.rows:
+            scheduler.reveal(r, scheduler.requests[r.request_id], (7,) if r.samples else ())
+        scheduler.check()
+        return {r.request_id for r in batch.rows}
+
+    old = scheduler.add(Request("old", (1,) * 900, SamplingParams(max_tokens=9), 0))
+    step(0)
+    for name in newer:
+        scheduler.add(Request(name, (ord(name),) * 5, SamplingParams(max_tokens=2000), 0))
+    for _ in range(20):
+        step(1)
+    waited = 0
+    while not old.decoding:
+        waited = 0 if "old" in step() else waited + 1
+        assert waited <= 1, "it waits for newer ones"
+    assert scheduler.num_preemptions, "window parts were short"
+
+
 @dataclass
 class AllOnDisk:
     """A disk that has every page, and ends each reading at once."""

@@ -431,6 +431,38 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     assert told == [LineBroke, LineBroke, EngineDied, LineBroke]
 
 
+@pytest.mark.ray
+def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is attached again ever later, and from the fourth break on answers are not sent to its process again."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+    from paceline.ray import host_engines
+
+    ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
+
+    async def work() -> list[type]:
+        told: list[Event] = []
+
+        async def pieces() -> AsyncIterator[Any]:
+            yield asyncio.sleep(0, encode([EngineUp(ready, 0)]))
+            request = Request(f"r{len(told)}", (1,), SamplingParams(max_tokens=2), 0)
+            await engines.submit([request], told.append)
+            raise ValueError("these bytes are no messages")
+
+        stream = SimpleNamespace(remote=lambda _: pieces())
+        attach = SimpleNamespace(options=lambda **_: stream)
+        nothing = SimpleNamespace(remote=lambda *_: None)
+        engines = host_engines.HostEngines(SimpleNamespace(attach=attach, detach=nothing, send=nothing), "front")
+        while len(told) < 5:
+            await asyncio.sleep(0.001)
+        await engines.stop()
+        return [type(event) for event in told[:5]]
+
+    pauses = [host_engines.again_s(breaks) for breaks in (1, 2, 3, 9, 5000)]
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 25.6, 25.6])
+    monkeypatch.setattr(host_engines, "AGAIN_S", 1e-4)
+    assert asyncio.run(work()) == [LineBroke, LineBroke, LineBroke, EngineDied, EngineDied]
+
+
 def test_a_front_is_told_of_each_process_once() -> None:
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from paceline.core.errors import BadModelFile, QueueFull, RequestError
@@ -15,6 +18,7 @@ from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox import keeper
 from paceline.serve.sandbox.jobs import CheckGrammar, JobDone, SetTokenizer
 from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
+from tests.core.test_system import stop, until_it_has_ended
 from tests.tiny import tiny_raw_tokenizer
 
 if TYPE_CHECKING:
@@ -71,6 +75,25 @@ def test_a_killed_process_is_replaced(sandbox: Sandbox) -> None:
     sandbox._process.kill()
     sandbox._process.wait()
     assert made.render_all([HELLO]) == ["ok"]
+
+
+def test_a_stopped_process_ends_when_the_server_is_killed() -> None:
+    code = (
+        "import time; from paceline.serve.sandbox.keeper import *\n"
+        "from paceline.model.template_source import TemplateSource\n"
+        "sandbox = Sandbox('chat template', param='messages')\n"
+        "SandboxedTemplate(TemplateSource('ok', {}), sandbox)\n"
+        "print(sandbox._process.pid, flush=True); time.sleep(600)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    process = psutil.Process(int(server.stdout.readline()))
+    try:
+        stop(process)
+    finally:
+        server.kill()
+        server.communicate()
+    until_it_has_ended(process)
 
 
 def test_the_key_stays_out_of_the_process(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

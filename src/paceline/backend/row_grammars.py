@@ -89,7 +89,7 @@ class RowGrammars:
             else d
             for r, d in rows
         )
-        return Draft(tuple(fitted), draft.budget, draft.branched)
+        return Draft(tuple(fitted), draft.budget, draft.branched, draft.failed)
 
     def _fit_row(self, r: BatchRow, d: RowDraft, filler: str | None) -> RowDraft:
         if d.is_bound:

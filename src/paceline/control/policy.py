@@ -113,6 +113,7 @@ class Outcomes:
     wait_s: float = 0.0  # time in which these rows waited for the other group's step
     num_drafted: NDArray[int64] | None = None  # [n] drafts proposed; None: those planned
     touched: tuple[float, ...] = ()  # as `StepTimes.touched`
+    failed: tuple[int, ...] = ()  # drafters that were asked and failed: they read nothing
     read_s: float | None = None  # time of reading texts, which `draft_s` is without; None: none was read
 
     @property
@@ -186,7 +187,8 @@ def outcomes_of(
     )
     rows, drafters, num_drafted, num_verified, num_accepted = arrays
     said = confidence if confidence.size else None
-    outcomes = Outcomes(
-        rows, drafters, num_verified, num_accepted, draft_s, target_s, host_s, said, wait_s, num_drafted, touched
-    )
+    failed = tuple(indices[name] for name in proposed.failed)
+    counts = num_verified, num_accepted
+    times = draft_s, target_s, host_s
+    outcomes = Outcomes(rows, drafters, *counts, *times, said, wait_s, num_drafted, touched, failed)
     return outcomes, Work(*prefill) if prefill[0] else NO_WORK

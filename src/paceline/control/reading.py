@@ -119,6 +119,8 @@ class TextReading:
         self._num_rows = len(rows)
         self.count(len(rows) + sum(o.num_accepted.tolist()))
         asked = decision.ks > 0
+        if o.failed:
+            asked &= ~np.isin(decision.drafters, o.failed)
         if not any(asked.tolist()) or rows.tolist() != view.rows.tolist():
             return None
         self._make_room(max(rows.tolist()))

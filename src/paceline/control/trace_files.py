@@ -118,7 +118,7 @@ class Tracer:
         seconds = {"draft_s": o.draft_s, "target_s": o.target_s, "host_s": o.host_s, "wait_s": o.wait_s}
         drafted = None if o.num_drafted is None else o.num_drafted.tolist()
         got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
-        got |= {"touched": list(o.touched)} if o.touched else {}
+        got |= {name: list(some) for name in ("touched", "failed") if (some := getattr(o, name))}
         if paid is not None:
             got["with_branches"] = [paid.num_verified.tolist(), paid.num_accepted.tolist()]
         self._write(outcomes=got, prefill=list(prefill.as_ints), group=group)
@@ -301,6 +301,7 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         wait_s=float(got.get("wait_s", 0.0)),
         num_drafted=None if got.get("num_drafted") is None else np.array(got["num_drafted"], np.int64),
         touched=tuple(map(float, got.get("touched", ()))),
+        failed=tuple(map(int, got.get("failed", ()))),
     )
 
 

@@ -209,6 +209,7 @@ class Draft:
     rows: tuple[RowDraft, ...]  # [num_rows], as in `Batch.rows`
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
     branched: bool = False  # True where some row has branches
+    failed: frozenset[str] = frozenset()  # drafters that were asked and failed
 
     @property
     def is_empty(self) -> bool:

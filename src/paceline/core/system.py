@@ -44,6 +44,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
 
 
 # What figures depend on --------------------------------------------------------------------------
@@ -329,8 +330,20 @@ def file_size(path: Path) -> int:
     return found.st_size
 
 
+def wake_with_parent() -> None:
+    """Ask to be woken, if stopped, when the parent ends: Linux does so.
+
+    SIGKILL would come too early: the signal is sent whenever the thread ends that started this process.
+    """
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
+
+
 def end_with_parent() -> None:
     """Exit at once when stdin ends: the parent held it open, so it is gone."""
+    wake_with_parent()
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 1024):

@@ -99,7 +99,8 @@ class StepDrafters:
             if failed or self._backoff.failures:
                 self._backoff.note(name, failed=failed)
         asked = any(p.branches for p in plan.rows.values())
-        return Draft(tuple(rows), branched=asked and any(d.branches is not None for d in rows))
+        branched = asked and any(d.branches is not None for d in rows)
+        return Draft(tuple(rows), branched=branched, failed=frozenset(planned & self._failed_now))
 
     def _previewed(self, batch: Batch, plan: Plan, name: str) -> Draft | None:
         """Return the planned part of a drafter's preview of this step, or None."""

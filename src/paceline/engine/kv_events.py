@@ -59,6 +59,14 @@ def told_hash(page_hash: bytes) -> int:
     return int.from_bytes(page_hash[:HASH_BYTES], "big")
 
 
+def page_event(page_hash: bytes, chain: PageChain, index: int) -> BlockStored:
+    """Return the event of a text's page, alone."""
+    told, parent = told_hash(page_hash), told_hash(chain.hashes[index]) if index else None
+    token_ids = chain.token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
+    salted = [[chain.hashes[0][:HASH_BYTES].hex()]] if chain.request.salt else None
+    return BlockStored([told], parent, token_ids, PAGE_TOKENS, None, MEDIUM, None, salted)
+
+
 class KvEventLog:
     """Events of a page pool in their order, until they are taken."""
 
@@ -66,18 +74,18 @@ class KvEventLog:
         self._events: list[KvEvent] = []
 
     def stored(self, page_hash: bytes, chain: PageChain, index: int) -> None:
-        """Note that a text's page can be found. Pages one after another become one event."""
-        told, parent = told_hash(page_hash), told_hash(chain.hashes[index]) if index else None
-        token_ids = chain.token_ids[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
-        salted = [[chain.hashes[0][:HASH_BYTES].hex()]] if chain.request.salt else None
+        """Note that a text's page can be found."""
+        self.put(page_event(page_hash, chain, index))
+
+    def put(self, event: BlockStored) -> None:
+        """Take a page's own event, which may change; pages in a row become one event."""
         last = self._events[-1] if self._events else None
-        if index and isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
-            last.block_hashes.append(told)
-            last.token_ids += token_ids
-            if last.extra_keys is not None and salted is not None:  # equal parents have equal salts
-                last.extra_keys += salted
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == event.parent_block_hash:
+            last.block_hashes += event.block_hashes
+            last.token_ids += event.token_ids
+            if last.extra_keys is not None and event.extra_keys is not None:  # equal parents have equal salts
+                last.extra_keys += event.extra_keys
         else:
-            event = BlockStored([told], parent, token_ids, PAGE_TOKENS, None, MEDIUM, None, salted)
             self._events.append(event)
 
     def removed(self, page_hash: bytes) -> None:

@@ -45,11 +45,7 @@ def _make_room(table: RequestTable, state: RequestState) -> bool:
     if need <= 0:
         return True
     while need > table.pool.num_available:
-        victim = next((r for r in reversed(table.running) if not r.in_flight and not r.ended), None)
-        if victim is None or victim.order < state.order:
-            return False
-        table.preempt(victim)
-        if victim is state:
+        if not table.preempt_newer(state.order - 1) or state.row < 0:
             return False
     state.pages.extend(table.pool.take(need))
     return True

@@ -38,7 +38,7 @@ class Prefiller(RequestTable):
         admissions: list[Admission] = []
         beside = bool(rows)
         for state in begun:
-            if budget > 0 and not self.out_of_pages and self._hold_chunk(state, budget):
+            if budget > 0 and state.row >= 0 and not self.out_of_pages and self._hold_chunk(state, budget):
                 cost = state.token_cost(beside=beside)
                 rows.append(self._prefill_row(state, budget // cost))
                 budget -= rows[-1].num_known * cost
@@ -64,15 +64,13 @@ class Prefiller(RequestTable):
         if missing > 0:
             self.publish()
             most = self._most_pages - (state.num_whole - state.num_past)
-            state.num_bare = self.pool.grow(state.pages, state.num_bare, max(0, min(missing, most)))
-        self.out_of_pages = state.num_whole * PAGE_TOKENS <= state.scheduled_len
+            grows = max(0, min(missing, most))
+            state.num_bare = self.pool.grow(state.pages, state.num_bare, grows)
+            while grows and _lacks_page(state) and self.preempt_newer(state.order):
+                state.num_bare = self.pool.grow(state.pages, state.num_bare, grows)
+        self.out_of_pages = _lacks_page(state)
+        self.short = state if self.out_of_pages else None
         return not self.out_of_pages
-
-    def _unblock(self) -> None:
-        """Preempt the newest of several rows that wait in prefill for each other's pages."""
-        stuck = [r for r in self.running if not r.decoding and not r.ended]
-        if len(stuck) > 1 and not any(r.in_flight for r in self.running):
-            self.preempt(stuck[-1])
 
     # Admission -----------------------------------------------------------------------------------
 
@@ -132,6 +130,11 @@ class Prefiller(RequestTable):
         self.pool.give_back(reversed(reading.held))
         disk.reading = None
         return True
+
+
+def _lacks_page(state: RequestState) -> bool:
+    """Return True without room for the next token of a prefill."""
+    return state.num_whole * PAGE_TOKENS <= state.scheduled_len
 
 
 def _admission(state: RequestState) -> Admission:

@@ -12,12 +12,13 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.engine.kv_events import KvEventLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from paceline.engine.kv_disk import KvDisk
-    from paceline.engine.kv_events import KvEventLog, PageChain
+    from paceline.engine.kv_events import PageChain
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
@@ -46,6 +47,11 @@ class PrefixCache:
         self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
         self.disk: KvDisk | None = None
         self.events: KvEventLog | None = None
+
+    def tell(self) -> KvEventLog:
+        """Return a log that is told of pages published and evicted from now on."""
+        self.events = KvEventLog()
+        return self.events
 
     # Pages by hash -------------------------------------------------------------------------------
 

@@ -43,7 +43,8 @@ class RequestTable:
         self.requests: dict[str, RequestState] = {}  # waiting and running, by request id
         self.num_queued_tokens = 0
         self.num_preemptions = 0
-        self.out_of_pages = False  # in the last step a decoding row got no page
+        self.out_of_pages = False  # in the last step a row got no page
+        self.short: RequestState | None = None  # it got none for its prefill: newer rows pause in the next step
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
         self._num_arrived = 0
@@ -112,6 +113,14 @@ class RequestTable:
         state.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(state)
+
+    def preempt_newer(self, order: int) -> bool:
+        """Preempt the newest request without a pass in flight, if it came after `order`."""
+        victim = next((r for r in reversed(self.running) if not r.in_flight and not r.ended), None)
+        if victim is None or victim.order <= order:
+            return False
+        self.preempt(victim)
+        return True
 
     def _leave(self, state: RequestState) -> None:
         self._vacate(state)

@@ -3,7 +3,7 @@
 The next step may be scheduled before the last one's outcome is known. The scheduler then works with upper bounds:
 a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
 
-- First come, first served: an older request never waits for a newer one.
+- First come, first served: an older request never waits for a newer one, but for its passes in flight.
 - Pages for every draft of a step are held before drafting. Where they do not last, drafts shrink first, and then
   the newest request is preempted and later recomputed (`page_shortage.py`).
 
@@ -73,15 +73,15 @@ class Scheduler(Prefiller):
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
         if self.pool.disk is not None:
             self.end_reading()  # or its pages could lack to those that run
-        rows = self._going_on(plan, group)
+        short, self.short = self.short, None
+        rows = None if short else self._going_on(plan, group)
         if rows is None:
-            rows = decode_what_fits(self, self.decoding(group), plan)
+            going = [r for r in self.decoding(group) if short is None or r.order < short.order]
+            rows = decode_what_fits(self, going, plan)
         begun = self.prefilling(group)
         admissions: tuple[Admission, ...] = ()
         if begun or (self.waiting and self._free_rows):
             admissions = self._prefill(rows, begun, plan.prefill_tokens, group)
-        if not rows:
-            self._unblock()
         self._step += 1
         return Batch(self._step, tuple(rows), admissions)
 

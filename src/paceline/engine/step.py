@@ -61,7 +61,7 @@ class StepInput:
 
     def take_made(self, made: Draft, scored: Draft) -> None:
         """Replace bounds by the drafts that the device has made, and by those scored."""
-        self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)))
+        self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)), failed=self.proposed.failed)
         self.draft = scored
 
 

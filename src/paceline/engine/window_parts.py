@@ -15,12 +15,13 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from paceline.engine.sliding_pages import SlidingPool
+from paceline.engine.window_events import WindowEvents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from paceline.backend.page_bytes import Budget
-    from paceline.engine.kv_events import PageChain
+    from paceline.engine.kv_events import KvEventLog, PageChain
 
 
 class PartedPool(SlidingPool):
@@ -63,6 +64,11 @@ class PartedPool(SlidingPool):
     def slides(self) -> bool:  # type: ignore[override]
         """True: window parts are no drafter's."""
         return True
+
+    def tell(self) -> KvEventLog:
+        """See `PrefixCache`."""
+        self.events = WindowEvents(self)
+        return self.events
 
     # Room ----------------------------------------------------------------------------------------
 
@@ -135,6 +141,8 @@ class PartedPool(SlidingPool):
         self._used -= self.budget.part
         if self.disk is not None:
             self.disk.withdraw(page)
+        if isinstance(self.events, WindowEvents) and (page_hash := self._hash[page]) is not None:
+            self.events.lost(page_hash)
         self._drop(page)
 
     def _drop_freed(self, page: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from paceline.serve.worker.commands import Command, Obeyed
     from paceline.serve.worker.messages import Language, Ready
 
-AGAIN_S = 0.1  # before a line that broke is attached again
+AGAIN_S = 0.1  # before a line that broke is attached again; doubled each time that it breaks at once again
+MOST_DOUBLED = 8  # times
+STEADY_S = 30.0  # that a line must last for its breaks to be forgotten
+MOST_BREAKS = 4  # of a line, from which on its replica counts as failed: no answer comes back to this process
 BROKE = "the line to a replica broke; it is attached again, so try again"
 log = logging.getLogger(__name__)
 
@@ -148,7 +152,9 @@ class HostEngines:
 
     async def _listen(self) -> None:
         """Take in messages until the actor ends."""
+        breaks = 0
         while not self.dead:
+            began_s = time.monotonic()
             try:
                 async for piece in self._host.attach.options(num_returns="streaming").remote(self._front):
                     for message in read_from_host(await piece):
@@ -158,8 +164,9 @@ class HostEngines:
                 self.dead = True
             except Exception:
                 log.exception("the line to a replica broke; it is attached again")
-            self._down(EngineDied(RESTARTING) if self.dead else LineBroke(BROKE))
-            await asyncio.sleep(AGAIN_S)
+            breaks = 1 if time.monotonic() - began_s > STEADY_S else breaks + 1
+            self._down(EngineDied(RESTARTING) if self.dead or breaks >= MOST_BREAKS else LineBroke(BROKE))
+            await asyncio.sleep(again_s(breaks))
         if not self.first_ready.done():
             self.first_ready.set_exception(EngineDied("the replica's actor ended before its engine was ready"))
             self.first_ready.exception()  # nobody else need look
@@ -194,3 +201,8 @@ class HostEngines:
     def _down(self, why: EngineDied) -> None:
         self.ready = None
         self._open.fail(why)
+
+
+def again_s(breaks: int) -> float:
+    """Return the seconds before a line that broke so many times is attached again."""
+    return AGAIN_S * 2.0 ** min(breaks - 1, MOST_DOUBLED)

@@ -221,6 +221,22 @@ def test_an_answer_goes_on_at_its_only_replica_after_lines_broke(said: int) -> N
                 bench.fakes[0].load()
             await bench.finish(request)
             assert bench.fakes[0].restarts == 0
+            breaks = MOST_STRIKES + 1 + bool(said)
+            assert bench.metric('paceline_resumed_total{why="line"}') == breaks
+            assert bench.metric("paceline_resumed_total") == breaks, "no other reason is told"
+            assert bench.metric("paceline_moved_total") == 0
+
+    run(scenario)
+
+
+def test_with_resume_off_an_answer_that_told_nothing_outlives_a_line() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2, resume="off") as bench:
+            request = request_of("r")
+            heard = await bench.ask(request)
+            bench.writer("r").lose_line()
+            assert heard.error is None
+            await bench.finish(request)
 
     run(scenario)
 

@@ -21,7 +21,7 @@ from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
 from paceline.serve.fleet.hedging import Hedging
-from paceline.serve.fleet.journal import DEATH, HANG, WordsMissing
+from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
 from paceline.serve.fleet.tail import Tail
@@ -39,9 +39,7 @@ log = logging.getLogger(__name__)
 
 MIXED = "replica %s has another promise key than others: %s"
 ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
-MOVES = frozenset({"drain", "move"})
 TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
-LEAVES = MOVES | {HANG}  # reasons to leave a replica that may live
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
 DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
@@ -301,7 +299,8 @@ class EngineFleet:
             return
         member = self.members[leg.replica]
         if isinstance(event, EngineDied):
-            self._lost(answer, leg, "drain" if member.draining or isinstance(event, LineBroke) else DEATH, event)
+            loss = LINE if isinstance(event, LineBroke) else DEATH
+            self._lost(answer, leg, "drain" if member.draining else loss, event)
         elif isinstance(event, PacelineError):
             self._lost(answer, leg, "broken", event)
         elif not isinstance(event, Disconnected):

@@ -29,6 +29,9 @@ BROKEN = "broken"
 FAULTS = frozenset({DEATH, BROKEN})  # reasons to blame a request
 MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
 HANG = "hang"  # is one only if the process was then replaced
+LINE = "line"  # to its replica broke
+MOVES = frozenset({"drain", "move"})
+LEAVES = MOVES | {HANG, LINE}  # reasons to leave a replica that may live
 LEG_MARK = "~"  # before the number of a leg in its id
 MOST_LISTED = 200  # open requests in a table
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError, RequestError
+from paceline.core.system import wake_with_parent
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox.jobs import (
@@ -82,6 +83,7 @@ def _check(kind: str, text: str, tokenizer: Tokenizer | None) -> None:
 def main() -> None:
     """Work through jobs until the server closes its end."""
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
+    wake_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

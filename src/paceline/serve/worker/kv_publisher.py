@@ -101,9 +101,8 @@ class KvPublisher:
 
     def _follow(self, pool: PagePool | None) -> None:
         self._pool = pool
+        self._log = KvEventLog() if pool is None else pool.tell()
         self._log.cleared()
-        if pool is not None:
-            pool.events = self._log
 
     def close(self) -> None:
         """Send what is left, and end."""

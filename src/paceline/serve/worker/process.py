@@ -25,7 +25,7 @@ from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
-from paceline.core.system import end_with_parent, give_memory_back, stay_on
+from paceline.core.system import end_with_parent, give_memory_back, stay_on, wake_with_parent
 from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
@@ -400,6 +400,7 @@ def run(address: str) -> int:
 def main() -> int:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    wake_with_parent()
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
         line = stdin.readline()
     if not line:
