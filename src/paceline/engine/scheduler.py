@@ -76,7 +76,7 @@ class Scheduler(Prefiller):
         rows = self._going_on(plan, group)
         if rows is None:
             rows = decode_what_fits(self, self.decoding(group), plan)
-        begun = self.prefilling(group)
+        begun = self.prefilling(group) if len(rows) < len(self.running) else []
         admissions: tuple[Admission, ...] = ()
         if begun or (self.waiting and self._free_rows):
             admissions = self._prefill(rows, begun, plan.prefill_tokens, group)
