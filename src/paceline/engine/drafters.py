@@ -158,11 +158,8 @@ class StepDrafters:
             return None
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
-        token_ids = map(integer, draft.token_ids)
-        fits = len(draft) <= max_drafts and (
-            drafter.needs.late or all(0 <= token_id < self._vocab_size for token_id in token_ids)
-        )
-        fits = fits and all(isfinite(c) for c in draft.confidence or ())
+        fits = len(draft) <= max_drafts and (drafter.needs.late or self._in_range(draft.token_ids))
+        fits = fits and all(map(isfinite, draft.confidence or ()))
         fits = fits and (draft.branches is None or self._are_branches(draft.branches, len(draft)))
         fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
         if not fits:
@@ -170,8 +167,11 @@ class StepDrafters:
         return fits
 
     def _are_branches(self, branches: Branches, num_chain: int) -> bool:
-        in_range = all(0 <= integer(token_id) < self._vocab_size for token_id in branches.token_ids)
-        return in_range and branches.fits(num_chain)
+        return self._in_range(branches.token_ids) and branches.fits(num_chain)
+
+    def _in_range(self, token_ids: Sequence[int]) -> bool:
+        checked = [*map(integer, token_ids)]
+        return not checked or 0 <= min(checked) <= max(checked) < self._vocab_size
 
     def _are_probs(self, probs: NDArray[floating], count: int) -> bool:
         return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
