@@ -126,7 +126,9 @@ class Stats:
         self.decode_passes += 1
         _bump_at(self.k_histogram, len(draft), 1)
         if proposed.drafter is not None:
-            counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
+            if proposed.drafter not in self.drafters:
+                self.drafters[proposed.drafter] = DraftCounts()
+            counts = self.drafters[proposed.drafter]
             counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
 
 
