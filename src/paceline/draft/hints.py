@@ -67,9 +67,8 @@ class Hints:
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
         """Take in the drafts of some rows, before they are scored."""
-        if any(self.recycled_gains):
-            newest = {row: self._rows.tokens(row)[-1].item() for row in drafts}
-            self._drafted |= {row: [newest[row], *token_ids] for row, token_ids in drafts.items()}
+        for row, token_ids in drafts.items() if any(self.recycled_gains) else ():
+            self._drafted[row] = [self._rows.tokens(row).item(-1), *token_ids]
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the target's choices behind the first draft that it refused."""
