@@ -104,8 +104,8 @@ class Stats:
         self.overlapped_s += overlapped_s
 
     def count_plain(self, num_passes: int, num_tokens: int) -> None:
-        """Add decode passes without drafts, of rows that go on, and their tokens."""
-        if num_passes:
+        """Add decode passes without drafts, and the tokens of all rows that go on."""
+        if num_tokens:
             _bump_at(self.k_histogram, 0, num_passes)
             self.decode_passes += num_passes
             self.decoded_tokens += num_tokens
