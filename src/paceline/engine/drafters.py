@@ -19,7 +19,7 @@ from paceline.draft.drafter import DrafterUnavailable, StoresLost
 from paceline.engine.failure_backoff import FailureBackoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy import float64, floating
     from numpy.typing import NDArray
@@ -68,9 +68,8 @@ class StepDrafters:
         found: dict[int, NDArray[float64]] = {}
         for name, drafter in self.drafters.items():
             if drafter.needs.instant:
-                k = drafter.needs.max_k
-                depths = {row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)}
-                drafts = {} if self._idle(drafter) else self._guard(drafter, _look, drafter, depths) or {}
+                bounds = drafter.needs.max_k, rows, max_drafts
+                drafts = {} if self._idle(drafter) else self._guard(drafter, _look, drafter, *bounds) or {}
                 self._previews[name] = drafts
                 found[self._index[name]] = confidence_of([drafts.get(row, NO_DRAFT) for row in rows])
         return found
@@ -91,7 +90,7 @@ class StepDrafters:
         planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
         for name in sorted(planned & self.drafters.keys()):
             drafter = self.drafters[name]
-            own = plan.only(name)
+            own = plan if len(planned) == 1 else plan.only(name)
             self._failed_now.discard(name)
             draft = self._previewed(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
             self._guard(drafter, self._merge, drafter, draft, batch, rows, own)
@@ -177,5 +176,5 @@ class StepDrafters:
         return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
 
 
-def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
-    return drafter.preview(max_drafts)
+def _look(drafter: Lookup, k: int, rows: Sequence[int], max_drafts: Sequence[int]) -> dict[int, RowDraft]:
+    return drafter.preview({row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)})
