@@ -79,9 +79,11 @@ class Hints:
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
             kept = v.num_on_chain
             if drafted and start + kept + 1 < end <= start + len(drafted):
-                recycled = self._recycled.setdefault(r.row, kernels.RecycledTokens())
+                if r.row not in self._recycled:
+                    self._recycled[r.row] = kernels.RecycledTokens()
                 place = self._rows.known_len(r.row) - len(v.token_ids)
-                recycled.learn(drafted[: end - start], scores.chosen[start:end], kept, place)
+                said = drafted[: end - start], scores.chosen[start:end]
+                self._recycled[r.row].learn(*said, kept, place)
 
     def release(self, row: int) -> None:
         """Forget a row."""
