@@ -246,8 +246,7 @@ class Verbs:
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
         left = self._take_in(drafted, verdict)
-        rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
-        kept = [self._commit_row(r, v, p, d) for r, v, p, d in rows]
+        kept = [self._commit_row(batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.learn(batch.num_known_tokens, scored.target_s)
