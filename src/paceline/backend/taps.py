@@ -44,7 +44,7 @@ class HostTapStore:
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
         """Keep the taps of row i's first `counts[i]` tokens, clamped to half precision's range."""
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
-        starts: list[int] = taps.cu_len[:-1].tolist()
+        starts: list[int] = taps.cu_len.tolist()[:-1]
         kernels.write_halves(states, starts, list(counts), taps.slots, self.bits)
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:

@@ -24,7 +24,8 @@ def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, gr
     previews: query the lookup drafters before the plan. Also done if a request asks for its own speculation.
     """
     decoding = scheduler.decoding(group)
-    rows, lengths, max_drafts = kernels.draft_bounds(decoding)
+    bounds = kernels.draft_bounds(decoding)
+    rows, lengths, max_drafts = bounds[0], bounds[1], bounds[2]  # to iterate ends with an exception
     special = [r for r in decoding if r.asks] if scheduler.any_asks else []
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
     num_waiting = len(scheduler.waiting)

@@ -181,7 +181,7 @@ def prepare(
             token_ids,
             logits=logits if num_logit_rows else None,
             logit_idx=logit_rows(specs) if num_logit_rows else None,
-            taps=dict(zip(taps, states, strict=True)),
+            taps={tap: states[index] for index, tap in enumerate(taps)},
             margins=margins if margins.size else None,
         ),
     )
