@@ -197,7 +197,7 @@ class ClosedLoop:
 
         With a trace, or with two groups, it learns at once: the other group is planned by what this one taught.
         """
-        num_tokens = sum(len(v.token_ids) for v in verdict.rows)
+        num_tokens = sum([len(v.token_ids) for v in verdict.rows])
         self._num_tokens += num_tokens
         if self._reuses:
             only_decodes = batch.num_known_tokens == len(batch.rows)

@@ -135,7 +135,7 @@ class PlanReuse:
 
 def _previewed(view: StepView) -> int:
     """Return the most drafts that any row is previewed."""
-    return max((preview.shape[1] for preview in view.previews.values()), default=0)
+    return max([preview.shape[1] for preview in view.previews.values()], default=0)
 
 
 # Hysteresis --------------------------------------------------------------------------------------
