@@ -5,18 +5,17 @@
 #include <vector>
 
 #include "bind/arrays.h"
+#include "bind/attribute.h"
 
 namespace paceline {
 namespace {
 
 // Attributes of the nouns that are read here.
 struct Names {
-    nb::object row = attribute("row"), decodes = attribute("decodes"), drafter = attribute("drafter"), token_ids = attribute("token_ids"),
-               confidence = attribute("confidence"), num_accepted = attribute("num_accepted"), num_known = attribute("num_known"),
-               samples = attribute("samples"), max_len = attribute("max_len"), in_flight = attribute("in_flight"),
-               in_flight_tokens = attribute("in_flight_tokens"), request = attribute("request"), speculation = attribute("speculation"),
-               prompt_ids = attribute("prompt_ids"), params = attribute("params"), max_tokens = attribute("max_tokens"),
-               most = attribute("most");
+    Attribute row{"row"}, decodes{"decodes"}, drafter{"drafter"}, token_ids{"token_ids"}, confidence{"confidence"},
+        num_accepted{"num_accepted"}, num_known{"num_known"}, samples{"samples"}, max_len{"max_len"}, in_flight{"in_flight"},
+        in_flight_tokens{"in_flight_tokens"}, request{"request"}, speculation{"speculation"}, prompt_ids{"prompt_ids"},
+        params{"params"}, max_tokens{"max_tokens"}, most{"most"};
 };
 
 const Names& names() {
@@ -24,7 +23,7 @@ const Names& names() {
     return *all;
 }
 
-bool decodes(nb::handle row) { return nb::cast<bool>(row.attr(names().decodes)); }
+bool decodes(nb::handle row) { return nb::cast<bool>(names().decodes.get(row)); }
 
 // Transpose numbers [n, kinds] to [kinds, n].
 Returned<int64_t, 2> table(const std::vector<int64_t>& numbers, size_t kinds, size_t n) {
@@ -46,10 +45,10 @@ Returned<double, 2> padded(const std::vector<std::vector<double>>& lines) {
     return returned(std::move(numbers), lines.size(), depth);
 }
 
-int64_t num_drafts(nb::handle draft) { return static_cast<int64_t>(nb::len(nb::object(draft.attr(names().token_ids)))); }
+int64_t num_drafts(nb::handle draft) { return static_cast<int64_t>(nb::len(nb::object(names().token_ids.get(draft)))); }
 
 int64_t drafter_of(nb::handle draft, const nb::dict& indices, int64_t none) {
-    const nb::object drafter = draft.attr(names().drafter);
+    const nb::object drafter = names().drafter.get(draft);
     return !drafter.is_none() && indices.contains(drafter) ? nb::cast<int64_t>(indices[drafter]) : none;
 }
 
@@ -69,17 +68,17 @@ nb::tuple draft_arrays(const nb::tuple& rows, const nb::tuple& drafts, const nb:
     for (size_t i = 0; i < nb::len(rows); ++i) {
         if (!decodes(rows[i])) continue;
         const nb::handle draft = drafts[i];
-        numbers.push_back(nb::cast<int64_t>(rows[i].attr(names().row)));
+        numbers.push_back(nb::cast<int64_t>(names().row.get(rows[i])));
         numbers.push_back(drafter_of(draft, indices, none));
         numbers.push_back(num_drafts(draft));
-        confidence.push_back(numbers_of(draft.attr(names().confidence)));
+        confidence.push_back(numbers_of(names().confidence.get(draft)));
     }
     return nb::make_tuple(table(numbers, 3, confidence.size()), padded(confidence));
 }
 
 Returned<double, 2> confidence_array(const nb::list& drafts) {
     std::vector<std::vector<double>> confidence;
-    for (nb::handle draft : drafts) confidence.push_back(numbers_of(draft.attr(names().confidence)));
+    for (nb::handle draft : drafts) confidence.push_back(numbers_of(names().confidence.get(draft)));
     return padded(confidence);
 }
 
@@ -95,20 +94,20 @@ nb::tuple outcome_arrays(const nb::tuple& rows, const nb::tuple& proposed, const
     for (size_t i = 0; i < n; ++i) {
         const nb::handle row = rows[i], draft = proposed[i];
         if (!decodes(row)) {
-            const auto known = nb::cast<int64_t>(row.attr(names().num_known));
-            const int64_t samples = nb::cast<bool>(row.attr(names().samples)) ? 1 : 0;
-            const int64_t end = std::max(nb::cast<int64_t>(row.attr(names().max_len)) - samples, known);
+            const auto known = nb::cast<int64_t>(names().num_known.get(row));
+            const int64_t samples = nb::cast<bool>(names().samples.get(row)) ? 1 : 0;
+            const int64_t end = std::max(nb::cast<int64_t>(names().max_len.get(row)) - samples, known);
             tokens += known, unscored += known - samples, keys += end;
             pairs += known * (end - known) + known * (known + 1) / 2;
             continue;
         }
-        const int64_t drafted = num_drafts(draft), accepted = nb::cast<int64_t>(verdicts[i].attr(names().num_accepted));
-        numbers.push_back(nb::cast<int64_t>(row.attr(names().row)));
+        const int64_t drafted = num_drafts(draft), accepted = nb::cast<int64_t>(names().num_accepted.get(verdicts[i]));
+        numbers.push_back(nb::cast<int64_t>(names().row.get(row)));
         numbers.push_back(drafted ? drafter_of(draft, indices, none) : none);
         numbers.push_back(drafted);
         numbers.push_back(num_drafts(verified[i]));
         numbers.push_back(accepted);
-        confidence.push_back(drafted ? numbers_of(draft.attr(names().confidence)) : std::vector<double>());
+        confidence.push_back(drafted ? numbers_of(names().confidence.get(draft)) : std::vector<double>());
     }
     return nb::make_tuple(table(numbers, 5, confidence.size()), padded(confidence), nb::make_tuple(tokens, unscored, keys, pairs));
 }
@@ -118,15 +117,15 @@ Returned<int64_t, 2> draft_bounds(const nb::list& running) {
     const Names& name = names();
     std::vector<int64_t> numbers;
     for (nb::handle one : running) {
-        const auto in_flight = nb::cast<int64_t>(one.attr(name.in_flight)), more = nb::cast<int64_t>(one.attr(name.in_flight_tokens));
-        const nb::object request = one.attr(name.request), asked = request.attr(name.speculation);
-        const auto known = static_cast<int64_t>(nb::len(nb::object(one.attr(name.token_ids))));
-        const auto prompt = static_cast<int64_t>(nb::len(nb::object(request.attr(name.prompt_ids))));
-        const auto max_tokens = nb::cast<int64_t>(request.attr(name.params).attr(name.max_tokens));
+        const auto in_flight = nb::cast<int64_t>(name.in_flight.get(one)), more = nb::cast<int64_t>(name.in_flight_tokens.get(one));
+        const nb::object request = name.request.get(one), asked = name.speculation.get(request);
+        const auto known = static_cast<int64_t>(nb::len(nb::object(name.token_ids.get(one))));
+        const auto prompt = static_cast<int64_t>(nb::len(nb::object(name.prompt_ids.get(request))));
+        const auto max_tokens = nb::cast<int64_t>(name.max_tokens.get(name.params.get(request)));
         const int64_t left = prompt + max_tokens - known - std::min(in_flight, more) - 1;
-        numbers.push_back(nb::cast<int64_t>(one.attr(name.row)));
+        numbers.push_back(nb::cast<int64_t>(name.row.get(one)));
         numbers.push_back(known + more);
-        numbers.push_back(asked.is_none() ? left : std::min(left, nb::cast<int64_t>(asked.attr(name.most))));
+        numbers.push_back(asked.is_none() ? left : std::min(left, nb::cast<int64_t>(name.most.get(asked))));
     }
     return table(numbers, 3, numbers.size() / 3);
 }
@@ -140,7 +139,7 @@ nb::list accept_coupled(const nb::tuple& drafts, const nb::list& cu_len, const I
         require(0 <= start && start <= end && static_cast<size_t>(end) <= chosen.size(), "scores lie out of bounds");
         nb::list accepted;
         if (start < end) {
-            const nb::object token_ids = drafts[i].attr(names().token_ids);
+            const nb::object token_ids = names().token_ids.get(drafts[i]);
             require(static_cast<int64_t>(nb::len(token_ids)) == end - start - 1, "a scored row has a position for each draft and one more");
             const int64_t* at = chosen.data() + start;
             for (nb::handle guess : token_ids) {

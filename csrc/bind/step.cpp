@@ -5,63 +5,10 @@
 #include <vector>
 
 #include "bind/arrays.h"
-#include <structmember.h>
+#include "bind/attribute.h"
 
 namespace paceline {
 namespace {
-
-// An attribute. Of classes with slots it is read where it lies in an object, which takes a tenth of looking it up.
-class Attribute {
-  public:
-    Attribute(const char* name) : name_(attribute(name)) {}
-
-    nb::object get(nb::handle of) const {
-        PyObject** at = place(of);
-        return at && *at ? nb::borrow(*at) : nb::object(of.attr(name_));
-    }
-
-    void set(nb::handle to, nb::handle value) const {
-        PyObject** at = place(to);
-        if (!at) {
-            if (PyObject_SetAttr(to.ptr(), name_.ptr(), value.ptr())) throw nb::python_error();
-            return;
-        }
-        PyObject* old = *at;
-        *at = value.inc_ref().ptr();
-        Py_XDECREF(old);
-    }
-
-  private:
-    struct Place {
-        nb::object type;
-        Py_ssize_t offset;  // 0: not a slot
-    };
-
-    PyObject** place(nb::handle of) const {
-        const nb::handle type = reinterpret_cast<PyObject*>(Py_TYPE(of.ptr()));
-        for (const Place& known : known_)
-            if (known.type.is(type)) return at(of, known.offset);
-        const Py_ssize_t offset = offset_in(type);
-        if (known_.size() < kMaxTypes) known_.push_back({nb::borrow(type), offset});
-        return at(of, offset);
-    }
-
-    Py_ssize_t offset_in(nb::handle type) const {
-        if (reinterpret_cast<PyTypeObject*>(type.ptr())->tp_getattro != PyObject_GenericGetAttr) return 0;
-        const nb::object slot = nb::getattr(type, name_, nb::none());
-        if (!Py_IS_TYPE(slot.ptr(), &PyMemberDescr_Type)) return 0;
-        const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(slot.ptr())->d_member;
-        return member->type == T_OBJECT_EX && !(member->flags & READONLY) ? member->offset : 0;
-    }
-
-    static PyObject** at(nb::handle of, Py_ssize_t offset) {
-        return offset ? reinterpret_cast<PyObject**>(reinterpret_cast<char*>(of.ptr()) + offset) : nullptr;
-    }
-
-    static constexpr size_t kMaxTypes = 64;  // they are kept for good
-    nb::object name_;
-    mutable std::vector<Place> known_;
-};
 
 struct StepNames {
     Attribute row{"row"}, request_id{"request_id"}, num_known{"num_known"}, max_drafts{"max_drafts"}, samples{"samples"},
@@ -72,7 +19,8 @@ struct StepNames {
         most_tokens{"most_tokens"}, num_accepted{"num_accepted"}, decode_passes{"decode_passes"}, decoded_tokens{"decoded_tokens"},
         unread{"_unread"}, ending_ids{"_ending_ids"}, logprobs{"logprobs"}, prompt_logprobs{"prompt_logprobs"}, text{"_text"},
         detokenizer{"_detokenizer"}, pieces{"_pieces"}, held_bytes{"_held_bytes"}, at_start{"_at_start"},
-        started{"started"}, told_passes{"told_passes"}, drafted_tokens{"drafted_tokens"}, told_drafts{"told_drafts"};
+        started{"started"}, told_passes{"told_passes"}, drafted_tokens{"drafted_tokens"}, told_drafts{"told_drafts"},
+        mismatches{"mismatches"}, count_pass{"count_pass"}, spent{"spent"};
 };
 
 const StepNames& names() {
@@ -192,6 +140,7 @@ void add(nb::handle to, const Attribute& name, int64_t more) { put(to, name, num
 // What `take_in` leaves to Python.
 struct Left {
     nb::list rows, filled, spare;  // indices of rows; (state, first page, end) of pages that filled; states with more pages than they need
+    nb::list drafted;              // indices of rows that were taken in, and whose drafts are still to be counted for all rows together
     int64_t passes = 0, tokens = 0;
 };
 
@@ -208,13 +157,14 @@ void reveal(nb::handle r, nb::handle state, const nb::object& tokens, int64_t co
     if (!in_flight && pages_for(end + count) < length(state, name.pages)) left.spare.append(state);
 }
 
-// Take in the outcomes of rows that decoded without drafts and whose answers only grow; see `Verbs.commit`. gains: of the answers.
-// Returns (rows left to Python, pages that filled, states with spare pages, passes, tokens).
-nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& verdicts, nb::handle no_draft, const nb::dict& states,
-                  const nb::dict& responses, nb::list gains) {
+// Take in the outcomes of rows that decoded and whose answers only grow; see `Verbs.commit`. drafts: what was verified of `proposed`.
+// gains: of the answers. Returns (rows left to Python, pages that filled, states with spare pages, passes without drafts, tokens,
+// rows taken in that had drafts).
+nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& drafts, const nb::tuple& verdicts, nb::handle no_draft,
+                  const nb::dict& states, const nb::dict& responses, nb::list gains) {
     const StepNames& name = names();
     const size_t n = nb::len(rows);
-    require(nb::len(proposed) == n && nb::len(verdicts) == n, "every row has a draft and a verdict");
+    require(nb::len(proposed) == n && nb::len(drafts) == n && nb::len(verdicts) == n, "every row has drafts and a verdict");
     Left left;
     for (size_t i = 0; i < n; ++i) {
         const nb::handle r = rows[i], draft = proposed[i], verdict = verdicts[i];
@@ -222,35 +172,43 @@ nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tu
         const nb::handle response = PyDict_GetItemWithError(responses.ptr(), id.ptr()), state = PyDict_GetItemWithError(states.ptr(), id.ptr());
         if (PyErr_Occurred()) throw nb::python_error();
         const auto count = static_cast<int64_t>(nb::len(tokens));
-        if (response.is_valid() && state.is_valid() && draft.is(no_draft) && truth(r, name.decodes)) {
+        if (response.is_valid() && state.is_valid() && truth(r, name.decodes) && name.mismatches.get(verdict).is_none()) {
             const nb::object checker = name.checker.get(response);
             const int64_t written = number(checker, name.num_tokens);
             if (only_grows(checker, tokens, written, count)) {
                 put(checker, name.unread, tokens);
                 put(checker, name.num_tokens, written + count);
-                add(response, name.decode_passes, 1);
-                add(response, name.decoded_tokens, count);
+                if (draft.is(no_draft)) {
+                    add(response, name.decode_passes, 1);
+                    add(response, name.decoded_tokens, count);
+                    ++left.passes;
+                } else {
+                    name.count_pass.get(response)(draft, drafts[i], name.num_accepted.get(verdict), count);
+                    left.drafted.append(i);
+                }
                 reveal(r, state, tokens, count, left);
                 gains.append(nb::make_tuple(response, tokens, verdict));
-                ++left.passes, left.tokens += count;
+                left.tokens += count;
                 continue;
             }
         }
         left.rows.append(i);
     }
-    return nb::make_tuple(left.rows, left.filled, left.spare, left.passes, left.tokens);
+    return nb::make_tuple(left.rows, left.filled, left.spare, left.passes, left.tokens, left.drafted);
 }
 
-// The text of tokens, as `Detokenizer.push` makes it. Nothing if it holds bytes back before or behind them, or must first look one up.
+// The text of tokens, as `Detokenizer.push` makes it. Nothing if it holds bytes back before or behind them, or fails: Python says why.
 nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
     const StepNames& name = names();
     if (length(detokenizer, name.held_bytes) || !name.at_start.get(detokenizer).is(nb::handle(Py_False))) return {};
-    const auto pieces = nb::cast<nb::dict>(name.pieces.get(detokenizer));
+    const nb::object pieces = name.pieces.get(detokenizer);
     std::string data;
     for (nb::handle token : tokens) {
-        const nb::handle piece = PyDict_GetItemWithError(pieces.ptr(), token.ptr());
-        if (PyErr_Occurred()) throw nb::python_error();
-        if (!piece.is_valid()) return {};
+        const nb::object piece = nb::steal(PyObject_GetItem(pieces.ptr(), token.ptr()));  // it may look bytes up
+        if (!piece.is_valid()) {
+            PyErr_Clear();
+            return {};
+        }
         const auto bytes = nb::cast<nb::bytes>(piece);
         data.append(bytes.c_str(), bytes.size());
     }
@@ -260,12 +218,14 @@ nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
     return static_cast<size_t>(num_read) == data.size() ? text : nb::object();
 }
 
-// True if counting the tokens of a response tells what it cost: see `Response.spent`, for any outcome but the first.
-bool told_by_tokens(nb::handle response, int64_t count) {
+// What a response cost, to be told with any outcome but its first: nothing where counting its tokens tells, see `Response.spent`.
+nb::object spent(nb::handle response, int64_t count) {
     const StepNames& name = names();
-    return name.started.get(response).is(nb::handle(Py_True)) &&
-           number(response, name.decode_passes) == number(response, name.told_passes) + count &&
-           number(response, name.drafted_tokens) == number(response, name.told_drafts);
+    const bool told_by_tokens = number(response, name.decode_passes) == number(response, name.told_passes) + count &&
+                                number(response, name.drafted_tokens) == number(response, name.told_drafts);
+    if (!told_by_tokens) return name.spent.get(response)(count);
+    add(response, name.told_passes, count);
+    return nb::none();
 }
 
 // Make the outcomes of gains that bring text and nothing else; see `OutputQueue.flush`. Returns the gains left to Python.
@@ -277,16 +237,15 @@ nb::list make_outcomes(const nb::list& gains, nb::list outcomes, const nb::type_
         const nb::tuple tokens{nb::object(gain[1])};
         const auto count = static_cast<int64_t>(nb::len(tokens));
         const bool scored = !name.prompt_logprobs.get(response).is_none() || !name.logprobs.get(gain[2]).is_none();
-        const bool plain = !scored && nb::len(unread) && !length(checker, name.text) && told_by_tokens(response, count);
+        const bool plain = !scored && nb::len(unread) && !length(checker, name.text) && truth(response, name.started);
         const nb::object text = plain ? text_of(name.detokenizer.get(checker), unread) : nb::object();
         if (!text.is_valid()) {
             left.append(gain);
             continue;
         }
         const int64_t start = number(checker, name.num_tokens) - count;
-        outcomes.append(type(name.request_id.get(response), tokens, text, "start"_a = start));
+        outcomes.append(type(name.request_id.get(response), tokens, text, "start"_a = start, "spent"_a = spent(response, count)));
         put(checker, name.unread, nb::tuple());
-        add(response, name.told_passes, count);
     }
     return left;
 }
@@ -334,7 +293,7 @@ void append_gains(const OutTable<int64_t>& token_ids, const OutArray<int64_t>& l
 
 void bind_step(nb::module_& m) {
     m.def("decode_rows", &decode_rows, "running"_a, "group"_a.none(), "ks"_a, "free"_a, "take"_a, "row_type"_a);
-    m.def("take_in", &take_in, "rows"_a, "proposed"_a, "verdicts"_a, "no_draft"_a, "states"_a, "responses"_a, "gains"_a);
+    m.def("take_in", &take_in, "rows"_a, "proposed"_a, "drafts"_a, "verdicts"_a, "no_draft"_a, "states"_a, "responses"_a, "gains"_a);
     m.def("make_outcomes", &make_outcomes, "gains"_a, "outcomes"_a, "outcome_type"_a);
     m.def("step_block", &step_block, "rows"_a, "num_drafts"_a);
     m.def("append_gains", &append_gains, "token_ids"_a.noconvert(), "length"_a.noconvert(), "computed"_a.noconvert(), "rows"_a, "verdicts"_a);

@@ -98,7 +98,7 @@ def test_what_another_backend_tapped_is_written_too() -> None:
 def test_what_does_not_fit_the_store_is_not_written(change: dict[str, Any], reason: str) -> None:
     taps = change.get("taps", [0, 1])
     store, changed = HostTapStore(1, [0, 1], 4), HostTapStore(1, range(len(taps)), 4)
-    changed.data = store.data
+    changed.bits = store.bits
     fitting: dict[str, Any] = {
         "taps": [np.ones((2, 4), np.float32)] * 2,
         "starts": [0],

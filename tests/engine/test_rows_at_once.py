@@ -97,22 +97,27 @@ def test_many_rows_at_once_are_as_one_after_another(
     assert at_once == steps_of(draft, types, settings, number)
 
 
-def test_most_rows_of_plain_decoding_are_taken_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("draft", "drafts"), [("off", False), ("ngram:min=1,k=3", True)])
+def test_most_rows_that_decode_are_taken_in_at_once(
+    draft: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left, take_in = [], kernels.take_in
 
     def counted(*arguments: Any) -> Any:
         found = take_in(*arguments)
-        left.append((len(found[0]), found[3]))
+        left.append((len(found[0]), found[4], len(found[5])))
         return found
 
     monkeypatch.setattr(kernels, "take_in", counted)
-    engine = make_engine("off", Settings())
+    engine = make_engine(draft, Settings())
     for i in range(8):
         engine.add(Request(str(i), (40, 41), SamplingParams(max_tokens=30, ignore_eos=True), seed=i))
     while engine.has_work:
         engine.step()
-    assert sum(rows for rows, _ in left) == 8 * 2  # the first and the last pass of each
-    assert sum(passes for _, passes in left) == 8 * 28
+    rows, tokens, drafted = map(sum, zip(*left, strict=True))
+    assert rows == 8 * 2  # the first and the last pass of each
+    assert drafts or tokens == 8 * 28
+    assert (drafted > 0) == drafts
 
 
 def told(runs: list[list[int]], *, strips_space: bool) -> list[tuple[object, ...]]:
@@ -150,7 +155,6 @@ def test_text_is_made_at_once_as_it_is_one_by_one(runs: list[list[int]], strips_
 
 
 def test_only_text_with_parts_of_characters_is_left_to_python() -> None:
-    """And that of tokens whose bytes nobody has asked for yet."""
     outputs, response = _open_answer(tiny_tokenizer().detokenizer())
     left = []
     response.started = True
@@ -162,8 +166,8 @@ def test_only_text_with_parts_of_characters_is_left_to_python() -> None:
             gains = [(response, part, RowVerdict(part))]
             left.append(len(kernels.make_outcomes(gains, outputs.outcomes, Outcome)))
             response.checker.text()
-    assert left == [1, 1, 1, 1, 0, 0, 1, 1]
-    assert [o.text for o in outputs.outcomes] == ["Zo", "\u00eb"]
+    assert left == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [o.text for o in outputs.outcomes] == ["Zo", "\u00eb", "Zo", "\u00eb"]
 
 
 def test_what_a_device_is_told_is_as_the_twin_tells_it() -> None:

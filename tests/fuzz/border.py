@@ -384,7 +384,7 @@ def _known() -> dict[str, Callable[[], Any]]:
             (RowVerdict([3, 4]),),
         ],
         "step_block": lambda: [(_row(),), [2]],
-        "take_in": lambda: [(_row(),), (NO_DRAFT,), (RowVerdict([3, 4]),), NO_DRAFT, {}, {}, []],
+        "take_in": lambda: [(_row(),), (NO_DRAFT,), (NO_DRAFT,), (RowVerdict([3, 4]),), NO_DRAFT, {}, {}, []],
         "make_outcomes": lambda: [[_gain()], [], Outcome],
         "decode_rows": lambda: [[], None, {0: 2}, 4, lambda count: [*range(count)], BatchRow],
         "zero_halves": lambda: [16, 8],

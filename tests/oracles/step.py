@@ -19,9 +19,11 @@ def decode_rows(*_: object) -> None:
     """Leave it to `page_shortage.decode_what_fits`."""
 
 
-def take_in(rows: Sequence[BatchRow], *_: object) -> tuple[list[int], list[object], list[object], int, int]:
+def take_in(
+    rows: Sequence[BatchRow], *_: object
+) -> tuple[list[int], list[object], list[object], int, int, list[int]]:
     """Leave it to `Verbs._commit_row`, `Response.take` and `Scheduler.reveal`."""
-    return [*range(len(rows))], [], [], 0, 0
+    return [*range(len(rows))], [], [], 0, 0, []
 
 
 def make_outcomes(gains: list[Any], *_: object) -> list[Any]:

@@ -116,7 +116,7 @@ class TokenRows:
     ) -> Packed:
         """Pack spans, see `RowView`."""
         ends = [start + num_known + len(guesses) for _, start, num_known, guesses in spans]
-        num_tokens = sum(ends) - sum(start for _, start, _, _ in spans)
+        num_tokens = sum(ends) - sum([start for _, start, _, _ in spans])
         num_pages = -(-(max(ends, default=0) + ahead) // PAGE_TOKENS)
         block = np.empty(3 * num_tokens + len(spans) + 1 + sum(wanted), np.int64)
         pages = np.empty((len(spans), num_pages), np.int64)

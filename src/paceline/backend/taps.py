@@ -29,7 +29,12 @@ class HostTapStore:
         """layers: those tapped, in the order in which their states stand side by side."""
         self._layers = layers
         width = len(layers) * hidden_size
-        self.data: NDArray[float16] = kernels.zero_halves(num_pages * PAGE_TOKENS, width).view(np.float16)
+        self.bits = kernels.zero_halves(num_pages * PAGE_TOKENS, width)  # as kernels read and write them
+
+    @property
+    def data(self) -> NDArray[float16]:
+        """States of all slots, [slots, width]."""
+        return self.bits.view(np.float16)
 
     @property
     def bytes_per_token(self) -> int:
@@ -39,13 +44,13 @@ class HostTapStore:
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
         """Keep the taps of row i's first `counts[i]` tokens, clamped to half precision's range."""
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
-        starts: list[int] = taps.cu_len[:-1].tolist()
-        kernels.write_halves(states, starts, list(counts), taps.slots, self.data.view(np.uint16))
+        starts: list[int] = taps.cu_len.tolist()[:-1]
+        kernels.write_halves(states, starts, list(counts), taps.slots, self.bits)
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
         """Return states of pieces (row of `pages`, first token, tokens) in order, [tokens, width] float32."""
-        states = np.empty((sum(count for *_, count in pieces), self.data.shape[1]), np.float32)
-        kernels.read_halves(self.data.view(np.uint16), pages, list(pieces), states)
+        states = np.empty((sum([count for *_, count in pieces]), self.bits.shape[1]), np.float32)
+        kernels.read_halves(self.bits, pages, list(pieces), states)
         return states
 
 

@@ -118,6 +118,7 @@ class Backend:
         self.config = decoder.config
         self.rows = rows
         takes_branches = decoder.capabilities.branches
+        self.asynchronous = decoder.capabilities.asynchronous  # a pass without a thread goes on beside the caller
         self.kv = decoder.new_kv(num_pages + (NUM_BRANCH_PAGES if takes_branches else 0))
         self.branches = BranchPages(cast("CopiesPages", self.kv), num_pages) if takes_branches else None
         self.taps: tuple[int, ...] = ()  # layers whose hidden states drafters read, in every pass
@@ -126,11 +127,6 @@ class Backend:
     def kv_bytes_per_token(self) -> int:
         """Bytes of target KV per token."""
         return self.kv.bytes_per_token
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if a pass that was launched without a thread goes on beside the caller."""
-        return self.decoder.capabilities.asynchronous
 
     def prepare(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Make ready for the first pass, once the drafters are there. progress: see `build`."""

@@ -222,8 +222,10 @@ class DrafterChoice:
         """
         if self.assignment.due(view, at.step):
             self.assignment.choose_again(view, at, self.without_preview(view), self.models)
+        if view.previews:
+            return view
         withheld = self.assignment.withheld[view.rows]
-        if view.previews or not any(withheld.tolist()):
+        if not any(withheld.tolist()):
             return view
         return replace(view, max_drafts=np.where(withheld, 0, view.max_drafts))
 

@@ -63,7 +63,7 @@ class ClosedLoop:
         self._branching = branching
         self._second_group: ClosedLoop | None = None
         self._index_of = {name: index for index, name in enumerate(names)}
-        self._asked: frozenset[str] = frozenset()  # drafters of the last plan that gave no preview
+        self._plan = Plan()  # of `decision`
         self._pending: list[_PendingStep] = []
         self._accounted: list[StepAccounting] = []  # not returned yet
         self._had_drafts = False  # the step before this one
@@ -133,14 +133,19 @@ class ClosedLoop:
     def plan(self, view: StepView) -> Plan:
         """See `Controller.plan`."""
         self._end_unobserved()
-        names = self.names
         decision = self.policy.reuse(view)
         if decision is None:
             self._learn_pending()
             decision = self.policy.choose(view)
+        if decision is not self.decision or self._branching is not None:
+            self._plan = self._plan_of(view, decision)
         self.view, self.decision = view, decision
         if self._sink:
             self._sink.planned(view, decision, self._group)
+        return self._plan
+
+    def _plan_of(self, view: StepView, decision: Decision) -> Plan:
+        names = self.names
         planned = zip(view.rows.tolist(), decision.drafters.tolist(), decision.ks.tolist(), strict=True)
         branching = self._branching if self._branching is not None and self._branching.asks(view) else None
         rows = {
@@ -153,8 +158,6 @@ class ClosedLoop:
             for row, drafter, k in planned
             if k and drafter != NONE
         }
-        previewed = {names[drafter] for drafter in view.previews}
-        self._asked = frozenset(p.drafter for p in rows.values() if p.drafter) - previewed
         retired = tuple(names[drafter] for drafter in decision.retired)
         return Plan(rows, decision.prefill_tokens, retired, decision.budget)
 
@@ -170,7 +173,9 @@ class ClosedLoop:
         return self._branching.choose(self.view, batch, trimmed)
 
     def _trim(self, batch: Batch, draft: Draft) -> Draft:
-        if self.view is None or self._reuses or not self.policy.may_trim or not self._has_news(draft):
+        if self.view is None or self._reuses or not self.policy.may_trim:
+            return draft
+        if not self._has_news(draft, self.view):
             return draft
         self._learn_pending()
         drafted = drafted_of(batch, draft, self._index_of)
@@ -178,9 +183,10 @@ class ClosedLoop:
         rows = zip(batch.rows, draft.rows, strict=True)
         return Draft(tuple(d.first(next(kept)) if r.decodes else d for r, d in rows))
 
-    def _has_news(self, draft: Draft) -> bool:
+    def _has_news(self, draft: Draft, view: StepView) -> bool:
         """Return whether a drafter without preview states its confidence in a draft."""
-        return bool(self._asked) and any(d.confidence and d.drafter in self._asked for d in draft.rows)
+        said_by = {d.drafter for d in draft.rows if d.drafter and d.confidence}
+        return any(self._index_of[name] not in view.previews for name in said_by)
 
     # After a step --------------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class ClosedLoop:
 
         With a trace, or with two groups, it learns at once: the other group is planned by what this one taught.
         """
-        num_tokens = sum(len(v.token_ids) for v in verdict.rows)
+        num_tokens = sum([len(v.token_ids) for v in verdict.rows])
         self._num_tokens += num_tokens
         if self._reuses:
             only_decodes = batch.num_known_tokens == len(batch.rows)

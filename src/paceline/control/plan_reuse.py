@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -127,13 +128,14 @@ class PlanReuse:
     def _within_bounds(self, view: StepView) -> Decision:
         """Return the plan within what rows may have now."""
         plan = self._plan
-        ks = np.minimum(plan.ks, view.max_drafts)
-        return plan if ks.tolist() == plan.ks.tolist() else replace(plan, ks=ks)
+        if any(map(gt, plan.ks.tolist(), view.max_drafts.tolist())):
+            return replace(plan, ks=np.minimum(plan.ks, view.max_drafts))
+        return plan
 
 
 def _previewed(view: StepView) -> int:
     """Return the most drafts that any row is previewed."""
-    return max((preview.shape[1] for preview in view.previews.values()), default=0)
+    return max([preview.shape[1] for preview in view.previews.values()], default=0)
 
 
 # Hysteresis --------------------------------------------------------------------------------------

@@ -158,8 +158,8 @@ def plain(view: StepView) -> Decision:
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
     """Return the proposals of decoding rows. indices: drafter by name, else NONE."""
-    (rows, drafters, ks), confidence = kernels.draft_arrays(batch.rows, draft.rows, indices, NONE)
-    return Drafted(rows, drafters, ks, confidence)
+    found, confidence = kernels.draft_arrays(batch.rows, draft.rows, indices, NONE)
+    return Drafted(found[0], found[1], found[2], confidence)
 
 
 def confidence_of(drafts: list[RowDraft]) -> NDArray[float64]:
@@ -185,7 +185,8 @@ def outcomes_of(
     arrays, confidence, prefill = kernels.outcome_arrays(
         batch.rows, proposed.rows, verified.rows, verdict.rows, indices, NONE
     )
-    rows, drafters, num_drafted, num_verified, num_accepted = arrays
+    rows, drafters, num_drafted = arrays[0], arrays[1], arrays[2]
+    num_verified, num_accepted = arrays[3], arrays[4]
     said = confidence if confidence.size else None
     failed = tuple(indices[name] for name in proposed.failed)
     counts = num_verified, num_accepted

@@ -67,9 +67,8 @@ class Hints:
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
         """Take in the drafts of some rows, before they are scored."""
-        if any(self.recycled_gains):
-            newest = {row: self._rows.tokens(row)[-1].item() for row in drafts}
-            self._drafted |= {row: [newest[row], *token_ids] for row, token_ids in drafts.items()}
+        for row, token_ids in drafts.items() if any(self.recycled_gains) else ():
+            self._drafted[row] = [self._rows.tokens(row).item(-1), *token_ids]
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the target's choices behind the first draft that it refused."""
@@ -80,9 +79,11 @@ class Hints:
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
             kept = v.num_on_chain
             if drafted and start + kept + 1 < end <= start + len(drafted):
-                recycled = self._recycled.setdefault(r.row, kernels.RecycledTokens())
+                if r.row not in self._recycled:
+                    self._recycled[r.row] = kernels.RecycledTokens()
                 place = self._rows.known_len(r.row) - len(v.token_ids)
-                recycled.learn(drafted[: end - start], scores.chosen[start:end], kept, place)
+                said = drafted[: end - start], scores.chosen[start:end]
+                self._recycled[r.row].learn(*said, kept, place)
 
     def release(self, row: int) -> None:
         """Forget a row."""

@@ -30,8 +30,9 @@ class RequestVocabulary:
     ) -> None:
         """fixed: the drafter's vocabulary. set_tokens: sets the tokens [n] that its executor writes besides."""
         self._rows = rows
-        self._missing = np.ones(vocab_size, bool)  # [vocab] what the drafter's vocabulary leaves out
-        self._missing[fixed] = False
+        missing = np.ones(vocab_size, bool)
+        missing[fixed] = False
+        self._missing = missing.tobytes()  # [vocab] 1: the drafter's vocabulary leaves the token out
         self._set_tokens = set_tokens
         self._seen: dict[int, int] = {}  # row -> tokens of it that were read
         self._of_row: dict[int, set[int]] = {}
@@ -46,7 +47,7 @@ class RequestVocabulary:
             known = self._rows.tokens(row)
             tokens = known[self._seen.get(row, 0) :]
             self._seen[row] = len(known)
-            found = tokens[self._missing[tokens]].tolist()
+            found = [token for token in tokens.tolist() if self._missing[token]]
             if found:
                 self._hold(self._of_row.setdefault(row, set()), found)
         if len(self._holders) > len(self._written) < MAX_REQUEST_TOKENS:

@@ -19,7 +19,7 @@ from paceline.draft.drafter import DrafterUnavailable, StoresLost
 from paceline.engine.failure_backoff import FailureBackoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy import float64, floating
     from numpy.typing import NDArray
@@ -68,9 +68,8 @@ class StepDrafters:
         found: dict[int, NDArray[float64]] = {}
         for name, drafter in self.drafters.items():
             if drafter.needs.instant:
-                k = drafter.needs.max_k
-                depths = {row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)}
-                drafts = {} if self._idle(drafter) else self._guard(drafter, _look, drafter, depths) or {}
+                bounds = drafter.needs.max_k, rows, max_drafts
+                drafts = {} if self._idle(drafter) else self._guard(drafter, _look, drafter, *bounds) or {}
                 self._previews[name] = drafts
                 found[self._index[name]] = confidence_of([drafts.get(row, NO_DRAFT) for row in rows])
         return found
@@ -91,7 +90,7 @@ class StepDrafters:
         planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
         for name in sorted(planned & self.drafters.keys()):
             drafter = self.drafters[name]
-            own = plan.only(name)
+            own = plan if len(planned) == 1 else plan.only(name)
             self._failed_now.discard(name)
             draft = self._previewed(batch, own, name) or self._guard(drafter, drafter.propose, batch, own)
             self._guard(drafter, self._merge, drafter, draft, batch, rows, own)
@@ -159,11 +158,8 @@ class StepDrafters:
             return None
 
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
-        token_ids = map(integer, draft.token_ids)
-        fits = len(draft) <= max_drafts and (
-            drafter.needs.late or all(0 <= token_id < self._vocab_size for token_id in token_ids)
-        )
-        fits = fits and all(isfinite(c) for c in draft.confidence or ())
+        fits = len(draft) <= max_drafts and (drafter.needs.late or self._in_range(draft.token_ids))
+        fits = fits and all(map(isfinite, draft.confidence or ()))
         fits = fits and (draft.branches is None or self._are_branches(draft.branches, len(draft)))
         fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
         if not fits:
@@ -171,12 +167,15 @@ class StepDrafters:
         return fits
 
     def _are_branches(self, branches: Branches, num_chain: int) -> bool:
-        in_range = all(0 <= integer(token_id) < self._vocab_size for token_id in branches.token_ids)
-        return in_range and branches.fits(num_chain)
+        return self._in_range(branches.token_ids) and branches.fits(num_chain)
+
+    def _in_range(self, token_ids: Sequence[int]) -> bool:
+        checked = [*map(integer, token_ids)]
+        return not checked or 0 <= min(checked) <= max(checked) < self._vocab_size
 
     def _are_probs(self, probs: NDArray[floating], count: int) -> bool:
         return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
 
 
-def _look(drafter: Lookup, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
-    return drafter.preview(max_drafts)
+def _look(drafter: Lookup, k: int, rows: Sequence[int], max_drafts: Sequence[int]) -> dict[int, RowDraft]:
+    return drafter.preview({row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)})

@@ -78,7 +78,7 @@ class Scheduler(Prefiller):
         if rows is None:
             going = [r for r in self.decoding(group) if short is None or r.order < short.order]
             rows = decode_what_fits(self, going, plan)
-        begun = self.prefilling(group)
+        begun = self.prefilling(group) if len(rows) < len(self.running) else []
         admissions: tuple[Admission, ...] = ()
         if begun or (self.waiting and self._free_rows):
             admissions = self._prefill(rows, begun, plan.prefill_tokens, group)

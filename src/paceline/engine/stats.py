@@ -104,8 +104,8 @@ class Stats:
         self.overlapped_s += overlapped_s
 
     def count_plain(self, num_passes: int, num_tokens: int) -> None:
-        """Add decode passes without drafts, of rows that go on, and their tokens."""
-        if num_passes:
+        """Add decode passes without drafts, and the tokens of all rows that go on."""
+        if num_tokens:
             _bump_at(self.k_histogram, 0, num_passes)
             self.decode_passes += num_passes
             self.decoded_tokens += num_tokens
@@ -126,7 +126,9 @@ class Stats:
         self.decode_passes += 1
         _bump_at(self.k_histogram, len(draft), 1)
         if proposed.drafter is not None:
-            counts = self.drafters.setdefault(proposed.drafter, DraftCounts())
+            if proposed.drafter not in self.drafters:
+                self.drafters[proposed.drafter] = DraftCounts()
+            counts = self.drafters[proposed.drafter]
             counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
 
 

@@ -246,9 +246,7 @@ class Verbs:
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
         left = self._take_in(drafted, verdict)
-        self._stats.count_pass(batch, proposed, draft, verdict, left)
-        rows = ((batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left)
-        kept = [self._commit_row(r, v, p, d) for r, v, p, d in rows]
+        kept = [self._commit_row(batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left]
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.learn(batch.num_known_tokens, scored.target_s)
@@ -317,26 +315,24 @@ class Verbs:
     # Of commit -----------------------------------------------------------------------------------
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in, in one call, rows without drafts whose answers only grow.
+        """Take in, in one call, rows whose answers only grow; count all drafts.
 
         Returns the indices of all others.
         """
-        rows, scheduler, outputs = drafted.batch.rows, self.scheduler, self.outputs
-        if outputs.book.wanted:
-            return range(len(rows))
-        left, filled, spare, num_passes, num_tokens = kernels.take_in(
-            rows,
-            drafted.proposed.rows,
-            verdict.rows,
-            NO_DRAFT,
-            scheduler.requests,
-            outputs.responses,
-            outputs.gains,
-        )
-        scheduler.take_in(filled, spare)
-        for state, _, _ in filled:
-            self._mark_stores(state)
-        self._stats.count_plain(num_passes, num_tokens)
+        batch, proposed, draft, scheduler = drafted.batch, drafted.proposed, drafted.draft, self.scheduler
+        left: Sequence[int] = range(len(batch.rows))
+        counted = left
+        if not self.outputs.book.wanted:
+            rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
+            left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(
+                *rows, NO_DRAFT, scheduler.requests, of_requests, self.outputs.gains
+            )
+            scheduler.take_in(filled, spare)
+            for state, _, _ in filled:
+                self._mark_stores(state)
+            self._stats.count_plain(num_passes, num_tokens)
+            counted = [*left, *with_drafts]
+        self._stats.count_pass(batch, proposed, draft, verdict, counted)
         return left
 
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, draft: RowDraft) -> int | None:

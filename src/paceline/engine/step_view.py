@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline import kernels
@@ -23,20 +24,18 @@ def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, gr
     previews: query the lookup drafters before the plan. Also done if a request asks for its own speculation.
     """
     decoding = scheduler.decoding(group)
-    rows, lengths, max_drafts = kernels.draft_bounds(decoding)
-    special = [r for r in decoding if r.asks]
+    bounds = kernels.draft_bounds(decoding)
+    rows, lengths, max_drafts = bounds[0], bounds[1], bounds[2]  # to iterate ends with an exception
+    special = [r for r in decoding if r.asks] if scheduler.any_asks else []
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
-    return StepView(
-        rows,
-        lengths,
-        max_drafts,
-        _prefill(scheduler, group),
-        found,
-        dict(_requested_drafters(special, drafting.names)),
-        len(scheduler.waiting),
-        dict(_targets(special)),
-        drafting.unavailable(),
-    )
+    num_waiting = len(scheduler.waiting)
+    only_decodes = len(decoding) == len(scheduler.running) and not num_waiting
+    prefill = NO_WORK if only_decodes else _prefill(scheduler, group)
+    view = StepView(rows, lengths, max_drafts, prefill, found, {}, num_waiting, {}, drafting.unavailable())
+    if not special:
+        return view
+    requested = dict(_requested_drafters(special, drafting.names))
+    return replace(view, requested=requested, tpot_s=dict(_targets(special)))
 
 
 def _requested_drafters(decoding: Sequence[RequestState], names: Sequence[str]) -> Iterator[tuple[int, int]]:

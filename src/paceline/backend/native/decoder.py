@@ -169,10 +169,10 @@ def prepare(
     taps = request.taps if taps is None else taps
     read_specs = kernels.read_specs(list(specs), compiled.vocab if compiled.maps_ids else vocab)
     num_logit_rows = read_specs.num_logit_rows
-    logits = np.empty((num_logit_rows, vocab), np.float32)
+    logits = np.empty((num_logit_rows, vocab), np.float32) if num_logit_rows else _NO_NUMBERS
     token_ids = np.empty(len(packed.wanted), np.int64)
     states = np.empty((len(taps), len(packed.token_ids), compiled.hidden), np.float32)
-    margins = np.empty(len(specs) if any(s.margin for s in specs) else 0, np.float32)
+    margins = np.empty(len(specs), np.float32) if True in [s.margin for s in specs] else _NO_NUMBERS
     read = read_inputs(compiled, packed, features)
     outputs = states, token_ids, logits, margins
     return Prepared(
@@ -181,7 +181,7 @@ def prepare(
             token_ids,
             logits=logits if num_logit_rows else None,
             logit_idx=logit_rows(specs) if num_logit_rows else None,
-            taps=dict(zip(taps, states, strict=True)),
+            taps={tap: states[index] for index, tap in enumerate(taps)},
             margins=margins if margins.size else None,
         ),
     )
@@ -233,17 +233,16 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     """Return the stops of rows: odds, sureness, least; 0 without. [sum of depths, 3]"""
     if not any(limit.stop for limit in steps):
         return np.empty((0, 3))
-    table: list[float] = []
+    table: list[tuple[float, float, float]] = []
     for depth, stop, _ in steps:
         if stop is None:
-            table += [0.0] * (3 * depth)
+            table += [(0.0, 0.0, 0.0)] * depth
         else:
-            for odds, least in zip(stop.odds[:depth], stop.least[:depth], strict=True):
-                table += odds, stop.sureness, least
-    return np.array(table).reshape(-1, 3)
+            table += zip(stop.odds[:depth], [stop.sureness] * depth, stop.least[:depth], strict=True)
+    return np.array(table)
 
 
-_NO_COPIES = np.empty((0, 2), np.int64)
+_NO_COPIES, _NO_NUMBERS = np.empty((0, 2), np.int64), np.empty(0, np.float32)
 
 
 def read_inputs(

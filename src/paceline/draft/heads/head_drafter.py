@@ -89,7 +89,7 @@ class HeadDrafter:
             self._draft(chains, starts)
         self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         for row in chains:
-            self._entries.add(row, self._entries.missing(row))
+            self._entries.complete(row)
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
@@ -203,7 +203,7 @@ class TappedRuns:
     def first_entry(self, row: int) -> int:
         """Return a row's first token from which all predecessors' taps are there, or its length."""
         length = self._rows.known_len(row)
-        return self._begin[row] + 1 if self.reaches(row) else length
+        return self._begin[row] + 1 if self._end[row] >= length - 1 else length
 
     def valid_len(self, row: int) -> int:
         """Return a row's leading tokens whose taps are all there; 0 behind a hole."""
@@ -257,6 +257,10 @@ class Entries:
     def add(self, row: int, count: int) -> None:
         """Note that `count` more entries were made."""
         self._end[row] = self.start(row) + count
+
+    def complete(self, row: int) -> None:
+        """Note that all missing entries were made."""
+        self._end[row] = self._rows.known_len(row) - self._lag
 
     def valid_len(self, row: int) -> int:
         """Return the leading tokens whose entries are there and depend on nothing else."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.model.spelling import Spelling
 
 _ENDS: Final = "I"  # type of a place in memory
+_END_BYTES = array(_ENDS).itemsize
 _LIBRARY = version("tokenizers")
 _WHOLE, _TABLES = KeptData("tokenizers", _LIBRARY), KeptData("token-tables", _LIBRARY)
 
@@ -39,7 +40,7 @@ class TokenTable(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """One more than the largest id."""
-        return len(self.ends) // array(_ENDS).itemsize
+        return len(self.ends) // _END_BYTES
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for an unknown id."""
