@@ -1,11 +1,11 @@
 // Attributes of Python objects that compiled calls read and write by the hundred.
 #pragma once
 
-#include <structmember.h>
-
 #include <vector>
 
 #include "bind/arrays.h"
+
+#include <structmember.h>  // wants Python.h before it
 
 namespace paceline {
 

@@ -206,6 +206,7 @@ nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
     for (nb::handle token : tokens) {
         const nb::object piece = nb::steal(PyObject_GetItem(pieces.ptr(), token.ptr()));  // it may look bytes up
         if (!piece.is_valid()) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // such as Ctrl-C
             PyErr_Clear();
             return {};
         }

@@ -186,7 +186,8 @@ class ClosedLoop:
     def _has_news(self, draft: Draft, view: StepView) -> bool:
         """Return whether a drafter without preview states its confidence in a draft."""
         said_by = {d.drafter for d in draft.rows if d.drafter and d.confidence}
-        return any(self._index_of[name] not in view.previews for name in said_by)
+        said = (self._index_of.get(name) for name in said_by)
+        return any(index is not None and index not in view.previews for index in said)
 
     # After a step --------------------------------------------------------------------------------
 

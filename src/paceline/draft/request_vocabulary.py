@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from paceline.backend.seam import RowView
 
 
+FEW_TOKENS = 64  # that are looked up one by one
+
+
 class RequestVocabulary:
     """Request tokens of all running requests, shared by all: at worst, a wasted guess."""
 
@@ -47,7 +50,7 @@ class RequestVocabulary:
             known = self._rows.tokens(row)
             tokens = known[self._seen.get(row, 0) :]
             self._seen[row] = len(known)
-            found = [token for token in tokens.tolist() if self._missing[token]]
+            found = self._not_written(tokens)
             if found:
                 self._hold(self._of_row.setdefault(row, set()), found)
         if len(self._holders) > len(self._written) < MAX_REQUEST_TOKENS:
@@ -64,6 +67,11 @@ class RequestVocabulary:
             if not self._holders[token]:
                 del self._holders[token]
                 self._drop(token)
+
+    def _not_written(self, tokens: NDArray[int64]) -> list[int]:
+        if len(tokens) <= FEW_TOKENS:
+            return [token for token in tokens.tolist() if self._missing[token]]
+        return tokens[np.frombuffer(self._missing, bool)[tokens]].tolist()  # type: ignore[no-any-return]
 
     def _hold(self, own: set[int], found: list[int]) -> None:
         for token in found:
