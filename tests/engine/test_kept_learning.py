@@ -79,7 +79,8 @@ def test_a_broken_file_is_told_and_left_out(cache: Path, caplog: pytest.LogCaptu
     serve_and_end()
     (file,) = (cache / "learnt").iterdir()
     data = file.read_bytes()
-    for broken in (data[:-1], b"", b"x" * len(data), data[:40] + b"9" + data[41:]):
+    one_bit = data[:40] + bytes([data[40] ^ 1]) + data[41:]
+    for broken in (data[:-1], b"", b"x" * len(data), one_bit):
         file.write_bytes(broken)
         caplog.clear()
         assert "started from" not in started()[1]
