@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView
 
-
 FEW_TOKENS = 64  # that are looked up one by one
 
 

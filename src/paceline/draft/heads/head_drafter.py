@@ -203,7 +203,7 @@ class TappedRuns:
     def first_entry(self, row: int) -> int:
         """Return a row's first token from which all predecessors' taps are there, or its length."""
         length = self._rows.known_len(row)
-        return self._begin[row] + 1 if self._end[row] >= length - 1 else length
+        return self._begin[row] + 1 if self.reaches(row) else length
 
     def valid_len(self, row: int) -> int:
         """Return a row's leading tokens whose taps are all there; 0 behind a hole."""

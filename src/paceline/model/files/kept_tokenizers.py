@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.model.spelling import Spelling
 
 _ENDS: Final = "I"  # type of a place in memory
-_END_BYTES = array(_ENDS).itemsize
+_END_BYTES = array(_ENDS).itemsize  # asked for every token that a step makes
 _LIBRARY = version("tokenizers")
 _WHOLE, _TABLES = KeptData("tokenizers", _LIBRARY), KeptData("token-tables", _LIBRARY)
 
