@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.pass_notes import PassNote
 from paceline.core.request_nouns import Outcome, Request
+from paceline.engine import notes as notes_
 from tests.engine.same_text import PLAIN, Settings, make_engine, settings_, workloads
 from tests.engine.test_overlapped_loop import overlapped
 from tests.engine.test_same_text import AUTO, NGRAM, OWN_MODEL
@@ -139,7 +141,10 @@ def test_a_fixed_k_expects_nothing() -> None:
     assert any(n.num_accepted for n in notes)
 
 
-def test_the_last_steps_are_noted_while_somebody_watches_and_salted_rows_never() -> None:
+def test_the_last_steps_are_noted_while_somebody_watches_and_salted_rows_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notes_, "APART_S", 0.0)
     engine = ENGINES["auto"](PLAIN)
     engine.add(replace(REQUEST, request_id="before"))
     while engine.has_work:
@@ -159,3 +164,17 @@ def test_the_last_steps_are_noted_while_somebody_watches_and_salted_rows_never()
     engine.outputs.book.watch(on=False)
     assert engine.outputs.book.steps is None
     assert not engine.outputs.book.wanted
+
+
+def test_watchers_see_steps_at_intervals() -> None:
+    engine = ENGINES["lookup"](PLAIN)
+    engine.outputs.book.watch(on=True)
+    engine.add(replace(REQUEST, params=replace(REQUEST.params, max_tokens=100)))
+    num_steps = 0
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    assert engine.outputs.book.steps
+    ends = [note.end_s for note in engine.outputs.book.steps]
+    assert len(ends) < num_steps
+    assert all(later - earlier >= 0.9 * notes_.APART_S for earlier, later in pairwise(ends))

@@ -246,14 +246,16 @@ class Verbs:
         for index, scores in (scored.scores.prompts or {}).items():
             self.outputs.score_prompt(batch.rows[index].request_id, scores)
         left = self._take_in(drafted, verdict)
-        kept = [self._commit_row(batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left]
+        kept = {i: self._commit_row(batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left}
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
             disk.learn(batch.num_known_tokens, scored.target_s)
         start, times = perf_counter(), drafted.times(scored.target_s, scored.scores.touched)
-        if self.outputs.book.wanted:  # before the controller learns: what it expected
+        book = self.outputs.book
+        if book.wanted and book.wants_step():  # before the controller learns: what it expected
+            counts = [kept.get(i, len(row.token_ids)) for i, row in enumerate(verdict.rows)]
             num_waiting = len(self.scheduler.waiting)
-            self.outputs.book.add(drafted.controller, batch, proposed, draft, verdict, kept, times, num_waiting)
+            book.add(drafted.controller, batch, proposed, draft, verdict, counts, times, num_waiting)
         self._learn(drafted, verdict, times)
         self._stats.control_s += perf_counter() - start
 
@@ -320,18 +322,15 @@ class Verbs:
         Returns the indices of all others.
         """
         batch, proposed, draft, scheduler = drafted.batch, drafted.proposed, drafted.draft, self.scheduler
-        left: Sequence[int] = range(len(batch.rows))
-        counted = left
-        if not self.outputs.book.wanted:
-            rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
-            left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(
-                *rows, NO_DRAFT, scheduler.requests, of_requests, self.outputs.gains
-            )
-            scheduler.take_in(filled, spare)
-            for state, _, _ in filled:
-                self._mark_stores(state)
-            self._stats.count_plain(num_passes, num_tokens)
-            counted = [*left, *with_drafts]
+        rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
+        left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(
+            *rows, NO_DRAFT, scheduler.requests, of_requests, self.outputs.gains
+        )
+        scheduler.take_in(filled, spare)
+        for state, _, _ in filled:
+            self._mark_stores(state)
+        self._stats.count_plain(num_passes, num_tokens)
+        counted = [*left, *with_drafts]
         self._stats.count_pass(batch, proposed, draft, verdict, counted)
         return left
 
