@@ -173,7 +173,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.backend.rows.pop(row, None)
         assert sum(r.num_known for r in batch.rows if not r.decodes) <= self.scheduler.limits.prefill_tokens
         assert all(r.max_drafts <= max(plan.k(r.row), 0) for r in batch.rows)
-        oldest = next((r for r in self.scheduler.running if not r.ended), None)
+        unfinished = (r for r in self.scheduler.running if not r.ended and not (r.decoding and r.remaining <= 0))
+        oldest = next(unfinished, None)  # that has anything to ask for: the last tokens of others are in flight
         rests = oldest is None or not batch.rows or any(r.row == oldest.row for r in batch.rows)
         self.steps_without_oldest = 0 if rests else self.steps_without_oldest + 1
         assert self.steps_without_oldest <= 1 + self.lag, "the oldest request waits for newer ones"
