@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from tools.peers import compare, ours, rows, table, timing
 from tools.peers import install as installation
 from tools.peers.install import install, python_of, requirements
-from tools.peers.prepare import config_json, file_type, prompts_of, unquantized
+from tools.peers.prepare import check_room, config_json, file_type, prompts_of, removed_at_end, unquantized
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder, divergence, reply
 from tools.peers.remote import PeerFailed, PeerProcess
 from tools.peers.shape_gguf import write_shape
@@ -202,6 +203,25 @@ def test_shapes_that_do_not_fit_their_type_are_refused(tmp_path):
         write_shape("shape:hidden_size=64,num_heads=2,num_kv_heads=1,head_dim=32", tmp_path / "m.gguf", "Q4_K")
     with pytest.raises(UnsupportedModel, match="window"):
         write_shape("shape:family=gemma3_text,window=64,hidden_size=256", tmp_path / "m.gguf", "Q8_0")
+
+
+def test_a_model_that_a_disk_has_no_room_for_is_refused(tmp_path, monkeypatch):
+    config = tiny_config("llama")
+    check_room(tmp_path / "new", config, "F32")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError, match=r"in Q8_0 takes 0.0 GB of .* --rows"):
+        check_room(tmp_path, config, "Q8_0")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_models_are_removed_at_the_end_and_logs_stay(tmp_path, model, keep):
+    with pytest.raises(KeyboardInterrupt), removed_at_end(tmp_path, keep=keep):
+        unquantized(load_model(model), tmp_path)
+        for name in ("Q4_0.gguf", "Q8_0.part", "expected.npy", "one.log"):
+            (tmp_path / name).touch()
+        raise KeyboardInterrupt
+    everything = ["Q4_0.gguf", "Q8_0.part", "expected.npy", "float32", "one.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == (everything if keep else ["one.log"])
 
 
 def test_each_run_has_prompts_of_its_own(model, prompts):

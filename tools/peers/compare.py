@@ -35,6 +35,7 @@ from tools.peers.prepare import (
     judged_texts,
     model_file,
     prompts_of,
+    removed_at_end,
     requantized,
     unquantized,
 )
@@ -136,6 +137,7 @@ def _arguments(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument(
         "--engines", default=".peers", metavar="FOLDER", help="where the other engines are installed"
     )
+    parser.add_argument("--keep-models", action="store_true", help="keep the forms of the model that rows read")
     parser.add_argument("--install-only", action="store_true", help="install the other engines and stop")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
@@ -152,6 +154,11 @@ def _compare(args: Namespace) -> int:
         _install(rows, engines)
         _print_failures(rows)
         return 0
+    with removed_at_end(engines / "work", keep=args.keep_models):
+        return _compare_rows(args, engines)
+
+
+def _compare_rows(args: Namespace, engines: Path) -> int:
     model = load_model(model_file(args.model, engines / "work", args.shape_type))
     draft = load_model(model_file(args.pair, engines / "work", args.shape_type)).path if args.pair else None
     study = of_file(_study(args), file_type(model))
@@ -162,7 +169,7 @@ def _compare(args: Namespace) -> int:
     c.work.mkdir(parents=True, exist_ok=True)
     start = time.time()
     texts = _texts(c, args)
-    with ExitStack() as stack:
+    with removed_at_end(c.work, keep=args.keep_models), ExitStack() as stack:
         workers = _start(c, rows, stack)
         _warm_up(c, rows, workers, prompts)
         if texts is not None:

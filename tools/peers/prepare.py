@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
 from paceline.bench.interleave import make_questions
 from paceline.bench.prompt_file import read_prompts, spread
 from paceline.core.errors import ConfigError, UnsupportedModel
 from paceline.core.params import SamplingParams
+from paceline.model.config import num_weights
 from paceline.model.files import hf
 from paceline.model.files.gguf_file import open_gguf
 from paceline.model.heads.checkpoint import RELAY
 from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE
-from paceline.model.shapes import is_shape
+from paceline.model.shapes import is_shape, read_shape
 from paceline.model.weights import canonical_names, load_template, load_tokenizer
 from paceline.serve.prompts import Prompts
 from tools.measure.quality import load, log_probs, write_greedily
@@ -30,7 +34,7 @@ from tools.peers.remote import variables
 from tools.peers.shape_gguf import write_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from paceline.model.config import ModelConfig
@@ -46,12 +50,40 @@ ARCHITECTURES = {  # by family; the families that can be written for other engin
     "qwen3": "Qwen3ForCausalLM",
 }
 INDEX = "model.safetensors.index.json"
+SPARE_SHARE = 0.1  # of a model's file, for matrices that are written in more bits than the rest
+
+
+@contextmanager
+def removed_at_end(folder: Path, *, keep: bool) -> Iterator[None]:
+    """Remove the models of a folder when the block ends, and what else is large there; logs stay."""
+    try:
+        yield
+    finally:
+        for path in () if keep or not folder.is_dir() else folder.iterdir():
+            if path.is_dir() and (path / "config.json").is_file():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.suffix in {".gguf", ".part", ".npy"}:
+                path.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, config: ModelConfig, kind: str) -> None:
+    """Raise `ConfigError` if a disk has no room for a model in a GGUF type, or "F32"."""
+    block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    needed = num_weights(config) * num_bytes / block * (1 + SPARE_SHARE)
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"the model in {kind} takes {needed / 1e9:.1f} GB of {folder}, where {free / 1e9:.1f} GB are free: "
+            "make room, choose fewer rows by --rows, or name another folder by --engines"
+        )
 
 
 def requantized(model: LoadedModel, folder: Path, python: Path, kind: str) -> Path:
     """Return the model in another GGUF type, made by llama.cpp's quantiser. Raises `UnsupportedModel`."""
     target = folder / f"{kind}.gguf"
     if not target.is_file():
+        check_room(folder, model.config, kind)
         command = [str(python), "-m", "tools.peers.requantize", str(model.path), str(target), kind]
         done = subprocess.run(  # noqa: S603
             command, capture_output=True, text=True, errors="replace", env=os.environ | variables(), check=False
@@ -70,6 +102,7 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
     target = folder / "float32"
     if not (target / "config.json").is_file():
         config = config_json(model.config)
+        check_room(folder, model.config, "F32")
         target.mkdir(parents=True, exist_ok=True)
         names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
         places: dict[str, str] = {}
@@ -205,6 +238,6 @@ def model_file(name: str, folder: Path, kind: str) -> str:
         return name
     target = folder / f"{''.join(ch if ch.isalnum() else '-' for ch in name)}-{kind}.gguf"
     if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        check_room(folder, read_shape(name).config, kind)
         write_shape(name, target, kind)
     return str(target)
