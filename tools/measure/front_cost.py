@@ -1,6 +1,6 @@
-"""Price of a fleet's front: one replica behind it, and two, beside a plain server.
+"""Price of a fleet's front: one replica behind it, and two or Ray's, beside a plain server.
 
-    python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1]
+    python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray]
 
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
 new each time. The client is a process of its own on the same cores.
@@ -22,6 +22,7 @@ import httpx
 from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
+ON_RAY, TWO = "one replica on Ray", "two replicas"
 WARM_ROUNDS = 1
 TIMEOUT_S = 120.0
 
@@ -79,20 +80,18 @@ def main() -> int:
     parser.add_argument("--model", default="default")
     parser.add_argument("--draft", default="off")
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
+    parser.add_argument("--ray", action="store_true", help="one replica on Ray instead of two here; needs Ray")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--singles", type=int, default=4, help="single requests of a round")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--in-flight", type=int, default=16, help="at each replica")
     args = parser.parse_args()
     usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
-    ways: dict[str, list[str]] = {
-        "plain": [],
-        "one replica": ["--replicas", "1"],
-        "two replicas": ["--replicas", "2"],
-    }
+    ways: dict[str, list[str]] = {"plain": [], "one replica": ["--replicas", "1"]}
+    ways |= {ON_RAY: ["--on", "ray", "--replicas", "1"]} if args.ray else {TWO: ["--replicas", "2"]}
     figures = {name: Figures() for name in ways}
     in_flight = dict.fromkeys(ways, args.in_flight)
-    in_flight["two replicas"] *= 2
+    in_flight |= {} if args.ray else {TWO: 2 * args.in_flight}
     with ExitStack() as stack:
         urls = {name: stack.enter_context(served([*usual, *more])) for name, more in ways.items()}
         for number in range(-WARM_ROUNDS, args.rounds):
@@ -101,10 +100,16 @@ def main() -> int:
                 asyncio.run(one_round(url, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
             sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
     rows = [
-        (name, f"{median(f.ttft_ms):.2f}", f"{median(f.alone_per_s):.1f}", f"{median(f.together_per_s):.1f}")
+        (
+            name,
+            f"{median(f.ttft_ms):.2f}",
+            f"{1e3 / median(f.alone_per_s):.3f}",
+            f"{median(f.alone_per_s):.1f}",
+            f"{median(f.together_per_s):.1f}",
+        )
         for name, f in figures.items()
     ]
-    columns = ("server", "TTFT ms", "tokens/s alone", f"tokens/s, {args.in_flight} at each")
+    columns = ("server", "TTFT ms", "TPOT ms alone", "tokens/s alone", f"tokens/s, {args.in_flight} at each")
     sys.stdout.write(plain_table("", columns, rows))
     return 0
 
