@@ -121,7 +121,7 @@ def test_a_listener_sees_the_engine_work(http: httpx.Client) -> None:
     assert step["tokens"] >= 1
     assert step["step_ms"] > 0
     assert "draft" in step["why"]
-    assert len(seen) <= 12 + 10 * (time.monotonic() - begun_s), "at most ten events a second"
+    assert len(seen) <= 6 + 4 * (time.monotonic() - begun_s), "at most four events a second"
 
 
 def test_requests_with_a_salt_are_in_the_sums_only(http: httpx.Client) -> None:

@@ -1,7 +1,8 @@
 """Cost of being watched: `python -m tools.measure.watched_load`, tokens per second at load.
 
 Two servers take turns with the same requests. One writes nothing. The other writes JSON logs, has a listener of
-the live feed, and its metrics are scraped each second.
+the live feed, and its metrics are scraped each second. Several pairs of servers are started, as two servers that
+do the same differ by a few per cent for as long as they live.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import httpx
@@ -94,24 +96,35 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="requests of a turn")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--turns", type=int, default=8, help="turns of each server")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of servers, one after another")
     options = parser.parse_args()
-    pairs: list[tuple[float, float]] = []
-    with (
-        tempfile.TemporaryFile("w") as log,
-        served(flags_of(options, *QUIET), log) as quiet,
-        served(flags_of(options, *WATCHED), log) as seen,
-    ):
-        asyncio.run(load(quiet, options, watched=False))  # the first turn of each is not counted
-        asyncio.run(load(seen, options, watched=True))
+    rates = [pair for number in range(options.pairs) for pair in _pair(options, first=bool(number % 2))]
+    ratios = [watched / plain for plain, watched in rates]
+    both = sum(watched for _, watched in rates) / sum(plain for plain, _ in rates)
+    of_pairs = [statistics.median(ratios[i : i + options.turns]) for i in range(0, len(ratios), options.turns)]
+    sys.stdout.write(f"medians of the pairs: {', '.join(f'{ratio:.3f}' for ratio in of_pairs)}\n")
+    sys.stdout.write(f"watched / not: median {statistics.median(ratios):.3f}, of the sums {both:.3f}\n")
+
+
+def _pair(options: Namespace, *, first: bool) -> list[tuple[float, float]]:
+    """Return the rates of a pair of servers, unwatched and watched, by turn.
+
+    first: the watched one starts first.
+    """
+    found: list[tuple[float, float]] = []
+    flags = [QUIET, WATCHED]
+    with ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile("w"))
+        urls = {on: stack.enter_context(served(flags_of(options, *flags[on]), log)) for on in (first, not first)}
+        for on, url in urls.items():  # the first turn of each is not counted
+            asyncio.run(load(url, options, watched=on))
         for turn in range(options.turns):
             order = (False, True) if turn % 2 else (True, False)
-            rates = {on: asyncio.run(load(seen if on else quiet, options, watched=on)) for on in order}
-            pairs.append((rates[False], rates[True]))
+            rates = {on: asyncio.run(load(urls[on], options, watched=on)) for on in order}
+            found.append((rates[False], rates[True]))
             sys.stdout.write(f"turn {turn + 1}: {rates[False]:.1f} tok/s, watched {rates[True]:.1f}\n")
             sys.stdout.flush()
-    ratios = sorted(watched / plain for plain, watched in pairs)
-    both = sum(watched for _, watched in pairs) / sum(plain for plain, _ in pairs)
-    sys.stdout.write(f"watched / not: median {statistics.median(ratios):.3f}, of the sums {both:.3f}\n")
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Outcome, Request
 
 LAST_STEPS = 20  # that a watcher sees
-APART_S = 0.025  # between two of them at least, as noting each of many short ones takes 3 to 5 % of their time
+APART_S = 0.05  # between two of them at least, as noting each of many short ones takes 3 to 5 % of their time
 
 
 @noun
