@@ -1,4 +1,4 @@
-"""Price of a fleet's front: one replica behind it, and two or Ray's, beside a plain server.
+"""Price of a fleet's front: one replica, and two or Ray's, beside a plain server.
 
     python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray]
 
