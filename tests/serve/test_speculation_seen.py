@@ -90,7 +90,7 @@ def listen(http: httpx.Client) -> Iterator[dict[str, Any]]:
 
 
 def test_a_listener_sees_the_engine_work(http: httpx.Client) -> None:
-    long = BODY | {"max_tokens": 6000, "logprobs": None}
+    long = BODY | {"max_tokens": 16_000, "logprobs": None}  # longer than the time between two snapshots
     seen_enough = threading.Event()
 
     def ask() -> None:
