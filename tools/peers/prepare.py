@@ -55,7 +55,7 @@ SPARE_SHARE = 0.1  # of a model's file, for matrices that are written in more bi
 
 @contextmanager
 def removed_at_end(folder: Path, *, keep: bool) -> Iterator[None]:
-    """Remove the models of a folder when the block ends, and what else is large there; logs stay."""
+    """Remove the models and texts of a folder when the block ends; logs stay."""
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def removed_at_end(folder: Path, *, keep: bool) -> Iterator[None]:
 
 
 def check_room(folder: Path, config: ModelConfig, kind: str) -> None:
-    """Raise `ConfigError` if a disk has no room for a model in a GGUF type, or "F32"."""
+    """Raise `ConfigError` if a disk has no room for a model in a type."""
     block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     needed = num_weights(config) * num_bytes / block * (1 + SPARE_SHARE)
     folder.mkdir(parents=True, exist_ok=True)
