@@ -103,8 +103,8 @@ class Stats:
         self.target_s += target_s
         self.overlapped_s += overlapped_s
 
-    def count_plain(self, num_passes: int, num_tokens: int) -> None:
-        """Add decode passes without drafts, and the tokens of all rows that go on."""
+    def count_taken_in(self, num_passes: int, num_tokens: int) -> None:
+        """Add the passes without drafts, and all tokens, of rows that `kernels.take_in` took in."""
         if num_tokens:
             _bump_at(self.k_histogram, 0, num_passes)
             self.decode_passes += num_passes

@@ -329,7 +329,7 @@ class Verbs:
         scheduler.take_in(filled, spare)
         for state, _, _ in filled:
             self._mark_stores(state)
-        self._stats.count_plain(num_passes, num_tokens)
+        self._stats.count_taken_in(num_passes, num_tokens)
         counted = [*left, *with_drafts]
         self._stats.count_pass(batch, proposed, draft, verdict, counted)
         return left

@@ -172,7 +172,7 @@ def prepare(
     logits = np.empty((num_logit_rows, vocab), np.float32) if num_logit_rows else _NO_NUMBERS
     token_ids = np.empty(len(packed.wanted), np.int64)
     states = np.empty((len(taps), len(packed.token_ids), compiled.hidden), np.float32)
-    margins = np.empty(len(specs), np.float32) if True in [s.margin for s in specs] else _NO_NUMBERS
+    margins = np.empty(len(specs), np.float32) if any(s.margin for s in specs) else _NO_NUMBERS
     read = read_inputs(compiled, packed, features)
     outputs = states, token_ids, logits, margins
     return Prepared(
