@@ -199,18 +199,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(study: Study, model: str, peers: Path, folder: str | None) -> None:
-    console, rows = Console(), []
+    console = Console()
     table = Table(
         "engine", "first token, s", "prompt tokens/s", "per token, ms", title=f"{len(study.prompt)} tokens"
     )
-    with console.status("measuring"):
-        rows += [(f"Paceline, {what}", timing) for what, timing in _ours(study)]
-        rows += llama_cpp(study, model, peers)
-        with TemporaryDirectory() as temporary:
-            read = from_disk(study, Path(folder or temporary))
-    for name, timing in [*rows, ("Paceline, from disk", read.timing)]:
+
+    def tell(name: str, timing: Timing) -> None:
         speed = f"{len(study.prompt) / timing.first_s:.0f}"
         table.add_row(name, f"{timing.first_s:.2f}", speed, f"{timing.token_ms:.2f}")
+        console.print(f"{name}: first token after {timing.first_s:.2f} s")  # the whole may take an hour
+
+    with console.status("measuring"):
+        for what, timing in _ours(study):
+            tell(f"Paceline, {what}", timing)
+        with TemporaryDirectory() as temporary:
+            read = from_disk(study, Path(folder or temporary))
+        tell("Paceline, from disk", read.timing)
+        for name, timing in llama_cpp(study, model, peers):
+            tell(name, timing)
     console.print(f"{model}: {study.loaded.decoder.describe()}, {len(usable_cores())} cores")
     console.print(table)
     console.print(
