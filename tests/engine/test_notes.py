@@ -174,7 +174,8 @@ def test_watchers_see_steps_at_intervals() -> None:
     while engine.has_work:
         engine.step()
         num_steps += 1
-    assert engine.outputs.book.steps
+    assert engine.outputs.book.steps, "the first step that decodes is seen, however short the answer is"
     ends = [note.end_s for note in engine.outputs.book.steps]
     assert len(ends) < num_steps
+    assert engine.outputs.book.steps[0].num_tokens
     assert all(later - earlier >= 0.9 * notes_.APART_S for earlier, later in pairwise(ends))

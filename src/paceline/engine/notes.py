@@ -100,7 +100,7 @@ class NoteBook:
                 notes.append(_note(row, whole, scored, gained, count, step))
             if row.decodes and row.request_id not in self._salted:
                 seen.append((row, scored, count))
-        if self.steps is not None and self._is_due():
+        if self.steps is not None and self._is_due() and any(row.decodes for row in batch.rows):
             self._next_s = time.perf_counter() + APART_S
             self.steps.extend([_step_note(seen, step, num_waiting)] if seen else ())
         self._forget_ended()
