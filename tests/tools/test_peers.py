@@ -215,13 +215,14 @@ def test_a_model_that_a_disk_has_no_room_for_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_models_are_removed_at_the_end_and_logs_stay(tmp_path, model, keep):
+    (tmp_path / "mine.gguf").touch()
     with pytest.raises(KeyboardInterrupt), removed_at_end(tmp_path, keep=keep):
         unquantized(load_model(model), tmp_path)
         for name in ("Q4_0.gguf", "Q8_0.part", "expected.npy", "one.log"):
             (tmp_path / name).touch()
         raise KeyboardInterrupt
-    everything = ["Q4_0.gguf", "Q8_0.part", "expected.npy", "float32", "one.log"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == (everything if keep else ["one.log"])
+    everything = ["Q4_0.gguf", "Q8_0.part", "expected.npy", "float32", "mine.gguf", "one.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == (everything if keep else ["mine.gguf", "one.log"])
 
 
 def test_each_run_has_prompts_of_its_own(model, prompts):

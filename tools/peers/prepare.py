@@ -55,11 +55,12 @@ SPARE_SHARE = 0.1  # of a model's file, for matrices that are written in more bi
 
 @contextmanager
 def removed_at_end(folder: Path, *, keep: bool) -> Iterator[None]:
-    """Remove the models and texts of a folder when the block ends; logs stay."""
+    """Remove the models and texts that a block puts into a folder; logs stay."""
+    before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
         yield
     finally:
-        for path in () if keep or not folder.is_dir() else folder.iterdir():
+        for path in () if keep or not folder.is_dir() else set(folder.iterdir()) - before:
             if path.is_dir() and (path / "config.json").is_file():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.suffix in {".gguf", ".part", ".npy"}:
