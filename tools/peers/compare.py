@@ -168,8 +168,8 @@ def _compare_rows(args: Namespace, engines: Path) -> int:
     c = PeerComparison(study, model, engines / "work" / model.path.stem, engines, args.threads, work, draft)
     c.work.mkdir(parents=True, exist_ok=True)
     start = time.time()
-    texts = _texts(c, args)
     with removed_at_end(c.work, keep=args.keep_models), ExitStack() as stack:
+        texts = _texts(c, args)
         workers = _start(c, rows, stack)
         _warm_up(c, rows, workers, prompts)
         if texts is not None:

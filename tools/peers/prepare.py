@@ -101,10 +101,11 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
     A file holds one layer's tensors, so that no more than these are in memory.
     """
     target = folder / "float32"
-    if not (target / "config.json").is_file():
+    if not (target / INDEX).is_file():
         config = config_json(model.config)
         check_room(folder, model.config, "F32")
         target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         names = canonical_names(model.config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
         places: dict[str, str] = {}
         for part, here in groupby(names, lambda name: ".".join(name.split(".")[:-1]) or name):
@@ -113,7 +114,6 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
             save_file(tensors, target / file, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, file)
         (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
-        (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
 
 

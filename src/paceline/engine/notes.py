@@ -88,22 +88,25 @@ class NoteBook:
 
         kept: tokens that each row's answer took, None if it had ended before.
         """
-        verified = {r.row: len(d) for r, d in zip(batch.rows, draft.rows, strict=True)}
-        step = _Step(len(kept), times, expectation_of(controller, verified))
-        rows = zip(batch.rows, proposed.rows, draft.rows, verdict.rows, kept, strict=True)
-        seen: list[tuple[BatchRow, RowDraft, int]] = []
-        for row, whole, scored, gained, count in rows:
-            if count is None:
-                continue
-            notes = self._open.get(row.request_id)
-            if notes is not None:
-                notes.append(_note(row, whole, scored, gained, count, step))
-            if row.decodes and row.request_id not in self._salted:
-                seen.append((row, scored, count))
-        if self.steps is not None and self._is_due() and any(row.decodes for row in batch.rows):
-            self._next_s = time.perf_counter() + APART_S
-            self.steps.extend([_step_note(seen, step, num_waiting)] if seen else ())
+        rows = list(zip(batch.rows, proposed.rows, draft.rows, verdict.rows, kept, strict=True))
+        seen = [
+            (row, scored, count) for row, _, scored, _, count in rows if count is not None and self._is_seen(row)
+        ]
+        if seen or self._open:
+            verified = {r.row: len(d) for r, d in zip(batch.rows, draft.rows, strict=True)}
+            step = _Step(len(kept), times, expectation_of(controller, verified))
+            for row, whole, scored, gained, count in rows:
+                notes = self._open.get(row.request_id)
+                if notes is not None and count is not None:
+                    notes.append(_note(row, whole, scored, gained, count, step))
+            if self.steps is not None and seen and self._is_due():
+                self._next_s = time.perf_counter() + APART_S
+                self.steps.append(_step_note(seen, step, num_waiting))
         self._forget_ended()
+
+    def _is_seen(self, row: BatchRow) -> bool:
+        """Return if watchers may see a row."""
+        return row.decodes and row.request_id not in self._salted
 
     def attach(self, outcomes: list[Outcome]) -> None:
         """Give each outcome the notes of the passes that made its tokens."""
