@@ -14,7 +14,15 @@ import pytest
 from tools.peers import compare, ours, rows, table, timing
 from tools.peers import install as installation
 from tools.peers.install import install, python_of, requirements
-from tools.peers.prepare import check_room, config_json, file_type, prompts_of, removed_at_end, unquantized
+from tools.peers.prepare import (
+    alone_in,
+    check_room,
+    config_json,
+    file_type,
+    prompts_of,
+    removed_at_end,
+    unquantized,
+)
 from tools.peers.protocol import PeerAnswers, PeerSetting, Recorder, divergence, reply
 from tools.peers.remote import PeerFailed, PeerProcess
 from tools.peers.shape_gguf import write_shape
@@ -211,6 +219,13 @@ def test_a_model_that_a_disk_has_no_room_for_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"in Q8_0 takes 0.0 GB of .* --rows"):
         check_room(tmp_path, config, "Q8_0")
+
+
+def test_a_second_comparison_in_a_folder_is_refused(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(ConfigError, match="another comparison works in"), alone_in(tmp_path):
+        pass
+    with alone_in(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("keep", [True, False])

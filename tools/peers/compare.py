@@ -30,6 +30,7 @@ from paceline.serve.terminal.output_files import check_file
 from tools.entry import add_prompts, exit_status
 from tools.peers.install import install, preloads, python_of
 from tools.peers.prepare import (
+    alone_in,
     chat_prompts,
     file_type,
     judged_texts,
@@ -154,7 +155,7 @@ def _compare(args: Namespace) -> int:
         _install(rows, engines)
         _print_failures(rows)
         return 0
-    with removed_at_end(engines / "work", keep=args.keep_models):
+    with alone_in(engines), removed_at_end(engines / "work", keep=args.keep_models):
         return _compare_rows(args, engines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -51,6 +52,24 @@ ARCHITECTURES = {  # by family; the families that can be written for other engin
 }
 INDEX = "model.safetensors.index.json"
 SPARE_SHARE = 0.1  # of a model's file, for matrices that are written in more bits than the rest
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold a folder, which two comparisons would clear of each other's files. Raises `ConfigError`."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(held, folder)
+        yield
+    finally:
+        os.close(held)
+
+
+def _lock(held: int, folder: Path) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another comparison works in {folder}: both would be slowed, so wait") from None
 
 
 @contextmanager
