@@ -5,19 +5,23 @@ In a process of its own, since Ray changes the process that it is used in.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli import parse, parser_of
 from paceline.engine.assembly.cli_options import engine_config
 from paceline.ray.local_ray import start_local_ray
-from paceline.serve.chat_options import chat_options
-from paceline.serve.server import http_config
+from paceline.serve.server import HttpConfig, HttpServer, http_config, listen
+
+if TYPE_CHECKING:
+    from paceline.serve.worker.messages import Ready
 
 STREAMS = 4
 ANSWER_TOKENS = 3000
@@ -40,20 +44,49 @@ def main(model: str, folder: str) -> dict[str, Any]:
     from ray import serve
 
     args = parse(parser_of("serve"), [*FLAGS.split(), "--model", model], {})
-    http, engine = http_config(args), engine_config(args)
-    deployed = serve_command.deploy(http, engine, chat_options(args), args.threads, joined=False)
+    http = http_config(args)
+    serve_command.deploy(http.fleet.replicas, engine_config(args), args.threads, joined=False)
     found: dict[str, Any] = {"start_s": time.monotonic() - begun_s}
-    found["choices"] = [[choice.what, choice.value] for choice in deployed.choices]
-    url = f"{deployed.url}/v1"
-    found |= answers_through_a_death(url)
-    found |= {"pss_mb": _pss_mb(), "listens": _listens()}
-    row = answer_of_row(url)
+    found |= asyncio.run(_served(http))
     serve.delete(serve_command.APPLICATION)
-    found |= batches_of_data(model, row)
+    found |= batches_of_data(model, found["row"])
+    serve.shutdown()
+    found["row_by_proxy"] = _by_proxy(model)
     found["pss_mb"] = max(found["pss_mb"], _pss_mb())
     ray.shutdown()
     found["whole_s"] = time.monotonic() - begun_s
     return found
+
+
+async def _served(http: HttpConfig) -> dict[str, Any]:
+    """Return what clients find while the engines on Ray are served, as by `paceline serve --on ray`."""
+    from paceline.ray import serve_command
+    from paceline.ray.ray_fleet import ray_fleet
+
+    trying: asyncio.Future[asyncio.Future[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+
+    def on_ready(url: str, _: Ready) -> None:
+        trying.set_result(asyncio.ensure_future(asyncio.to_thread(_try, f"{url}/v1")))
+        trying.result().add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+
+    await HttpServer(http, lambda _: ray_fleet(http.fleet, serve_command.APPLICATION)).run(on_ready)
+    return await trying.result()
+
+
+def _try(url: str) -> dict[str, Any]:
+    return answers_through_a_death(url) | {"pss_mb": _pss_mb(), "listens": _listens(), "row": answer_of_row(url)}
+
+
+def _by_proxy(model: str) -> str:
+    """Return the answer to a row from the application of `serve run`, behind Ray's proxy."""
+    from paceline.ray import app
+    from ray import serve
+
+    with listen("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(app(OPTIONS | {"model": model, "api_key": KEY}))
+    return answer_of_row(f"http://127.0.0.1:{port}/v1")
 
 
 def _processes() -> list[Any]:

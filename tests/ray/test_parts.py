@@ -17,29 +17,29 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from paceline.cli import main, parse, parser_of
+from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, LineBroke, PacelineError
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
-from paceline.ray import serve_command
+from paceline.ray import pieces, serve_command
 from paceline.ray.engine_host import EngineHost
-from paceline.ray.front_options import of_arguments, of_server
-from paceline.ray.line import Down, EngineUp, FrontLine, read_from_host, read_to_host
+from paceline.ray.front_options import of_arguments
+from paceline.ray.line import Down, EngineUp, FromHost, FrontLine, read_from_host, read_to_host
 from paceline.ray.local_ray import ray_folder
+from paceline.ray.pieces import ENDED, SECRET_BYTES, connect
 from paceline.ray.scaling_policy import Headroom
 from paceline.serve.api.keys import new_key
-from paceline.serve.chat_options import chat_options
 from paceline.serve.engines import Answers, Event, OnEvent
-from paceline.serve.server import http_config
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Awaitable, Callable
 
 ROOT = Path(__file__).parents[2]
+FRONT = "0123456789abcdef"  # name of a front
 
 
 def outcome(name: str, *token_ids: int) -> Outcome:
@@ -122,17 +122,36 @@ class RunningAnswers:
         self.closed = True
 
 
+async def a_host(client: Any = None) -> EngineHost:
+    """An actor's host that takes lines on loopback."""
+    host = EngineHost(EngineConfig())
+    host._client = client
+    await host._lines.listen("127.0.0.1")
+    return host
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     async def work() -> tuple[bool, bool]:
-        host = EngineHost(EngineConfig())
+        host = await a_host()
         lost, other = RunningAnswers(), RunningAnswers()
-        host._open = {("front", "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
-        host._lines["front"] = older = FrontLine()
-        piece = asyncio.ensure_future(anext(aiter(host.attach("front"))))
-        while host._lines.get("front") in (None, older):
-            await asyncio.sleep(0)
-        host._lines["front"].put(Down())
-        assert read_from_host(await piece) == [Down()]
+        older = await connect(await host.address(), FRONT)
+        await until(lambda: FRONT in host._lines.lines)
+        host._open = {(FRONT, "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
+        replaced = host._lines.lines[FRONT]
+        newer = await connect(await host.address(), FRONT)
+        await until(lambda: host._lines.lines.get(FRONT) not in (None, replaced))
+        host._lines.lines[FRONT].put(Down())
+        assert read_from_host(await newer.receive()) == [Down()]
+        with pytest.raises(EOFError):
+            await older.receive()
+        newer.close()
+        await until(lambda: not host._lines.lines)
         return lost.closed, other.closed
 
     assert asyncio.run(work()) == (True, False)
@@ -145,10 +164,11 @@ class SlowClient:
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
+        self.began = asyncio.Event()
 
     async def submit(self, requests: list[Request], on_event: OnEvent) -> Answers:
-        for _ in range(3):
-            await asyncio.sleep(0)
+        self.began.set()
+        await asyncio.sleep(0.05)
         return Answers(self, {requests[0].request_id: 0}, on_event)  # type: ignore[arg-type]
 
     async def cancel(self, answers: Answers) -> None:
@@ -159,16 +179,94 @@ class SlowClient:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool) -> None:
     async def work() -> tuple[list[str], dict[Any, Any]]:
-        host, client = EngineHost(EngineConfig()), SlowClient()
-        host._client = client  # type: ignore[assignment]
-        host._lines["front"] = FrontLine()
-        sent = asyncio.ensure_future(host.send("front", encode([Submit("a", (1, 2), {}, 3)])))
-        await asyncio.sleep(0)
-        await (host.detach("front") if leaves else host.send("front", encode([Cancel("a")])))
-        await sent
+        client = SlowClient()
+        host = await a_host(client)
+        line = await connect(await host.address(), FRONT)
+        line.send(encode([Submit("a", (1, 2), {}, 3)]))
+        await client.began.wait()
+        if leaves:
+            line.close()
+        else:
+            line.send(encode([Cancel("a")]))
+        await until(lambda: client.cancelled)
+        await until(lambda: not leaves or not host._lines.lines)
+        line.close()
         return client.cancelled, host._open
 
     assert asyncio.run(work()) == (["a"], {})
+
+
+def test_who_does_not_know_the_secret_has_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> list[str]:
+        host = await a_host()
+        address = await host.address()
+        stranger = await connect(address._replace(secret=bytes(SECRET_BYTES)), FRONT)
+        with pytest.raises(ENDED):
+            await stranger.receive()
+        assert (await connect(address, FRONT)) is not stranger
+        await until(lambda: host._lines.lines)
+        return list(host._lines.lines)
+
+    assert asyncio.run(work()) == [FRONT]
+    assert "does not know the secret" in caplog.text
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\x03\0\0\0abc"])
+def test_a_piece_that_is_no_message_ends_its_line_alone(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> list[str]:
+        host = await a_host()
+        bad, good = [await connect(await host.address(), name) for name in (FRONT, FRONT[::-1])]
+        await until(lambda: len(host._lines.lines) == 2)
+        bad._writer.write(sent)
+        with pytest.raises(ENDED):
+            await bad.receive()
+        host._lines.put(Down())
+        assert read_from_host(await good.receive()) == [Down()]
+        return list(host._lines.lines)
+
+    assert asyncio.run(work()) == [FRONT[::-1]]
+    assert "a line to a front broke" in caplog.text
+
+
+def test_an_end_that_gives_no_sign_of_life_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        host = await a_host()
+        address = await host.address()
+        silent, alive = await connect(address, FRONT), await connect(address, FRONT[::-1])
+        silent._beating.cancel()
+        await until(lambda: len(host._lines.lines) == 2)
+        await until(lambda: len(host._lines.lines) == 1)
+        await asyncio.sleep(0.3)
+        assert list(host._lines.lines) == [FRONT[::-1]]
+        alive.close()
+
+    monkeypatch.setattr(pieces, "BEAT_S", 0.05)
+    monkeypatch.setattr(pieces, "SILENCE_S", 0.25)
+    asyncio.run(work())
+
+
+def test_lines_are_encrypted_where_ray_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=node"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    for name, value in {"USE_TLS": "1", "TLS_CA_CERT": certificate, "TLS_SERVER_CERT": certificate}.items():
+        monkeypatch.setenv(f"RAY_{name}", str(value))
+    monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(key))
+
+    async def work() -> None:
+        host = await a_host()
+        line = await connect(await host.address(), FRONT)
+        assert line._writer.get_extra_info("cipher") is not None
+        await until(lambda: host._lines.lines)
+        host._lines.put(Down())
+        assert read_from_host(await line.receive()) == [Down()]
+        line.close()
+        monkeypatch.delenv("RAY_USE_TLS")
+        plain = await connect(await host.address(), FRONT[::-1])
+        with pytest.raises(ENDED):
+            await plain.receive()
+
+    asyncio.run(work())
 
 
 def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
@@ -180,7 +278,7 @@ def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
                 host._open.pop(("front", "b"), None)
 
         host._open = {("front", "a"): LastAnswers(), ("front", "b"): RunningAnswers()}  # type: ignore[dict-item]
-        await host.detach("front")
+        await host.left("front")
         return host._open
 
     assert asyncio.run(work()) == {}
@@ -198,9 +296,8 @@ def test_neither_server_nor_engine_imports_ray() -> None:
     ("flags", "says"),
     [
         (["--cores", "0,1"], "--cores does not go with --on ray: Ray places engines"),
-        (["--drain-seconds", "5"], "--drain-seconds does not go with --on ray"),
         (["--trace", "steps.jsonl"], "--trace does not go with --on ray"),
-        (["--tls-cert", "a.pem"], "--tls-cert does not go with --on ray: Ray's proxy"),
+        (["--watchdog-seconds", "5"], "--watchdog-seconds does not go with --on ray: Ray replaces"),
         (["--rl", "--insecure"], "--api-key"),
         (["--hedge", "p95", "--law", "rejection"], "--hedge needs --law coupled"),
         ([], "--on ray needs Ray: pip install 'paceline[ray]'"),
@@ -212,16 +309,6 @@ def test_what_ray_cannot_do_is_refused_by_name(
     monkeypatch.setattr(serve_command, "find_spec", lambda _: None)
     assert main(["serve", "--on", "ray", *flags]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_flags_of_a_server_are_options_of_a_front() -> None:
-    flags = ["--api-key", "k", "--served-model-name", "a,b", "--unknown-fields", "warn", "--max-open", "7"]
-    args = parse(parser_of("serve"), [*flags, "--route", "least", "--metrics-names", "vllm"], {})
-    options = of_server(http_config(args), chat_options(args))
-    assert options.served_names == ("a", "b")
-    assert (options.lenient, options.page, options.max_open, options.local) == (True, True, 7, False)
-    assert (options.fleet.route, options.operation.metrics_names) == ("least", "vllm")
-    assert options.keys().find(b"k")
 
 
 def test_what_was_not_deployed_is_not_removed(
@@ -246,7 +333,7 @@ def test_what_was_not_deployed_is_not_removed(
     monkeypatch.setattr(serve_command, "deploy", refused)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        assert main(["serve", "--on", "ray"]) == 2
+        assert main(["serve", "--on", "ray", "--port", "0"]) == 2
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert "they do not fit" in capsys.readouterr().err
@@ -305,14 +392,6 @@ def until_gone(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(20)
     return not psutil.pid_exists(pid)
-
-
-def test_a_ray_serve_that_runs_already_is_served_by_where_it_listens_or_not_at_all() -> None:
-    """It ignores other addresses: a server without a key would be reached from outside."""
-    http = http_config(parse(parser_of("serve"), ["--port", "8123"], {}))
-    assert serve_command.address_of(http, ("127.0.0.1", 8123)) == ("http://127.0.0.1:8123", 8123)
-    with pytest.raises(ConfigError, match=r"give --host 0\.0\.0\.0 --port 8123"):
-        serve_command.address_of(http, ("0.0.0.0", 8123))
 
 
 @pytest.mark.parametrize(
@@ -403,64 +482,78 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
-    lines = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(), EngineUp(ready, 3)]])
+    states = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(), EngineUp(ready, 3)]])
 
-    async def work() -> tuple[list[tuple[int, bool]], list[type]]:
-        found: list[tuple[int, bool]] = []
-        told: list[Event] = []
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for message in next(states, ()):
+            write(writer, encode([message]))
+            await told_again(message)
+        writer.close()
 
-        async def pieces() -> AsyncIterator[Any]:
-            for message in next(lines, ()):
-                yield asyncio.sleep(0, encode([message]))
-                if engines.ready is not None:
-                    request = Request(f"r{len(told)}", (1,), SamplingParams(max_tokens=2), 0)
-                    await engines.submit([request], told.append)
-            found.append((engines.restarts, engines.ready is not None))
+    async def told_again(message: FromHost) -> None:
+        """Wait until the front has heard a message; if it is of an engine, it sends it a request."""
+        seen = len(told)
+        await until(lambda: (engines.ready is not None) == isinstance(message, EngineUp))
+        if isinstance(message, EngineUp):
+            await engines.submit([Request(f"r{seen}", (1,), SamplingParams(max_tokens=2), 0)], told.append)
+            found.append(engines.restarts)
 
-        stream = SimpleNamespace(remote=lambda _: pieces())
-        attach = SimpleNamespace(options=lambda **_: stream)
-        nothing = SimpleNamespace(remote=lambda *_: None)
-        engines = HostEngines(SimpleNamespace(attach=attach, detach=nothing, send=nothing), "front")
-        while len(told) < 4:
-            await asyncio.sleep(0.01)
+    async def work() -> None:
+        nonlocal engines
+        engines = HostEngines(await host_of(serve), FRONT)
+        await until(lambda: len(told) == 4)
         await engines.stop()
-        return found[:3], [type(event) for event in told]
 
-    found, told = asyncio.run(work())
-    assert found == [(0, True), (0, True), (1, True)]
-    assert told == [LineBroke, LineBroke, EngineDied, LineBroke]
+    found: list[int] = []
+    told: list[Event] = []
+    engines: Any = None
+    asyncio.run(work())
+    assert found == [0, 0, 0, 1]
+    assert [type(event) for event in told] == [LineBroke, LineBroke, EngineDied, LineBroke]
+
+
+def write(writer: asyncio.StreamWriter, piece: bytes) -> None:
+    writer.write(len(piece).to_bytes(4, "little") + piece)
+
+
+async def host_of(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> Any:
+    """Handle of an actor whose lines are served by `serve`."""
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+
+    async def address() -> tuple[str, int, bytes]:
+        return "127.0.0.1", server.sockets[0].getsockname()[1], bytes(SECRET_BYTES)
+
+    return SimpleNamespace(address=SimpleNamespace(remote=address))
 
 
 @pytest.mark.ray
 def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is attached again ever later, and from the fourth break on answers are not sent to its process again."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
-    from paceline.ray import host_engines
+    from paceline.ray import host_line
+    from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
 
-    async def work() -> list[type]:
-        told: list[Event] = []
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        write(writer, encode([EngineUp(ready, 0)]))
+        await until(lambda: engines.ready is not None)
+        await engines.submit([Request(f"r{len(told)}", (1,), SamplingParams(max_tokens=2), 0)], told.append)
+        write(writer, b"these bytes are no messages")
 
-        async def pieces() -> AsyncIterator[Any]:
-            yield asyncio.sleep(0, encode([EngineUp(ready, 0)]))
-            request = Request(f"r{len(told)}", (1,), SamplingParams(max_tokens=2), 0)
-            await engines.submit([request], told.append)
-            raise ValueError("these bytes are no messages")
-
-        stream = SimpleNamespace(remote=lambda _: pieces())
-        attach = SimpleNamespace(options=lambda **_: stream)
-        nothing = SimpleNamespace(remote=lambda *_: None)
-        engines = host_engines.HostEngines(SimpleNamespace(attach=attach, detach=nothing, send=nothing), "front")
-        while len(told) < 5:
-            await asyncio.sleep(0.001)
+    async def work() -> None:
+        nonlocal engines
+        engines = HostEngines(await host_of(serve), FRONT)
+        await until(lambda: len(told) >= 5)
         await engines.stop()
-        return [type(event) for event in told[:5]]
 
-    pauses = [host_engines.again_s(breaks) for breaks in (1, 2, 3, 9, 5000)]
+    told: list[Event] = []
+    engines: Any = None
+    pauses = [host_line.again_s(breaks) for breaks in (1, 2, 3, 9, 5000)]
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 25.6, 25.6])
-    monkeypatch.setattr(host_engines, "AGAIN_S", 1e-4)
-    assert asyncio.run(work()) == [LineBroke, LineBroke, LineBroke, EngineDied, EngineDied]
+    monkeypatch.setattr(host_line, "AGAIN_S", 1e-4)
+    asyncio.run(work())
+    assert [type(event) for event in told[:5]] == [LineBroke, LineBroke, LineBroke, EngineDied, EngineDied]
 
 
 def test_a_front_is_told_of_each_process_once() -> None:
@@ -471,7 +564,7 @@ def test_a_front_is_told_of_each_process_once() -> None:
         for state in (SimpleNamespace(ready=ready, restarts=1),) * 2, (SimpleNamespace(ready=None, restarts=1),):
             for client in state:
                 host._client = client  # type: ignore[assignment]
-                host._tell_state(line)
+                host.tell_state(line)
         return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
 
     assert asyncio.run(work()) == [EngineUp(ready, 1), Down()]
@@ -490,7 +583,8 @@ def test_a_replica_obeys_until_its_last_command_is_answered() -> None:
             await next(waiting).wait()
             return encode(Obeyed("v1"))
 
-        commands = HostCommands(SimpleNamespace(command=SimpleNamespace(remote=command)), "front", list)
+        line: Any = SimpleNamespace(send=list)
+        commands = HostCommands(SimpleNamespace(command=SimpleNamespace(remote=command)), line, list)
         sent = [asyncio.create_task(commands.send(Pause())) for _ in gates]
         seen = []
         for gate, task in zip(gates, sent, strict=True):

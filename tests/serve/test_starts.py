@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.engine.assembly.config import EngineConfig
-from paceline.serve.server import HttpConfig, HttpServer, listen, log_level
+from paceline.serve.server import HttpConfig, HttpServer, listen, log_level, start_engines
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker import child
 from paceline.serve.worker.client import EngineClient
@@ -210,7 +211,8 @@ def test_a_signal_while_the_model_loads_ends_the_server_quietly(
     engines_run(monkeypatch, NEVER_CONNECTS)
 
     async def scenario() -> None:
-        server = HttpServer(HttpConfig(port=0), EngineConfig())
+        http = HttpConfig(port=0)
+        server = HttpServer(http, partial(start_engines, http, EngineConfig()))
         running = asyncio.create_task(server.run(_never_ready))
         await until(lambda: server._server.started and server.client.pid is not None)
         for _ in range(times):

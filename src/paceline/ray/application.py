@@ -50,21 +50,26 @@ def app(args: Mapping[str, Any]) -> Any:
 def application(
     config: EngineConfig, options: FrontOptions, replicas: Mapping[str, Any], cpus: float, fronts: int = 1
 ) -> Any:
-    """Return an application of engines and fronts. replicas: arguments of the engines' deployment."""
-    engine = serve.deployment(
-        name="Engine",
-        ray_actor_options={"num_cpus": 0},
-        health_check_period_s=HEALTH_S,
-        max_ongoing_requests=MAX_CALLS,
-        **replicas,
-    )(EngineReplica)
+    """Return an application of engines and fronts. replicas: as in `engines`."""
     served = serve.deployment(
         name="Front",
         num_replicas=fronts,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_CALLS,
     )(serve.ingress(Door())(FrontReplica))
-    return served.bind(options, engine.bind(config, cpus))
+    return served.bind(options, engines(config, replicas, cpus))
+
+
+def engines(config: EngineConfig, replicas: Mapping[str, Any], cpus: float) -> Any:
+    """Return an application of engines alone. replicas: arguments of their deployment."""
+    deployment = serve.deployment(
+        name="Engine",
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=HEALTH_S,
+        max_ongoing_requests=MAX_CALLS,
+        **replicas,
+    )
+    return deployment(EngineReplica).bind(config, cpus)
 
 
 def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.engine.wire import Submit, encode
-from paceline.ray.line import SILENCE_S, Down, EngineUp, FrontLine, read_to_host
+from paceline.ray.line import Down, EngineUp, read_to_host
+from paceline.ray.line_server import LineServer
 from paceline.serve.engines import Disconnected
 from paceline.serve.worker.client import EngineClient
 from paceline.serve.worker.commands import Obeyed
 from paceline.serve.worker.messages import Cancel, Rejected, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from paceline.engine.assembly.config import EngineConfig
+    from paceline.ray.line import FrontLine, ToHost
+    from paceline.ray.pieces import LineAddress
     from paceline.serve.engines import Answers, Event
-    from paceline.serve.worker.messages import Snapshot, ToEngine
 
-TICK_S = 0.25  # between two looks at the engine's process
 UNREADY_S = 30.0  # without an engine, after which the replica counts as unhealthy
 FAILED_STARTS = 2  # in a row, likewise
 
@@ -33,16 +31,18 @@ class EngineHost:
         """Keep the config; `start` loads."""
         self._config = config
         self._client: EngineClient | None = None
-        self._lines: dict[str, FrontLine] = {}  # by front
+        self._lines = LineServer(self)
         self._open: dict[tuple[str, str], Answers] = {}  # by front and request id
-        self._turn = asyncio.Lock()  # of messages: one that cancels may come while its request is submitted
         self._ready_s = time.monotonic()  # when an engine was last seen ready
         self._restarts = 0  # of the process when it was
 
     async def start(self) -> None:
-        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`, `OSError`."""
+        from ray.util import get_node_ip_address
+
+        await self._lines.listen(get_node_ip_address())
         self._client = EngineClient(self._config)
-        self._client.on_snapshot = self._tell
+        self._client.on_snapshot = self._lines.put
         await self._client.first_ready
 
     async def stop(self) -> None:
@@ -73,36 +73,35 @@ class EngineHost:
 
     # Lines to fronts ---------------------------------------------------------------------------------
 
-    async def attach(self, front: str) -> AsyncIterator[bytes]:
-        """Yield all messages for a front, for as long as it shows signs of life."""
-        await self.detach(front)  # nobody hears any more what an older line had open
-        line = self._lines[front] = FrontLine()
-        try:
-            while self._lines.get(front) is line and time.monotonic() - line.beat_s < SILENCE_S:
-                self._tell_state(line)
-                if data := await line.take(TICK_S):
-                    yield data
-        finally:
-            if self._lines.get(front) is line:
-                await self.detach(front)
+    async def address(self) -> LineAddress:
+        """Return where fronts connect, and the secret that lets them in."""
+        return await self._lines.address()
 
-    async def detach(self, front: str) -> None:
-        """Forget a front, and cancel its requests."""
-        self._lines.pop(front, None)
+    async def left(self, front: str) -> None:
+        """Cancel the requests of a front that hears of them no more."""
         for key in [key for key in self._open if key[0] == front]:
             if (answers := self._open.pop(key, None)) is not None:  # else it has ended while others were cancelled
                 await answers.close()
 
-    async def beat(self, front: str) -> None:
-        """Note a sign of life of a front."""
-        if (line := self._lines.get(front)) is not None:
-            line.beat_s = time.monotonic()
+    async def take(self, front: str, message: ToHost) -> None:
+        """Take a message of a front."""
+        if isinstance(message, Submit):
+            await self._submit(front, message)
+        elif isinstance(message, Watch):
+            await self._running.watch(on=message.on)
+        elif isinstance(message, Cancel) and message.abort:
+            await self._running.commands.abort(lambda request_id: request_id == message.request_id)
+        elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
+            await answers.close()
 
-    async def send(self, front: str, data: bytes) -> None:
-        """Take messages of a front."""
-        async with self._turn:
-            for message in read_to_host(data):
-                await self._take(front, message)
+    def tell_state(self, line: FrontLine) -> None:
+        """Tell a front of an engine that is ready, or is so no more."""
+        client = self._client
+        ready = None if client is None else client.ready
+        if ready is line.told:
+            return
+        line.told = ready
+        line.put(Down() if client is None or ready is None else EngineUp(ready, client.restarts))
 
     async def command(self, data: bytes) -> bytes:
         """Carry out a trainer's command; return the reply."""
@@ -113,18 +112,8 @@ class EngineHost:
         except PacelineError as error:
             return encode(Obeyed(self._running.commands.version, kind=type(error).__name__, error=str(error)))
 
-    async def _take(self, front: str, message: ToEngine) -> None:
-        if isinstance(message, Submit):
-            await self._submit(front, message)
-        elif isinstance(message, Watch):
-            await self._running.watch(on=message.on)
-        elif isinstance(message, Cancel) and message.abort:
-            await self._running.commands.abort(lambda request_id: request_id == message.request_id)
-        elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
-            await answers.close()
-
     async def _submit(self, front: str, message: Submit) -> None:
-        request_id = message.request_id
+        request_id, line = message.request_id, self._lines.lines.get(front)
 
         def take(event: Event) -> None:
             self._on_event(front, request_id, event)
@@ -134,13 +123,13 @@ class EngineHost:
         except PacelineError as error:
             take(error)
         else:
-            if front not in self._lines:  # it has left meanwhile
+            if self._lines.lines.get(front) is not line:  # it has left meanwhile
                 await answers.close()
             elif answers.index:  # else it has ended already
                 self._open[front, request_id] = answers
 
     def _on_event(self, front: str, request_id: str, event: Event) -> None:
-        line = self._lines.get(front)
+        line = self._lines.lines.get(front)
         if isinstance(event, Disconnected):
             return
         ended = isinstance(event, PacelineError) or event[1].finish_reason is not None
@@ -153,19 +142,6 @@ class EngineHost:
             line.put(Rejected(request_id, type(event).__name__, str(event), param))
         else:
             line.put_outcome(event[1])
-
-    def _tell(self, snapshot: Snapshot) -> None:
-        for line in self._lines.values():
-            line.put(snapshot)
-
-    def _tell_state(self, line: FrontLine) -> None:
-        """Tell a front of an engine that is ready, or is so no more."""
-        client = self._client
-        ready = None if client is None else client.ready
-        if ready is line.told:
-            return
-        line.told = ready
-        line.put(Down() if client is None or ready is None else EngineUp(ready, client.restarts))
 
     @property
     def _running(self) -> EngineClient:

@@ -1,4 +1,4 @@
-"""Options of a front: those of `paceline serve` that do not name a place."""
+"""Options of a front behind Ray's proxy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
 from paceline.serve.api.keys import KeyRing
-from paceline.serve.app import MAX_OPEN
-from paceline.serve.chat_options import ChatOptions
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from paceline.serve.server import HttpConfig
 
 FLEET = ("route", "resume", "resume_wait_s", "hedge", "tail")  # of `ReplicaOptions`
 UNPUBLISHED = "engines may move between machines, and so would their endpoints"  # why there are no KV events
@@ -28,14 +24,9 @@ class FrontOptions:
     """Options of a front, which Ray sends to its process."""
 
     api_key: str | None = None
-    local: bool = False  # only this machine may send requests
     served_names: tuple[str, ...] = ()
-    lenient: bool = False  # unknown fields of bodies are ignored
-    page: bool = False
-    max_open: int = MAX_OPEN
     fleet: ReplicaOptions = field(default_factory=ReplicaOptions)
     operation: OperationOptions = field(default_factory=OperationOptions)
-    chat: ChatOptions = field(default_factory=ChatOptions)
 
     def keys(self) -> KeyRing:
         """Return the keys that are asked for. Raises `ConfigError` for a bad file."""
@@ -70,18 +61,3 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
 def _word(value: Any) -> Any:
     """Return `on` or `off` for what YAML makes of them."""
     return ("on" if value else "off") if isinstance(value, bool) else value
-
-
-def of_server(http: HttpConfig, chat: ChatOptions) -> FrontOptions:
-    """Return the options of a server with one front."""
-    return FrontOptions(
-        api_key=http.api_key,
-        local=http.local,
-        served_names=http.served_names,
-        lenient=http.unknown_fields == "warn",
-        page=http.page,
-        max_open=http.max_open,
-        fleet=http.fleet,
-        operation=http.operation,
-        chat=chat,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Outcome
 
 NAMESPACE = "paceline"  # of the engines' actors
-BEAT_S = 5.0  # between two signs of life of a front
-SILENCE_S = 20.0  # after which a front is taken for dead, and its requests are cancelled
 
 
 class Down(Message, frozen=True):
@@ -40,14 +37,13 @@ read_reply = msgspec.msgpack.Decoder(Obeyed).decode
 
 
 class FrontLine:
-    """Messages for one front, which wait until Ray takes the next piece of its stream.
+    """Messages for one front, which wait until its line takes the next piece.
 
     All outcomes of a step, of all the front's requests, are one message.
     """
 
     def __init__(self) -> None:
         self.told: Ready | None = None  # the engine that the front knows of
-        self.beat_s = time.monotonic()  # of the front's last sign of life
         self._messages: list[FromHost] = []
         self._outcomes: list[Outcome] = []
         self._wake = asyncio.Event()
@@ -66,7 +62,8 @@ class FrontLine:
     async def take(self, timeout_s: float) -> bytes:
         """Return what has come since the last call, as bytes; none after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
         except TimeoutError:
             return b""
         self._wake.clear()

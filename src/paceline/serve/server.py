@@ -48,7 +48,7 @@ from paceline.serve.worker.client import EngineClient
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from starlette.types import ASGIApp
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.engines import Engines
     from paceline.serve.worker.child import EngineChild
-    from paceline.serve.worker.messages import Progress, Ready
+    from paceline.serve.worker.messages import Progress, Ready, StartupChoice
 
 log = logging.getLogger(__name__)
 
@@ -171,22 +171,20 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """One engine and its HTTP side."""
+    """Engines and their HTTP side."""
 
     def __init__(
         self,
         config: HttpConfig,
-        engine: EngineConfig,
-        on_progress: Callable[[Progress], None] | None = None,
+        make_engines: Callable[[TokenizerCache], Engines],
         chat: ChatOptions | None = None,
-        begun: EngineChild | None = None,
     ) -> None:
-        """Bind the port. Raises `ConfigError`. Call in a running event loop. begun: the engine's process."""
+        """Bind the port, and make the engines. Raises `ConfigError`. Call in a running event loop."""
         self.config = config
         self._keys = KeyRing(config.api_key, config.operation.api_key_file)
         self.socket = listen(config.host, config.port)
         self._tokenizer_cache = tokenizer_cache = TokenizerCache(chat)
-        self.client = _engines(config, engine, on_progress, tokenizer_cache, begun)
+        self.client = make_engines(tokenizer_cache)
         self.client.on_language = tokenizer_cache.expect
         self._loop = asyncio.get_running_loop()
         self._drainer: asyncio.Task[None] | None = None
@@ -236,7 +234,9 @@ class HttpServer:
             await asyncio.wait((serving, first_ready), return_when=asyncio.FIRST_COMPLETED)
             if first_ready.done() and not first_ready.cancelled():  # cancelled: stopped while loading
                 scheme = "https" if self.config.operation.tls_cert else "http"
-                on_ready(url_of(self.socket, scheme), first_ready.result())
+                ready = first_ready.result()
+                await self._tokenizer_cache.of(ready)
+                on_ready(url_of(self.socket, scheme), ready)
                 await serving
         finally:
             self._server.should_exit = True
@@ -272,14 +272,14 @@ class HttpServer:
         self._server.should_exit = True
 
 
-def _engines(
+def start_engines(
     config: HttpConfig,
     engine: EngineConfig,
-    on_progress: Callable[[Progress], None] | None,
     tokenizer_cache: TokenizerCache,
-    begun: EngineChild | None,
+    on_progress: Callable[[Progress], None] | None = None,
+    begun: EngineChild | None = None,
 ) -> Engines:
-    """Start one engine, or a fleet. begun: the first process. Raises `ConfigError`."""
+    """Start one engine, or a fleet, on this machine. begun: the first process. Raises `ConfigError`."""
     options, waiting = config.fleet, [begun]
 
     def new_engine(of_one: EngineConfig, cores: frozenset[int]) -> EngineClient:
@@ -373,6 +373,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Serve until told to stop and return the exit status."""
+    begin_logs(args)
+    begun, began_s = getattr(args, "begun", None), getattr(args, "began_s", time.monotonic())
+    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args), begun, began_s))
+
+
+def begin_logs(args: Namespace) -> None:
+    """Set up a server's logs by parsed flags. Raises `ConfigError`."""
     log_level(os.environ)  # refuses a bad one
     configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
@@ -383,8 +390,6 @@ def run(args: Namespace) -> int:
         )
     for name in ("paceline.access", "paceline.doings") if args.access_log else ():
         logging.getLogger(name).setLevel(logging.INFO)
-    begun, began_s = getattr(args, "begun", None), getattr(args, "began_s", time.monotonic())
-    return asyncio.run(_serve(http_config(args), engine_config(args), chat_options(args), begun, began_s))
 
 
 def http_config(args: Namespace) -> HttpConfig:
@@ -420,12 +425,21 @@ async def _serve(
             if sys.stderr.isatty() or os.environ.get(logs.FORMAT) != "json":  # there lines are objects only
                 bar(progress.what, progress.done, progress.total)
 
+        def make_engines(tokenizer_cache: TokenizerCache) -> Engines:
+            return start_engines(config, engine, tokenizer_cache, on_progress, begun)
+
         def on_ready(url: str, ready: Ready) -> None:
             bar.close()
-            show_choices(ready.choices, sys.stdout)
-            ready_s = time.monotonic() - began_s
-            facts = ServerFacts(url, ready.template is not None, config.has_keys, ready_s, config.page)
-            show_url(facts, sys.stdout)
+            tell_ready(config, began_s, url, ready)
 
-        await HttpServer(config, engine, on_progress, chat, begun).run(on_ready)
+        await HttpServer(config, make_engines, chat).run(on_ready)
     return 0
+
+
+def tell_ready(
+    config: HttpConfig, began_s: float, url: str, ready: Ready, more: Sequence[StartupChoice] = ()
+) -> None:
+    """Show what was chosen, and where it serves. more: choices beside the engine's, shown first."""
+    show_choices((*more, *ready.choices), sys.stdout)
+    ready_s = time.monotonic() - began_s
+    show_url(ServerFacts(url, ready.template is not None, config.has_keys, ready_s, config.page), sys.stdout)

@@ -1,0 +1,54 @@
+"""A fleet whose replicas are actors of a Ray application."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ray.util import list_named_actors
+
+import ray
+from paceline.ray.host_engines import HostEngines
+from paceline.ray.line import NAMESPACE
+from paceline.ray.pieces import new_name
+from paceline.serve.fleet.engine_fleet import EngineFleet
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from paceline.serve.fleet.fleet_options import ReplicaOptions
+
+LOOK_S = 0.5  # between two looks for replicas that came or went
+
+
+def ray_fleet(options: ReplicaOptions, application: str) -> EngineFleet:
+    """Return a fleet that follows an application's replicas. application: its name in Ray Serve."""
+    fleet = EngineFleet(options)
+    fleet.spawn(_follow(fleet, application))
+    return fleet
+
+
+async def _follow(fleet: EngineFleet, application: str) -> None:
+    """Take in replicas that have come, and drop those that have gone, for ever."""
+    front = new_name()
+    while True:
+        with suppress(Exception):  # Ray's head may be away for a while; what is attached goes on
+            _match(fleet, await asyncio.to_thread(names_of, application), front)
+        await asyncio.sleep(LOOK_S)
+
+
+def _match(fleet: EngineFleet, names: set[str], front: str) -> None:
+    members: MutableMapping[str, Any] = fleet.members
+    for name in names - members.keys():
+        fleet.add(name, HostEngines(ray.get_actor(name, namespace=NAMESPACE), front))
+    for name, member in list(members.items()):
+        if name not in names and member.engines.dead:
+            members.pop(name).engines.kill()  # which ends its tasks
+
+
+def names_of(application: str) -> set[str]:
+    """Return the names of an application's engine actors that live."""
+    actors = list_named_actors(all_namespaces=True)
+    prefix = f"{application}:"
+    return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)}
