@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from paceline.model.files.pull import resolve
 from tools.entry import exit_status
 from tools.peers.install import STAMP, preloads, python_of
 from tools.peers.protocol import PeerSetting
-from tools.peers.remote import PeerProcess
+from tools.peers.remote import PeerFailed, PeerProcess
 from tools.peers.rows import LLAMA_CPP
 
 if TYPE_CHECKING:
@@ -144,8 +144,11 @@ def drop_from_cache(folder: Path) -> None:
 # Peers -------------------------------------------------------------------------------------------
 
 
-def llama_cpp(study: Study, model: str, peers: Path) -> Iterator[tuple[str, Timing]]:
-    """Yield llama.cpp's times, with flash attention and without, where it is installed."""
+def llama_cpp(study: Study, model: str, peers: Path, patience_s: float) -> Iterator[tuple[str, Timing | None]]:
+    """Yield llama.cpp's times, with flash attention and without, where it is installed.
+
+    patience_s: after which it is left; its times are None then.
+    """
     if not (peers / LLAMA_CPP.name / STAMP).is_file():
         return
     length, threads = len(study.prompt) + study.answer, study.config.num_threads
@@ -154,10 +157,16 @@ def llama_cpp(study: Study, model: str, peers: Path) -> Iterator[tuple[str, Timi
         options = json.dumps({"flash": flash, "setting": setting})
         command = [python_of(LLAMA_CPP, peers), "-m", "tools.peers.worker", "llama_cpp", options]
         with PeerProcess(command, peers / "long.log", threads, preloads(LLAMA_CPP, peers)) as worker:
-            found = worker.ask({"do": "decode", "prompts": [list(study.prompt)], "num_tokens": study.answer})
-            arrivals = found["arrivals"][0]
-            token_ms = 1e3 * (arrivals[-1] - arrivals[0]) / max(len(arrivals) - 1, 1)
-            yield f"llama.cpp, flash {'on' if flash else 'off'}", Timing(arrivals[0], token_ms, ())
+            yield f"llama.cpp, flash {'on' if flash else 'off'}", _ask(worker, study, patience_s)
+
+
+def _ask(worker: PeerProcess, study: Study, patience_s: float) -> Timing | None:
+    question = {"do": "decode", "prompts": [list(study.prompt)], "num_tokens": study.answer}
+    try:
+        (arrivals,) = worker.ask(question, patience_s)["arrivals"]
+    except PeerFailed:
+        return None
+    return Timing(arrivals[0], 1e3 * (arrivals[-1] - arrivals[0]) / max(len(arrivals) - 1, 1), ())
 
 
 # The tool ----------------------------------------------------------------------------------------
@@ -178,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, metavar="N")
     parser.add_argument("--folder", metavar="FOLDER", help="for pages on disk (default: a temporary one)")
     parser.add_argument("--peers", default=".peers", metavar="FOLDER", help="where tools.peers installs engines")
+    parser.add_argument("--patience", type=float, default=3600, metavar="S", help="for each answer of a peer")
     args = parser.parse_args(argv)
     if not 64 <= args.tokens <= 1 << 20 or not 2 <= args.answer <= args.tokens // 2:
         raise ConfigError("--tokens is 64 to 1048576, --answer 2 to half of it")
@@ -194,30 +204,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load(replace(config, kv_disk=args.folder or "measured"))  # so that the model's files have a key
     count = min(args.tokens, loaded.decoder.config.max_context) - args.answer
     study = Study(config, loaded, prompt_of(loaded, count), args.answer)
-    _print(study, args.model, Path(args.peers), args.folder)
+    _print(study, args)
     return 0
 
 
-def _print(study: Study, model: str, peers: Path, folder: str | None) -> None:
+def _print(study: Study, args: Namespace) -> None:
     console = Console()
     table = Table(
         "engine", "first token, s", "prompt tokens/s", "per token, ms", title=f"{len(study.prompt)} tokens"
     )
 
-    def tell(name: str, timing: Timing) -> None:
-        speed = f"{len(study.prompt) / timing.first_s:.0f}"
-        table.add_row(name, f"{timing.first_s:.2f}", speed, f"{timing.token_ms:.2f}")
-        console.print(f"{name}: first token after {timing.first_s:.2f} s")  # the whole may take an hour
+    def tell(name: str, timing: Timing | None) -> None:
+        """Add a row, and show it now: the whole may take an hour."""
+        if timing is None:
+            found = ["none", "", ""]
+        else:
+            speed = len(study.prompt) / timing.first_s
+            found = [f"{timing.first_s:.2f}", f"{speed:.0f}", f"{timing.token_ms:.2f}"]
+        table.add_row(name, *found)
+        console.print(f"{name}: first token after {found[0]} s, {found[2] or 'no'} ms per token")
 
     with console.status("measuring"):
         for what, timing in _ours(study):
             tell(f"Paceline, {what}", timing)
         with TemporaryDirectory() as temporary:
-            read = from_disk(study, Path(folder or temporary))
+            read = from_disk(study, Path(args.folder or temporary))
         tell("Paceline, from disk", read.timing)
-        for name, timing in llama_cpp(study, model, peers):
-            tell(name, timing)
-    console.print(f"{model}: {study.loaded.decoder.describe()}, {len(usable_cores())} cores")
+        for name, found in llama_cpp(study, args.model, Path(args.peers), args.patience):
+            tell(name, found)
+    console.print(f"{args.model}: {study.loaded.decoder.describe()}, {len(usable_cores())} cores")
     console.print(table)
     console.print(
         f"{read.pages} pages, {read.num_bytes / GIB:.2f} GiB, were read in {read.read_s:.2f} s; the first token "

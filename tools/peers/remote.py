@@ -75,14 +75,14 @@ class PeerProcess:
     ) -> None:
         self.close()
 
-    def ask(self, question: Json) -> Json:
+    def ask(self, question: Json, timeout_s: float = ANSWER_TIMEOUT_S) -> Json:
         """Continue the worker, ask, wait for the answer, stop it again. Raises `PeerFailed`."""
         self._signal(signal.SIGCONT)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-            return self._answer(ANSWER_TIMEOUT_S)
+            return self._answer(timeout_s)
         except (OSError, ValueError) as error:  # a broken pipe, a closed one, no JSON
             raise PeerFailed(f"the worker has ended (see {self._log})") from error
         finally:
