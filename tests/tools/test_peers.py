@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from gguf import GGUFReader, LlamaFileType
 from tools.peers import compare, ours, rows, table, timing
 from tools.peers import install as installation
 from tools.peers.install import install, python_of, requirements
@@ -196,6 +197,9 @@ def test_shapes_are_written_as_gguf(tmp_path, kind, facts):
         assert error < (step if weights.ndim == 2 else 1e-6), name
     assert load_tokenizer(there).encode("xy") == load_tokenizer(here).encode("xy")
     assert file_type(there) in (kind, "Q6_K")
+    told = GGUFReader(tmp_path / "m.gguf").get_field("general.file_type")
+    assert told is not None
+    assert LlamaFileType(told.contents()).name.removesuffix("_M") == f"MOSTLY_{kind}"
 
 
 def test_a_stretched_rope_is_written_with_its_factors(tmp_path):

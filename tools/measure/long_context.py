@@ -147,7 +147,7 @@ def drop_from_cache(folder: Path) -> None:
 def llama_cpp(study: Study, model: str, peers: Path, patience_s: float) -> Iterator[tuple[str, Timing | None]]:
     """Yield llama.cpp's times, with flash attention and without, where it is installed.
 
-    patience_s: after which it is left; its times are None then.
+    patience_s: after which it is left; its times are None then, or if it fails.
     """
     if not (peers / LLAMA_CPP.name / STAMP).is_file():
         return
@@ -164,7 +164,8 @@ def _ask(worker: PeerProcess, study: Study, patience_s: float) -> Timing | None:
     question = {"do": "decode", "prompts": [list(study.prompt)], "num_tokens": study.answer}
     try:
         (arrivals,) = worker.ask(question, patience_s)["arrivals"]
-    except PeerFailed:
+    except PeerFailed as error:
+        sys.stderr.write(f"{error}\n")
         return None
     return Timing(arrivals[0], 1e3 * (arrivals[-1] - arrivals[0]) / max(len(arrivals) - 1, 1), ())
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 from paceline.backend.rope import inverse_frequencies
 from paceline.core.errors import UnsupportedModel
@@ -55,6 +55,7 @@ def write_shape(shape: str, target: Path, kind_name: str = "Q4_K") -> None:
     unfinished = target.with_suffix(".part")
     writer = GGUFWriter(unfinished, _architecture(shaped.config, shape))
     writer.add_name(shape)
+    writer.add_file_type(_file_type(kind_name))
     _write_facts(writer, shaped.config)
     stacks = _stacks(shaped, GGMLQuantizationType[kind_name])
     for stack in stacks:
@@ -160,6 +161,12 @@ def _architecture(config: ModelConfig, name: str) -> str:
     if architecture is None or config.sliding is not None or config.family not in FAMILIES:
         raise UnsupportedModel(f"{name} is not written as GGUF: only {', '.join(FAMILIES)} without windows are")
     return architecture
+
+
+def _file_type(kind_name: str) -> LlamaFileType:
+    """Return what names a file whose matrices are nearly all of a type. OpenVINO reads no file without it."""
+    names = (f"MOSTLY_{kind_name}", f"MOSTLY_{kind_name}_M")
+    return next(kind for kind in LlamaFileType if kind.name in names)
 
 
 def _write_facts(writer: GGUFWriter, config: ModelConfig) -> None:
