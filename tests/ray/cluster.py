@@ -27,6 +27,7 @@ STREAMS = 4
 ANSWER_TOKENS = 3000
 ROWS = 32
 KEY = "the-key"
+APPLICATION = "tried"
 OPTIONS = {"draft": "ngram:k=4", "max_len": 4096, "packed_cache_bytes": 0}
 FLAGS = (
     f"--on ray --replicas 2 --threads 1 --port 0 --api-key {KEY} --route round-robin "
@@ -45,10 +46,10 @@ def main(model: str, folder: str) -> dict[str, Any]:
 
     args = parse(parser_of("serve"), [*FLAGS.split(), "--model", model], {})
     http = http_config(args)
-    serve_command.deploy(http.fleet.replicas, engine_config(args), args.threads, joined=False)
+    serve_command.deploy(http.fleet.replicas, engine_config(args), args.threads, APPLICATION, joined=False)
     found: dict[str, Any] = {"start_s": time.monotonic() - begun_s}
     found |= asyncio.run(_served(http))
-    serve.delete(serve_command.APPLICATION)
+    serve.delete(APPLICATION)
     found |= batches_of_data(model, found["row"])
     serve.shutdown()
     found["row_by_proxy"] = _by_proxy(model)
@@ -60,7 +61,6 @@ def main(model: str, folder: str) -> dict[str, Any]:
 
 async def _served(http: HttpConfig) -> dict[str, Any]:
     """Return what clients find while the engines on Ray are served, as by `paceline serve --on ray`."""
-    from paceline.ray import serve_command
     from paceline.ray.ray_fleet import ray_fleet
 
     trying: asyncio.Future[asyncio.Future[dict[str, Any]]] = asyncio.get_running_loop().create_future()
@@ -69,7 +69,7 @@ async def _served(http: HttpConfig) -> dict[str, Any]:
         trying.set_result(asyncio.ensure_future(asyncio.to_thread(_try, f"{url}/v1")))
         trying.result().add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
-    await HttpServer(http, lambda _: ray_fleet(http.fleet, serve_command.APPLICATION)).run(on_ready)
+    await HttpServer(http, lambda _: ray_fleet(http.fleet, APPLICATION)).run(on_ready)
     return await trying.result()
 
 

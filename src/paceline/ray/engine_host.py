@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
@@ -90,7 +91,8 @@ class EngineHost:
         elif isinstance(message, Watch):
             await self._running.watch(on=message.on)
         elif isinstance(message, Cancel) and message.abort:
-            await self._running.commands.abort(lambda request_id: request_id == message.request_id)
+            with suppress(EngineDied):  # its requests are told
+                await self._running.commands.abort(lambda request_id: request_id == message.request_id)
         elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
             await answers.close()
 

@@ -75,7 +75,7 @@ class HostEngines:
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self._watches = False  # the engine notes its steps
+        self._watches: bool | None = None  # the engine notes its steps; None: nobody has said
         self._open = OpenAnswers()
         self._line = HostLine(host, front, self._take, self._broke)
         self.commands = HostCommands(host, self._line, self._open.ids)
@@ -145,7 +145,9 @@ class HostEngines:
             if self.on_snapshot is not None:
                 self.on_snapshot(message)
         elif isinstance(message, Down):
+            given_up = [Cancel(request_id) for request_id in self._open.ids()]
             self._down(EngineDied(RESTARTING))
+            self._line.send(given_up)  # an engine that only hung would go on with them
         else:
             self._loaded(message)
 
@@ -155,8 +157,8 @@ class HostEngines:
             self._first_restarts = message.restarts
             self.first_ready.set_result(message.ready)
         self.restarts = message.restarts - self._first_restarts
-        if self._watches:
-            self._line.send([Watch(on=True)])
+        if self._watches is not None:
+            self._line.send([Watch(self._watches)])
 
     def _broke(self, why: EngineDied) -> None:
         """Tell open answers that the line has broken."""

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from paceline.core.errors import EngineDied, LineBroke
 from paceline.engine.wire import encode
@@ -43,7 +43,7 @@ class HostLine:
         self._task = asyncio.create_task(self._keep())
 
     def send(self, messages: Sequence[ToHost]) -> None:
-        """Send now. While the line is broken nothing need be sent: nothing of this front is open there."""
+        """Send now; nothing while the line is broken. The replica has cancelled all that was open then."""
         if self._pieces is not None:
             self._pieces.send(encode(messages))
 
@@ -62,6 +62,8 @@ class HostLine:
             began_s = time.monotonic()
             try:
                 await self._follow()
+            except ActorUnavailableError as error:  # it may well live
+                log.warning("the actor of a replica cannot be reached: %s", error)
             except RayActorError as error:
                 log.warning("the actor of a replica has ended: %s", type(error).__name__)
                 self.dead = True

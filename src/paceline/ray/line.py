@@ -18,7 +18,7 @@ NAMESPACE = "paceline"  # of the engines' actors
 
 
 class Down(Message, frozen=True):
-    """The engine's process has ended; it is being restarted. All open requests are lost."""
+    """The engine's process has ended and is being restarted, or it hangs. No open request goes on."""
 
 
 class EngineUp(Message, frozen=True):

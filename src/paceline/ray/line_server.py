@@ -83,7 +83,7 @@ class LineServer:
         line = self.lines[front] = FrontLine()
         work = [
             asyncio.create_task(self._tell(front, line, pieces)),
-            asyncio.create_task(self._hear(front, pieces)),
+            asyncio.create_task(self._hear(front, line, pieces)),
         ]
         try:
             await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -105,8 +105,10 @@ class LineServer:
                 pieces.send(data)
                 await pieces.sent()
 
-    async def _hear(self, front: str, pieces: Pieces) -> None:
-        """Take messages in their order until the front leaves."""
+    async def _hear(self, front: str, line: FrontLine, pieces: Pieces) -> None:
+        """Take messages in their order until the front leaves, or has a newer line."""
         while True:
             for message in read_to_host(await pieces.receive()):
+                if self.lines.get(front) is not line:
+                    return
                 await self._owner.take(front, message)

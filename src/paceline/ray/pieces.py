@@ -21,6 +21,7 @@ SILENCE_S = 20.0  # after which the other end is taken for dead
 HELLO_S = 5.0  # for a front to say who it is
 SECRET_BYTES = 32
 NAME_BYTES = 16  # of a front's name
+PART_BYTES = 1 << 20  # of a long piece, each of which is a sign of life
 _LENGTH = struct.Struct("<I")
 ENDED = (OSError, EOFError, TimeoutError)  # what `receive` raises when the other end has gone or is silent
 
@@ -58,18 +59,23 @@ class Pieces:
 
     async def receive(self) -> bytes:
         """Return the next piece. Raises one of `ENDED`, or `TooLong`."""
-        while True:
-            async with asyncio.timeout(SILENCE_S):
-                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if length > self._most_bytes:
-                    raise TooLong(f"a piece of {length} bytes came, at most {self._most_bytes} are taken")
-                if length:
-                    return await self._reader.readexactly(length)
+        while not (length := _LENGTH.unpack(await self._read(_LENGTH.size))[0]):
+            pass
+        if length > self._most_bytes:
+            raise TooLong(f"a piece of {length} bytes came, at most {self._most_bytes} are taken")
+        if length <= PART_BYTES:
+            return await self._read(length)
+        sizes = [min(PART_BYTES, length - at) for at in range(0, length, PART_BYTES)]
+        return b"".join([await self._read(size) for size in sizes])
 
     def close(self) -> None:
         """End the line; the other end sees it."""
         self._beating.cancel()
         self._writer.close()
+
+    async def _read(self, size: int) -> bytes:
+        async with asyncio.timeout(SILENCE_S):
+            return await self._reader.readexactly(size)
 
     async def _beat(self) -> None:
         while True:
@@ -108,4 +114,5 @@ def tls(environ: Mapping[str, str], *, serves: bool = False) -> ssl.SSLContext |
     context.load_cert_chain(environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"])
     context.check_hostname = False  # machines are known by their authority, as to Ray
     context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as strict as Ray, which takes authorities of plain openssl
     return context

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from argparse import ArgumentParser
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +24,21 @@ from paceline.engine.wire import error_of
 from paceline.ray.front_options import UNPUBLISHED
 from paceline.ray.local_ray import ray_folder, start_local_ray
 from paceline.serve.chat_options import chat_options
-from paceline.serve.server import HttpServer, add_arguments, begin_logs, http_config, listen, tell_ready
+from paceline.serve.server import HttpServer, add_arguments, begin_logs, http_config, tell_ready
 from paceline.serve.worker.messages import StartupChoice
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from paceline.core.errors import PacelineError
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.engines import Engines
     from paceline.serve.server import HttpConfig
-    from paceline.serve.tokenizer_cache import TokenizerCache
     from paceline.serve.worker.messages import Ready
 
-APPLICATION = "paceline"  # its name in Ray Serve
+APPLICATION = "paceline"  # how its name in Ray Serve begins
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
 # Flags that mean nothing there, and what does the work instead.
 REFUSED = {
@@ -58,37 +59,48 @@ def run(args: Namespace) -> int:
     if find_spec("ray") is None:
         raise ConfigError("--on ray needs Ray: pip install 'paceline[ray]'")
     begin_logs(args)
-    listen(http.host, http.port).close()  # says now what is wrong with an address: models may take long to load
-    began_s = getattr(args, "began_s", time.monotonic())
+    chat, began_s = chat_options(args), getattr(args, "began_s", time.monotonic())
     with _joined_or_started() as joined, suppress(KeyboardInterrupt):  # models may take long to load
-        placed = deploy(http.fleet.replicas, engine, args.threads, joined=joined)
-        with _removed_at_end():
-            asyncio.run(_serve(http, chat_options(args), placed, began_s))
+        place = partial(deploy, http.fleet.replicas, engine, args.threads, joined=joined)
+        asyncio.run(_serve(http, chat, place, began_s))
     return 0
 
 
-async def _serve(http: HttpConfig, chat: ChatOptions, placed: Sequence[StartupChoice], began_s: float) -> None:
-    """Serve HTTP until told to stop. placed: where the engines are."""
-    from paceline.ray.ray_fleet import ray_fleet
+async def _serve(http: HttpConfig, chat: ChatOptions, place: Callable[[str], Placed], began_s: float) -> None:
+    """Place engines, and serve HTTP until told to stop.
 
-    def make_engines(_: TokenizerCache) -> Engines:
-        return ray_fleet(http.fleet, APPLICATION)
+    place: as `deploy`, which may take long, so the port is bound and all flags are read before.
+    """
+    application = f"{APPLICATION}-{secrets.token_hex(4)}"
+    server = HttpServer(http, lambda _: _engines(http, application), chat)
+    try:
+        placed = place(application)
+    except BaseException:
+        server.abandon()
+        raise
 
     def on_ready(url: str, ready: Ready) -> None:
         tell_ready(http, began_s, url, ready, placed)
 
-    await HttpServer(http, make_engines, chat).run(on_ready)
+    with _removed_at_end(application):
+        await server.run(on_ready)
+
+
+def _engines(http: HttpConfig, application: str) -> Engines:
+    from paceline.ray.ray_fleet import ray_fleet
+
+    return ray_fleet(http.fleet, application)
 
 
 @contextmanager
-def _removed_at_end() -> Iterator[None]:
-    """Remove the application when the block ends."""
+def _removed_at_end(application: str) -> Iterator[None]:
+    """Remove an application when the block ends."""
     from ray import serve
 
     try:
         yield
     finally:
-        serve.delete(APPLICATION)
+        serve.delete(application)
 
 
 def check(args: Namespace) -> None:
@@ -98,6 +110,11 @@ def check(args: Namespace) -> None:
     for name, why in REFUSED.items():
         if getattr(args, name) != parser.get_default(name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --on ray: {why}")
+
+
+def _interrupt(*_: object) -> None:
+    """End what runs. asyncio replaces Python's own handler by one that waits for a turn of its loop."""
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -115,23 +132,33 @@ def _joined_or_started() -> Iterator[bool]:
         if joined:
             ray.init(log_to_driver=False)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
         try:
             yield joined
         finally:
-            if not joined:
+            if not joined or _serves_nothing():
                 from ray import serve
 
                 serve.shutdown()
             ray.shutdown()
 
 
-def deploy(
-    replicas: int, engine: EngineConfig, threads: int | None, *, joined: bool
-) -> tuple[StartupChoice, StartupChoice]:
+def _serves_nothing() -> bool:
+    """Return whether Ray Serve runs without proxies, as started here, and without an application."""
+    from ray import serve
+
+    status = serve.status()
+    return not status.proxies and not status.applications
+
+
+Placed = tuple[StartupChoice, ...]  # where engines are
+
+
+def deploy(replicas: int, engine: EngineConfig, threads: int | None, application: str, *, joined: bool) -> Placed:
     """Run engines on the Ray of this process; return where they are. Raises `PacelineError`.
 
-    threads: cores of an engine; None: an equal part. joined: engines may be on several machines.
+    threads: cores of an engine; None: an equal part. application: name that no other has, as one of the same
+    name would be replaced. joined: engines may be on several machines.
     """
     import ray
     from paceline.ray.application import engines
@@ -144,7 +171,7 @@ def deploy(
         raise ConfigError(f"--replicas {replicas} of {cpus} cores do not fit Ray's {cores}: {advice}")
     serve.start(proxy_location="Disabled")  # no effect on one that runs already
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
-    _run(engines(engine, {"num_replicas": replicas}, cpus))
+    _run(engines(engine, {"num_replicas": replicas}, cpus), application)
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     return (
@@ -153,17 +180,17 @@ def deploy(
     )
 
 
-def _run(made: Any) -> None:
+def _run(made: Any, name: str) -> None:
     """Run an application. Raises `PacelineError`; then nothing of it stays."""
     from ray import serve
 
     try:
-        serve.run(made, name=APPLICATION, route_prefix=None)
+        serve.run(made, name=name, route_prefix=None)
     except BaseException as error:
-        about = serve.status().applications.get(APPLICATION)
+        about = serve.status().applications.get(name)
         deployments = () if about is None else about.deployments.values()
         failed = [one.message for one in deployments if one.status == "DEPLOY_FAILED"]
-        with _removed_at_end():
+        with _removed_at_end(name):
             raise (reason_of(failed, str(error)) if isinstance(error, RuntimeError) else error) from None
 
 

@@ -190,10 +190,14 @@ class HttpServer:
         self._drainer: asyncio.Task[None] | None = None
         try:
             self._make_http()
-        except BaseException:  # the engine's process would keep this one from ending
-            self.client.abandon()
-            self.socket.close()
+        except BaseException:
+            self.abandon()
             raise
+
+    def abandon(self) -> None:
+        """End engines, whose processes would keep this one from ending, and free the port; instead of `run`."""
+        self.client.abandon()
+        self.socket.close()
 
     def _make_http(self) -> None:
         config = self.config
