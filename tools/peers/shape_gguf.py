@@ -164,7 +164,7 @@ def _architecture(config: ModelConfig, name: str) -> str:
 
 
 def _file_type(kind_name: str) -> LlamaFileType:
-    """Return what names a file whose matrices are nearly all of a type. OpenVINO reads no file without it."""
+    """Return what names a file of such matrices; OpenVINO reads none without it."""
     names = (f"MOSTLY_{kind_name}", f"MOSTLY_{kind_name}_M")
     return next(kind for kind in LlamaFileType if kind.name in names)
 

@@ -113,7 +113,7 @@ class HostEngines:
             self._line.send([Cancel(request_id) for request_id in still_open])
 
     async def watch(self, *, on: bool) -> None:
-        """Choose if snapshots carry the engine's last steps, also on a line that is attached again."""
+        """Choose if snapshots carry the engine's last steps, on later lines, too."""
         self._watches = on
         self._line.send([Watch(on)])
 

@@ -43,7 +43,10 @@ class HostLine:
         self._task = asyncio.create_task(self._keep())
 
     def send(self, messages: Sequence[ToHost]) -> None:
-        """Send now; nothing while the line is broken. The replica has cancelled all that was open then."""
+        """Send now, but nothing while the line is broken.
+
+        The replica has cancelled all that was open then.
+        """
         if self._pieces is not None:
             self._pieces.send(encode(messages))
 

@@ -18,7 +18,7 @@ NAMESPACE = "paceline"  # of the engines' actors
 
 
 class Down(Message, frozen=True):
-    """The engine's process has ended and is being restarted, or it hangs. No open request goes on."""
+    """The engine's process has ended or hangs: no open request goes on."""
 
 
 class EngineUp(Message, frozen=True):

@@ -36,7 +36,7 @@ class Owner(Protocol):
 
 
 class LineServer:
-    """Lines of all fronts, by their names. A front has one: a new one ends the older."""
+    """Lines of all fronts, one for each; a new one ends the older."""
 
     def __init__(self, owner: Owner) -> None:
         """Begin without lines; see `listen`."""

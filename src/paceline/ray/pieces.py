@@ -1,4 +1,4 @@
-"""Bytes of a line: pieces both ways over TCP, behind a secret that Ray has carried."""
+"""Bytes of a line: pieces over TCP, behind a secret that Ray has carried."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def new_name() -> str:
 
 
 def tls(environ: Mapping[str, str], *, serves: bool = False) -> ssl.SSLContext | None:
-    """Return TLS with Ray's own certificates if Ray uses it between machines; both ends show theirs."""
+    """Return TLS with Ray's own certificates if Ray uses it between machines."""
     if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     purpose = ssl.Purpose.CLIENT_AUTH if serves else ssl.Purpose.SERVER_AUTH
     context = ssl.create_default_context(purpose, cafile=environ["RAY_TLS_CA_CERT"])
     context.load_cert_chain(environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"])
     context.check_hostname = False  # machines are known by their authority, as to Ray
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED  # at both ends
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as strict as Ray, which takes authorities of plain openssl
     return context

@@ -113,7 +113,7 @@ def check(args: Namespace) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """End what runs. asyncio replaces Python's own handler by one that waits for a turn of its loop."""
+    """End what runs: asyncio replaces Python's own handler by one that waits."""
     raise KeyboardInterrupt
 
 

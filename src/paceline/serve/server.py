@@ -195,7 +195,7 @@ class HttpServer:
             raise
 
     def abandon(self) -> None:
-        """End engines, whose processes would keep this one from ending, and free the port; instead of `run`."""
+        """End the engines, and free the port; instead of `run`."""
         self.client.abandon()
         self.socket.close()
 
