@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import pytest
@@ -36,13 +36,14 @@ from paceline.serve.engines import Answers, Event, OnEvent
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.worker.commands import GoOn, Obeyed, Pause
-from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
 ROOT = Path(__file__).parents[2]
 FRONT = "0123456789abcdef"  # name of a front
+T = TypeVar("T")
 
 
 def outcome(name: str, *token_ids: int) -> Outcome:
@@ -60,7 +61,7 @@ def test_all_outcomes_of_a_step_are_one_message_in_order() -> None:
         line.put(Down())
         return [found, read_from_host(await line.take(1.0)), await line.take(0.01)]
 
-    first, second, nothing = asyncio.run(work())
+    first, second, nothing = run_with_lines(work())
     assert [type(message) for message in first] == [OutcomeBatch, Rejected, OutcomeBatch]
     assert [(o.request_id, o.token_ids) for o in first[0].outcomes] == [("a", (1,)), ("b", (2,))]
     assert second == [Down()]
@@ -126,11 +127,38 @@ class RunningAnswers:
 
 
 async def a_host(client: Any = None) -> EngineHost:
-    """An actor's host that takes lines on loopback."""
+    """An actor's host that takes lines on loopback; see `run_with_lines`."""
     host = EngineHost(EngineConfig())
     host._client = client
     await host._lines.listen("127.0.0.1")
+    OPEN.append(host._lines)
     return host
+
+
+async def line_to(host: EngineHost, front: str = FRONT, secret: bytes | None = None) -> pieces.Pieces:
+    """A front's end of a new line; see `run_with_lines`."""
+    address = await host.address()
+    line = await connect(address if secret is None else address._replace(secret=secret), front)
+    OPEN.append(line)
+    return line
+
+
+OPEN: list[Any] = []  # lines and their servers
+
+
+def run_with_lines(work: Coroutine[Any, Any, T]) -> T:
+    """Run, and close what was opened: sockets that collection finds disturb whatever runs then."""
+
+    async def closing() -> T:
+        try:
+            return await work
+        finally:
+            for opened in OPEN:
+                opened.close()
+            OPEN.clear()
+            await asyncio.sleep(0.05)
+
+    return asyncio.run(closing())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -143,11 +171,11 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
     async def work() -> tuple[bool, bool]:
         host = await a_host()
         lost, other = RunningAnswers(), RunningAnswers()
-        older = await connect(await host.address(), FRONT)
+        older = await line_to(host)
         await until(lambda: FRONT in host._lines.lines)
         host._open = {(FRONT, "a"): lost, ("other", "a"): other}  # type: ignore[dict-item]
         replaced = host._lines.lines[FRONT]
-        newer = await connect(await host.address(), FRONT)
+        newer = await line_to(host)
         await until(lambda: host._lines.lines.get(FRONT) not in (None, replaced))
         host._lines.lines[FRONT].put(Down())
         assert read_from_host(await newer.receive()) == [Down()]
@@ -157,7 +185,7 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
         await until(lambda: not host._lines.lines)
         return lost.closed, other.closed
 
-    assert asyncio.run(work()) == (True, False)
+    assert run_with_lines(work()) == (True, False)
 
 
 class SlowClient:
@@ -185,19 +213,37 @@ def test_a_request_of_an_older_line_does_not_run_for_a_newer_one() -> None:
     async def work() -> tuple[list[str], dict[Any, Any]]:
         client = SlowClient()
         host = await a_host(client)
-        older = await connect(await host.address(), FRONT)
+        older = await line_to(host)
         await until(lambda: FRONT in host._lines.lines)
         replaced = host._lines.lines[FRONT]
         older.send(encode([Submit("a", (1, 2), {}, 3), Submit("b", (1, 2), {}, 3)]))
         await client.began.wait()
-        newer = await connect(await host.address(), FRONT)
+        newer = await line_to(host)
         await until(lambda: host._lines.lines.get(FRONT) not in (None, replaced))
         await until(lambda: client.cancelled)
         await asyncio.sleep(0.1)
         newer.close()
         return client.cancelled, host._open
 
-    assert asyncio.run(work()) == (["a"], {})
+    assert run_with_lines(work()) == (["a"], {})
+
+
+def test_steps_are_noted_while_any_front_watches() -> None:
+    async def work() -> list[bool]:
+        host = EngineHost(EngineConfig())
+        told: list[bool] = []
+
+        async def watch(*, on: bool) -> None:
+            told.append(on)
+
+        host._client = SimpleNamespace(watch=watch)  # type: ignore[assignment]
+        for front, on in (("a", True), ("b", True), ("a", False)):
+            await host.take(front, Watch(on))
+        await host.left("a")
+        await host.left("b")
+        return told
+
+    assert run_with_lines(work()) == [True, True, True, False]
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -205,7 +251,7 @@ def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool)
     async def work() -> tuple[list[str], dict[Any, Any]]:
         client = SlowClient()
         host = await a_host(client)
-        line = await connect(await host.address(), FRONT)
+        line = await line_to(host)
         line.send(encode([Submit("a", (1, 2), {}, 3)]))
         await client.began.wait()
         if leaves:
@@ -217,23 +263,22 @@ def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool)
         line.close()
         return client.cancelled, host._open
 
-    assert asyncio.run(work()) == (["a"], {})
+    assert run_with_lines(work()) == (["a"], {})
 
 
 def test_who_does_not_know_the_secret_has_no_line(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> list[str]:
         host = await a_host()
-        address = await host.address()
-        stranger = await connect(address._replace(secret=bytes(SECRET_BYTES)), FRONT[::-1])
+        stranger = await line_to(host, FRONT[::-1], bytes(SECRET_BYTES))
         with pytest.raises(ENDED):
             async with asyncio.timeout(5):
                 await stranger.receive()
         assert not host._lines.lines
-        await connect(address, FRONT)
+        await line_to(host)
         await until(lambda: host._lines.lines)
         return list(host._lines.lines)
 
-    assert asyncio.run(work()) == [FRONT]
+    assert run_with_lines(work()) == [FRONT]
     assert "does not know the secret" in caplog.text
 
 
@@ -241,7 +286,7 @@ def test_who_does_not_know_the_secret_has_no_line(caplog: pytest.LogCaptureFixtu
 def test_a_piece_that_is_no_message_ends_its_line_alone(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> list[str]:
         host = await a_host()
-        bad, good = [await connect(await host.address(), name) for name in (FRONT, FRONT[::-1])]
+        bad, good = [await line_to(host, name) for name in (FRONT, FRONT[::-1])]
         await until(lambda: len(host._lines.lines) == 2)
         bad._writer.write(sent)
         with pytest.raises(ENDED):
@@ -250,15 +295,14 @@ def test_a_piece_that_is_no_message_ends_its_line_alone(sent: bytes, caplog: pyt
         assert read_from_host(await good.receive()) == [Down()]
         return list(host._lines.lines)
 
-    assert asyncio.run(work()) == [FRONT[::-1]]
+    assert run_with_lines(work()) == [FRONT[::-1]]
     assert "a line to a front broke" in caplog.text
 
 
 def test_an_end_that_gives_no_sign_of_life_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         host = await a_host()
-        address = await host.address()
-        silent, alive = await connect(address, FRONT), await connect(address, FRONT[::-1])
+        silent, alive = await line_to(host), await line_to(host, FRONT[::-1])
         silent._beating.cancel()
         await until(lambda: len(host._lines.lines) == 2)
         await until(lambda: len(host._lines.lines) == 1)
@@ -268,7 +312,7 @@ def test_an_end_that_gives_no_sign_of_life_is_left(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(pieces, "BEAT_S", 0.05)
     monkeypatch.setattr(pieces, "SILENCE_S", 0.25)
-    asyncio.run(work())
+    run_with_lines(work())
 
 
 def test_lines_are_encrypted_where_ray_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +329,7 @@ def test_lines_are_encrypted_where_ray_is(tmp_path: Path, monkeypatch: pytest.Mo
 
     async def work() -> None:
         host = await a_host()
-        line = await connect(await host.address(), FRONT)
+        line = await line_to(host)
         assert line._writer.get_extra_info("cipher") is not None
         await until(lambda: host._lines.lines)
         host._lines.put(Down())
@@ -295,15 +339,16 @@ def test_lines_are_encrypted_where_ray_is(tmp_path: Path, monkeypatch: pytest.Mo
         anonymous = ssl.create_default_context(cafile=tmp_path / "ca.pem")
         anonymous.check_hostname = False
         anonymous.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        reader, _ = await asyncio.open_connection(host_name, port, ssl=anonymous)
+        reader, writer = await asyncio.open_connection(host_name, port, ssl=anonymous)
+        OPEN.append(writer)
         with pytest.raises(ENDED):  # in TLS 1.3 the other end says so at the first reading
             await reader.readexactly(1)
         monkeypatch.delenv("RAY_USE_TLS")
-        plain = await connect(await host.address(), FRONT[::-1])
+        plain = await line_to(host, FRONT[::-1])
         with pytest.raises(ENDED):
             await plain.receive()
 
-    asyncio.run(work())
+    run_with_lines(work())
 
 
 def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
@@ -318,7 +363,7 @@ def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
         await host.left("front")
         return host._open
 
-    assert asyncio.run(work()) == {}
+    assert run_with_lines(work()) == {}
 
 
 def test_neither_server_nor_engine_imports_ray() -> None:
@@ -545,7 +590,7 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     found: list[int] = []
     told: list[Event] = []
     engines: Any = None
-    asyncio.run(work())
+    run_with_lines(work())
     assert found == [0, 0, 0, 1]
     assert [type(event) for event in told] == [LineBroke, LineBroke, EngineDied, LineBroke]
 
@@ -556,7 +601,14 @@ def write(writer: asyncio.StreamWriter, piece: bytes) -> None:
 
 async def host_of(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> Any:
     """Handle of an actor whose lines are served by `serve`."""
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+
+    async def quietly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(EngineDied, TimeoutError):  # the test is over
+            await serve(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(quietly, "127.0.0.1", 0)
+    OPEN.append(server)
 
     async def address() -> tuple[str, int, bytes]:
         return "127.0.0.1", server.sockets[0].getsockname()[1], bytes(SECRET_BYTES)
@@ -590,7 +642,7 @@ def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: p
     pauses = [host_line.again_s(breaks) for breaks in (1, 2, 3, 9, 5000)]
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 25.6, 25.6])
     monkeypatch.setattr(host_line, "AGAIN_S", 1e-4)
-    asyncio.run(work())
+    run_with_lines(work())
     assert [type(event) for event in told[:5]] == [LineBroke, LineBroke, LineBroke, EngineDied, EngineDied]
 
 
@@ -605,7 +657,7 @@ def test_a_front_is_told_of_each_process_once() -> None:
                 host.tell_state(line)
         return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
 
-    assert asyncio.run(work()) == [EngineUp(ready, 1), Down()]
+    assert run_with_lines(work()) == [EngineUp(ready, 1), Down()]
 
 
 @pytest.mark.ray
@@ -632,4 +684,4 @@ def test_a_replica_obeys_until_its_last_command_is_answered() -> None:
             await task
         return [*seen, commands.obeying]
 
-    assert asyncio.run(work()) == [True, True, False]
+    assert run_with_lines(work()) == [True, True, False]

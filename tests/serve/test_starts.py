@@ -19,6 +19,8 @@ from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.engine.assembly.config import EngineConfig
+from paceline.serve.fleet.engine_fleet import EngineFleet
+from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.server import HttpConfig, HttpServer, listen, log_level, start_engines
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker import child
@@ -199,6 +201,20 @@ def test_a_restarted_engine_finds_the_tokenizer_of_the_first(model: Path) -> Non
         assert client.ready is not first
         assert await cache.of(client.ready) is prompts  # type: ignore[arg-type]
         await client.stop()
+
+    run(scenario)
+
+
+def test_a_port_that_is_held_is_no_other_servers() -> None:
+    async def scenario() -> None:
+        first = HttpServer(HttpConfig(port=0), lambda _: EngineFleet(ReplicaOptions()))
+        port = first.socket.getsockname()[1]
+        late = HttpServer(HttpConfig(port=port), lambda _: EngineFleet(ReplicaOptions()))
+        first.hold()
+        with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
+            late.hold()
+        first.abandon()
+        late.abandon()
 
     run(scenario)
 

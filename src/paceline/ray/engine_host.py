@@ -34,6 +34,7 @@ class EngineHost:
         self._client: EngineClient | None = None
         self._lines = LineServer(self)
         self._open: dict[tuple[str, str], Answers] = {}  # by front and request id
+        self._watchers: set[str] = set()  # fronts that want steps noted
         self._ready_s = time.monotonic()  # when an engine was last seen ready
         self._restarts = 0  # of the process when it was
 
@@ -45,11 +46,6 @@ class EngineHost:
         self._client = EngineClient(self._config)
         self._client.on_snapshot = self._lines.put
         await self._client.first_ready
-
-    async def stop(self) -> None:
-        """End the engine's process."""
-        if self._client is not None:
-            await self._client.stop()
 
     async def health(self) -> None:
         """Raise `EngineDied` for a dead engine in a live actor: Ray replaces it."""
@@ -80,6 +76,9 @@ class EngineHost:
 
     async def left(self, front: str) -> None:
         """Cancel the requests of a front that hears of them no more."""
+        if front in self._watchers:
+            self._watchers.discard(front)
+            await self._running.watch(on=bool(self._watchers))
         for key in [key for key in self._open if key[0] == front]:
             if (answers := self._open.pop(key, None)) is not None:  # else it has ended while others were cancelled
                 await answers.close()
@@ -89,7 +88,8 @@ class EngineHost:
         if isinstance(message, Submit):
             await self._submit(front, message)
         elif isinstance(message, Watch):
-            await self._running.watch(on=message.on)
+            (self._watchers.add if message.on else self._watchers.discard)(front)
+            await self._running.watch(on=bool(self._watchers))
         elif isinstance(message, Cancel) and message.abort:
             with suppress(EngineDied):  # its requests are told
                 await self._running.commands.abort(lambda request_id: request_id == message.request_id)

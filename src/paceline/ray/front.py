@@ -14,39 +14,28 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from paceline.ray.front_options import FrontOptions
-    from paceline.serve.fleet.engine_fleet import EngineFleet
 
 
 class FrontServer:
     """The ASGI app of a front, made once its first replica is ready."""
 
     def __init__(self) -> None:
-        self._fleet: EngineFleet | None = None
         self._app: ASGIApp | None = None
-        self._tokenizers: TokenizerCache | None = None
 
     async def open(self, application: str, options: FrontOptions) -> None:
         """Find replicas, and wait for one. application: its name in Ray Serve. Raises `PacelineError`."""
-        self._fleet = ray_fleet(options.fleet, application)
-        self._tokenizers = TokenizerCache()
+        fleet = ray_fleet(options.fleet, application)
         self._app, state = make_app(
-            self._fleet, self._tokenizers, options.keys(), page=False, operation=options.operation
+            fleet, TokenizerCache(), options.keys(), page=False, operation=options.operation
         )
         state.served_names = options.served_names
-        await self._fleet.first_ready
+        await fleet.first_ready
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         assert self._app is not None, "Ray sends requests once the constructor is done"
         scope["root_path"] = ""
         await self._app(scope, receive, send)
-
-    async def close(self) -> None:
-        """Leave the replicas; open requests end with an error."""
-        if self._fleet is not None:
-            await self._fleet.stop()
-        if self._tokenizers is not None:
-            self._tokenizers.close()
 
 
 class FrontReplica:

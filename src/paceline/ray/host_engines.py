@@ -75,7 +75,7 @@ class HostEngines:
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
-        self._watches: bool | None = None  # the engine notes its steps; None: nobody has said
+        self._watches = False  # the engine notes its steps
         self._open = OpenAnswers()
         self._line = HostLine(host, front, self._take, self._broke)
         self.commands = HostCommands(host, self._line, self._open.ids)
@@ -157,8 +157,8 @@ class HostEngines:
             self._first_restarts = message.restarts
             self.first_ready.set_result(message.ready)
         self.restarts = message.restarts - self._first_restarts
-        if self._watches is not None:
-            self._line.send([Watch(self._watches)])
+        if self._watches:
+            self._line.send([Watch(on=True)])
 
     def _broke(self, why: EngineDied) -> None:
         """Tell open answers that the line has broken."""

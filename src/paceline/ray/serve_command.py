@@ -6,6 +6,7 @@ HTTP is served by the command's own process, as without Ray: no token takes the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.engines import Engines
     from paceline.serve.server import HttpConfig
-    from paceline.serve.worker.messages import Ready
+
+log = logging.getLogger(__name__)
 
 APPLICATION = "paceline"  # how its name in Ray Serve begins
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
@@ -69,21 +71,18 @@ def run(args: Namespace) -> int:
 async def _serve(http: HttpConfig, chat: ChatOptions, place: Callable[[str], Placed], began_s: float) -> None:
     """Place engines, and serve HTTP until told to stop.
 
-    place: as `deploy`, which may take long, so the port is bound and all flags are read before.
+    place: as `deploy`, which may take long, so the port is taken and all flags are read before.
     """
     application = f"{APPLICATION}-{secrets.token_hex(4)}"
     server = HttpServer(http, lambda _: _engines(http, application), chat)
-    try:
-        placed = place(application)
-    except BaseException:
-        server.abandon()
-        raise
-
-    def on_ready(url: str, ready: Ready) -> None:
-        tell_ready(http, began_s, url, ready, placed)
-
     with _removed_at_end(application):
-        await server.run(on_ready)
+        try:
+            server.hold()
+            placed = place(application)
+        except BaseException:
+            server.abandon()
+            raise
+        await server.run(lambda url, ready: tell_ready(http, began_s, url, ready, placed))
 
 
 def _engines(http: HttpConfig, application: str) -> Engines:
@@ -94,13 +93,24 @@ def _engines(http: HttpConfig, application: str) -> Engines:
 
 @contextmanager
 def _removed_at_end(application: str) -> Iterator[None]:
-    """Remove an application when the block ends."""
+    """Remove an application, if there is one, when the block ends."""
     from ray import serve
 
     try:
         yield
     finally:
-        serve.delete(application)
+        with _told():
+            if application in serve.status().applications:
+                serve.delete(application)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Log what fails while all is taken down, and go on."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("Ray Serve could not be tidied up: %s: %s", type(error).__name__, error)
 
 
 def check(args: Namespace) -> None:
@@ -130,25 +140,40 @@ def _joined_or_started() -> Iterator[bool]:
         import ray
 
         if joined:
-            ray.init(log_to_driver=False)
+            _join()
+        ran = joined and _serve_runs()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
             signal.signal(number, _interrupt)
         try:
             yield joined
         finally:
-            if not joined or _serves_nothing():
-                from ray import serve
-
-                serve.shutdown()
+            with _told():
+                _end_serve(joined=joined, ran=ran)
             ray.shutdown()
 
 
-def _serves_nothing() -> bool:
-    """Return whether Ray Serve runs without proxies, as started here, and without an application."""
+def _join() -> None:
+    """Join the cluster. Raises `ConfigError`."""
+    import ray
+
+    try:
+        ray.init(log_to_driver=False)
+    except ConnectionError as error:
+        raise ConfigError(f"{ADDRESS} is {os.environ.get(ADDRESS)}, where no cluster answers: {error}") from None
+
+
+def _serve_runs() -> bool:
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False) is not None
+
+
+def _end_serve(*, joined: bool, ran: bool) -> None:
+    """End Ray Serve if it serves nobody else. ran: it did before."""
     from ray import serve
 
-    status = serve.status()
-    return not status.proxies and not status.applications
+    if not joined or not (ran or serve.status().applications):
+        serve.shutdown()
 
 
 Placed = tuple[StartupChoice, ...]  # where engines are
@@ -169,6 +194,8 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
     if cpus * replicas > cores:
         advice = "give fewer, or --threads"
         raise ConfigError(f"--replicas {replicas} of {cpus} cores do not fit Ray's {cores}: {advice}")
+    if cpus * replicas > ray.available_resources().get("CPU", 0):
+        log.warning("the engines wait for cores that others use; `serve status` shows who serves")
     serve.start(proxy_location="Disabled")  # no effect on one that runs already
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
     _run(engines(engine, {"num_replicas": replicas}, cpus), application)
@@ -181,17 +208,18 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
 
 
 def _run(made: Any, name: str) -> None:
-    """Run an application. Raises `PacelineError`; then nothing of it stays."""
+    """Run an application. Raises `PacelineError`."""
     from ray import serve
 
     try:
         serve.run(made, name=name, route_prefix=None)
-    except BaseException as error:
+    except RuntimeError as error:
         about = serve.status().applications.get(name)
         deployments = () if about is None else about.deployments.values()
         failed = [one.message for one in deployments if one.status == "DEPLOY_FAILED"]
-        with _removed_at_end(name):
-            raise (reason_of(failed, str(error)) if isinstance(error, RuntimeError) else error) from None
+        raise reason_of(failed, str(error)) from None
+    except Exception as error:
+        raise EngineDied(f"Ray could not place the engines: {type(error).__name__}: {error}") from None
 
 
 def reason_of(messages: Sequence[str], otherwise: str) -> PacelineError:

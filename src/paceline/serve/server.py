@@ -194,6 +194,13 @@ class HttpServer:
             self.abandon()
             raise
 
+    def hold(self) -> None:
+        """Keep the port, where connections wait for `run`. Raises `ConfigError`."""
+        try:
+            self.socket.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on port {self.config.port}: {error.strerror}") from None
+
     def abandon(self) -> None:
         """End the engines, and free the port; instead of `run`."""
         self.client.abandon()
