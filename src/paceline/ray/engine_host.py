@@ -115,7 +115,7 @@ class EngineHost:
             return encode(Obeyed(self._running.commands.version, kind=type(error).__name__, error=str(error)))
 
     async def _submit(self, front: str, message: Submit) -> None:
-        request_id, line = message.request_id, self._lines.lines.get(front)
+        request_id, line = message.request_id, self._lines.of(front)
 
         def take(event: Event) -> None:
             self._on_event(front, request_id, event)
@@ -125,13 +125,13 @@ class EngineHost:
         except PacelineError as error:
             take(error)
         else:
-            if self._lines.lines.get(front) is not line:  # it has left meanwhile
+            if self._lines.of(front) is not line:  # it has left meanwhile
                 await answers.close()
             elif answers.index:  # else it has ended already
                 self._open[front, request_id] = answers
 
     def _on_event(self, front: str, request_id: str, event: Event) -> None:
-        line = self._lines.lines.get(front)
+        line = self._lines.of(front)
         if isinstance(event, Disconnected):
             return
         ended = isinstance(event, PacelineError) or event[1].finish_reason is not None

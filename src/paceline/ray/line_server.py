@@ -63,6 +63,10 @@ class LineServer:
         host, port = self._server.sockets[0].getsockname()[:2]
         return LineAddress(host, port, self._secret)
 
+    def of(self, front: str) -> FrontLine | None:
+        """Return a front's line; None if it has left."""
+        return self.lines.get(front)
+
     def put(self, message: FromHost) -> None:
         """Tell all fronts."""
         for line in self.lines.values():

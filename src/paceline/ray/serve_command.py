@@ -99,13 +99,13 @@ def _removed_at_end(application: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with _told():
+        with _failures_logged():
             if application in serve.status().applications:
                 serve.delete(application)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _failures_logged() -> Iterator[None]:
     """Log what fails while all is taken down, and go on."""
     try:
         yield
@@ -147,7 +147,7 @@ def _joined_or_started() -> Iterator[bool]:
         try:
             yield joined
         finally:
-            with _told():
+            with _failures_logged():
                 _end_serve(joined=joined, ran=ran)
             ray.shutdown()
 
