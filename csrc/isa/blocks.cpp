@@ -19,8 +19,7 @@ constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
 #endif
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
-constexpr size_t kFurther = 10240;           // bytes that rows of one piece prefetch ahead; with `kSoon` four took a sixth longer
-constexpr size_t kPartBytes = 29000;         // of a panel; with the rows of a piece they fit the L1 cache
+constexpr size_t kFurther = 10240;  // bytes that rows of one piece prefetch ahead; with `kSoon` four took a sixth longer
 constexpr int kQuads = kStretch / 4;
 constexpr size_t kStretches = kSuper / kStretch;
 static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches);

@@ -7,6 +7,8 @@
 
 namespace paceline::PACELINE_ISA {
 
+constexpr size_t kPartBytes = 29000;  // of a panel that several pieces read: with the rows of a piece they fit the L1 cache
+
 struct Prefetch {
     const uint8_t* from;
     size_t lines;  // 1, 2 or 4 for each 256 bytes of weights that are read
