@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from paceline.cli import main
+from paceline.cli import main, parse, parser_of
 from paceline.core import logs
 from paceline.core.errors import ConfigError
 from paceline.core.figures import Figures
@@ -29,6 +29,7 @@ from paceline.serve.observe.engine_log import line as doings_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.recent import Recent
 from paceline.serve.operation import OperationOptions
+from paceline.serve.server import begin_logs
 from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
 
@@ -345,3 +346,14 @@ def test_the_engine_s_line_can_be_read() -> None:
         "engine: 3 running, 0 waiting, 41.2 tok/s, 2.10 tokens a pass, 37% of pages, est. plain 22.0 tok/s"
     )
     assert "plain" not in doings_line(found | {"plain_tokens_per_s": None})
+
+
+@pytest.mark.parametrize(("words", "warns"), [(["--api-key", "k"], True), (["--api-key=k"], True), ([], False)])
+def test_only_a_key_on_the_command_line_is_warned_of(
+    words: list[str], warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paceline", "serve", *words])
+    args = parse(parser_of("serve"), words, {} if words else {"PACELINE_API_KEY": "k"})
+    begin_logs(args)
+    assert args.api_key == "k"
+    assert ("list of processes" in caplog.text) == warns

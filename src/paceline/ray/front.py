@@ -11,44 +11,29 @@ from paceline.serve.tokenizer_cache import TokenizerCache
 from ray import serve
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from paceline.ray.front_options import FrontOptions
 
 
-class FrontServer:
-    """The ASGI app of a front, made once its first replica is ready."""
-
-    def __init__(self) -> None:
-        self._app: ASGIApp | None = None
-
-    async def open(self, application: str, options: FrontOptions) -> None:
-        """Find replicas, and wait for one. application: its name in Ray Serve. Raises `PacelineError`."""
-        fleet = ray_fleet(options.fleet, application)
-        self._app, state = make_app(
-            fleet, TokenizerCache(), options.keys(), page=False, operation=options.operation
-        )
-        state.served_names = options.served_names
-        await fleet.first_ready
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        assert self._app is not None, "Ray sends requests once the constructor is done"
-        scope["root_path"] = ""
-        await self._app(scope, receive, send)
+_served: list[ASGIApp] = []  # the app of this process's front, once its first replica is ready
 
 
 class FrontReplica:
     """Deployment `Front`: the HTTP side. Ray's proxy passes bytes on to it."""
 
     async def __init__(self, options: FrontOptions, engines: Any) -> None:  # type: ignore[misc]
-        """engines: handle of the deployment `Engine`, by which Ray knows that they belong together."""
+        """Find replicas, and wait for one. Raises `PacelineError`.
+
+        engines: handle of the deployment `Engine`, by which Ray knows that they belong together.
+        """
         stay_on_loopback()
         self._engines = engines
-        await _FRONT.open(serve.get_replica_context().app_name, options)
-
-
-_FRONT = FrontServer()  # of this process
+        fleet = ray_fleet(options.fleet, serve.get_replica_context().app_name)
+        app, state = make_app(fleet, TokenizerCache(), options.keys(), page=False, operation=options.operation)
+        state.served_names = options.served_names
+        await fleet.first_ready
+        _served.append(app)
 
 
 class Door:
@@ -56,4 +41,5 @@ class Door:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
-        await _FRONT(scope, receive, send)
+        scope["root_path"] = ""
+        await _served[0](scope, receive, send)  # Ray sends none before the constructor is done

@@ -339,26 +339,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--insecure", action="store_true", help="let other machines in without a key, and answer to any name"
     )
-    group.add_argument(
-        "--drain-seconds",
-        type=float,
-        metavar="S",
-        default=_DEFAULTS.drain_s,
-        help="how long open requests may go on after SIGTERM",
-    )
+    for flag, default_s, about in (
+        ("--drain-seconds", _DEFAULTS.drain_s, "how long open requests may go on after SIGTERM"),
+        ("--watchdog-seconds", _DEFAULTS.watchdog_s, "replace an engine that hangs for this long; 0: never"),
+    ):
+        group.add_argument(flag, type=float, metavar="S", default=default_s, help=about)
     group.add_argument(
         "--max-connections",
         type=int,
         metavar="N",
         default=_DEFAULTS.limits.connections,
         help="connections that may be open at once",
-    )
-    group.add_argument(
-        "--watchdog-seconds",
-        type=float,
-        metavar="S",
-        default=_DEFAULTS.watchdog_s,
-        help="replace an engine that hangs for this long; 0: never",
     )
     group.add_argument(
         "--served-model-name",
@@ -395,7 +386,7 @@ def begin_logs(args: Namespace) -> None:
     configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())
-    if args.api_key:
+    if any(word.partition("=")[0] == "--api-key" for word in sys.argv):  # not of the environment or a file
         log.warning(
             "other users of this machine can read --api-key in the list of processes; set PACELINE_API_KEY"
         )
@@ -408,7 +399,7 @@ def http_config(args: Namespace) -> HttpConfig:
     return of_flags(
         HttpConfig,
         args,
-        api_key=args.api_key or os.environ.get("PACELINE_API_KEY") or None,
+        api_key=args.api_key or None,
         drain_s=args.drain_seconds,
         limits=ConnectionLimits(connections=args.max_connections),
         operation=operation_of(args),

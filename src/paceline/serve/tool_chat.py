@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from paceline.core.errors import RequestError
+from paceline.serve.api.fields import read_once
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tools import CallBodyPart, ToolBody, template_kwargs
 from paceline.serve.conversation import Conversation, Tool, ToolUse
@@ -98,6 +99,6 @@ def _message(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _converted(given: object, kind: Any, param: str) -> Any:
     try:
-        return msgspec.convert(given, kind)
+        return msgspec.convert(given, read_once(kind))
     except (msgspec.ValidationError, TypeError, RecursionError) as error:
         raise RequestError(f"{param}: {error}", param) from None

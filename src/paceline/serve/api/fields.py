@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from threading import Lock
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +18,9 @@ from paceline.core.errors import RequestError, suggest
 
 MAX_MESSAGE_CHARS = 300  # of an error message that quotes the client
 MAX_IGNORED = 64  # unknown fields of one body that are ignored, if unknown fields are
+KindT = TypeVar("KindT")
+_types_read: set[type] = set()
+_reading_types = Lock()
 
 # Fields that are accepted without effect -> what they are about. None can change the text.
 WITHOUT_EFFECT = {
@@ -149,7 +153,7 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @classmethod
     def _of(cls, data: bytes, lenient: bool) -> tuple[Self, tuple[str, ...]]:
         try:
-            return msgspec.json.decode(data, type=cls), ()
+            return msgspec.json.decode(data, type=read_once(cls)), ()
         except msgspec.ValidationError as error:
             if _UNKNOWN.search(str(error)) is None:
                 raise
@@ -179,6 +183,19 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 unknown.append(name)
             del values[name]
         return unknown
+
+
+def read_once(kind: type[KindT]) -> type[KindT]:
+    """Return a type that msgspec has read, by one thread at a time.
+
+    Bodies are decoded in threads. Where two of them are the first to decode to a type, msgspec 0.22 may end the
+    process by a segmentation fault when garbage is collected.
+    """
+    if kind not in _types_read:
+        with _reading_types:
+            msgspec.json.Decoder(kind)
+        _types_read.add(kind)
+    return kind
 
 
 def _check_neutral(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

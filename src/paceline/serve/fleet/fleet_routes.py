@@ -12,6 +12,7 @@ from paceline.core.errors import RequestError
 from paceline.engine.wire import BAD_MESSAGE, RequestId
 from paceline.serve.api.auth import ForAdmins
 from paceline.serve.api.errors import json_response
+from paceline.serve.api.fields import read_once
 from paceline.serve.api.parse import read_body
 
 if TYPE_CHECKING:
@@ -70,6 +71,6 @@ async def _body(request: HttpRequest, kind: type[BodyT]) -> BodyT:
     """Return a short body. Raises `RequestError` and what `read_body` raises."""
     data = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
     try:
-        return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=read_once(kind))
     except BAD_MESSAGE as error:
         raise RequestError(str(error)) from None
