@@ -3,7 +3,8 @@
     python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray]
 
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
-new each time. The client is a process of its own on the same cores.
+new each time. The client is a process of its own on the same cores; its own time is told, too. Two plain servers
+at once, without a front, are the most that two replicas can reach here.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING
 
 import httpx
 
+from paceline.core.system import usable_cores
 from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
-ON_RAY, TWO = "one replica on Ray", "two replicas"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ON_RAY, TWO, APART = "one replica on Ray", "two replicas", "two plain servers"
 WARM_ROUNDS = 1
 TIMEOUT_S = 120.0
 
@@ -34,6 +40,7 @@ class Figures:
     ttft_ms: list[float] = field(default_factory=list)  # of single requests
     alone_per_s: list[float] = field(default_factory=list)  # tokens of a single request
     together_per_s: list[float] = field(default_factory=list)  # tokens of all in flight
+    client_ms: list[float] = field(default_factory=list)  # of the client's processor, for each of these tokens
 
 
 async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> tuple[float, float, int]:
@@ -61,17 +68,21 @@ async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: i
     return first, perf_counter() - start, tokens
 
 
-async def one_round(url: str, number: int, in_flight: int, args: argparse.Namespace, figures: Figures) -> None:
-    """Ask a server singly, then all at once."""
+async def one_round(
+    urls: Sequence[str], number: int, in_flight: int, args: argparse.Namespace, figures: Figures
+) -> None:
+    """Ask the first server singly, then all servers at once."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
         for index in range(args.singles):
-            first, whole, tokens = await answer(client, url, number + index, args.tokens)
+            first, whole, tokens = await answer(client, urls[0], number + index, args.tokens)
             figures.ttft_ms.append(first * 1e3)
             figures.alone_per_s.append((tokens - 1) / (whole - first))
-        start = perf_counter()
-        many = (answer(client, url, number + 100 + index, args.tokens) for index in range(in_flight))
-        done = await asyncio.gather(*many)
-        figures.together_per_s.append(sum(tokens for _, _, tokens in done) / (perf_counter() - start))
+        start, start_cpu = perf_counter(), process_time()
+        targets = [urls[index % len(urls)] for index in range(in_flight)]
+        many = (answer(client, url, number + 100 + index, args.tokens) for index, url in enumerate(targets))
+        count = sum(tokens for _, _, tokens in await asyncio.gather(*many))
+        figures.together_per_s.append(count / (perf_counter() - start))
+        figures.client_ms.append((process_time() - start_cpu) / count * 1e3)
 
 
 def main() -> int:
@@ -89,15 +100,19 @@ def main() -> int:
     usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
     ways: dict[str, list[str]] = {"plain": [], "one replica": ["--replicas", "1"]}
     ways |= {ON_RAY: ["--on", "ray", "--replicas", "1"]} if args.ray else {TWO: ["--replicas", "2"]}
-    figures = {name: Figures() for name in ways}
+    figures = {name: Figures() for name in (*ways, *(() if args.ray else (APART,)))}
     in_flight = dict.fromkeys(ways, args.in_flight)
-    in_flight |= {} if args.ray else {TWO: 2 * args.in_flight}
+    in_flight |= {} if args.ray else {TWO: 2 * args.in_flight, APART: 2 * args.in_flight}
     with ExitStack() as stack:
-        urls = {name: stack.enter_context(served([*usual, *more])) for name, more in ways.items()}
+        urls = {name: [stack.enter_context(served([*usual, *more]))] for name, more in ways.items()}
+        if not args.ray:
+            urls[APART] = [
+                stack.enter_context(served([*usual, "--cores", str(core)])) for core in sorted(usable_cores())[:2]
+            ]
         for number in range(-WARM_ROUNDS, args.rounds):
-            for name, url in urls.items():
+            for name, servers in urls.items():
                 kept = figures[name] if number >= 0 else Figures()
-                asyncio.run(one_round(url, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
+                asyncio.run(one_round(servers, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
             sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
     rows = [
         (
@@ -106,10 +121,18 @@ def main() -> int:
             f"{1e3 / median(f.alone_per_s):.3f}",
             f"{median(f.alone_per_s):.1f}",
             f"{median(f.together_per_s):.1f}",
+            f"{median(f.client_ms):.3f}",
         )
         for name, f in figures.items()
     ]
-    columns = ("server", "TTFT ms", "TPOT ms alone", "tokens/s alone", f"tokens/s, {args.in_flight} at each")
+    columns = (
+        "server",
+        "TTFT ms",
+        "TPOT ms alone",
+        "tokens/s alone",
+        f"tokens/s, {args.in_flight} at each",
+        "client ms a token",
+    )
     sys.stdout.write(plain_table("", columns, rows))
     return 0
 

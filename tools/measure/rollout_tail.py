@@ -4,9 +4,9 @@
     python -m tools.measure.rollout_tail --prompts FILE.jsonl [--only math_reasoning] [--group 8]
 
 All prompts are sent at once to `/generate` of a fleet, at temperature 1. With `--prompts` these are questions in
-the model's chat template, each answered `--group` times, and the model ends its answers. Without, they are
-beginnings of stories, and lengths are drawn from a lognormal distribution. Both are cut at `--most`. Lengths and
-texts are the same for all ways. The tail begins when a quarter of the answers is open, and its time is from there
+the model's chat template, each answered `--group` times, and the model may end its answers. Without, they are
+beginnings of stories. Lengths are drawn from a lognormal distribution and cut at `--most`. Lengths and texts are
+the same for all ways. The tail begins when a quarter of the answers is open, and its time is from there
 to the last token. Ways take turns; one server runs at a time.
 """
 
@@ -74,14 +74,15 @@ def stories(sizes: Sequence[int]) -> list[Ask]:
     return [Ask({"text": text}, size, ignores_end=True) for text, size in zip(texts, sizes, strict=True)]
 
 
-def questions(url: str, prompts: Sequence[Prompt], group: int, most: int) -> list[Ask]:
-    """Return every question `group` times, in the model's chat template."""
+def questions(url: str, prompts: Sequence[Prompt], sizes: Sequence[int]) -> list[Ask]:
+    """Return every question equally often, in the model's chat template, each as long as its size at most."""
     found = []
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
         body = {"messages": [{"role": "user", "content": prompt.text}]}
         response = httpx.post(f"{url}/tokenize", json=body, headers=HEADERS, timeout=10)
         response.raise_for_status()
-        found += [Ask({"input_ids": response.json()["tokens"]}, most, ignores_end=False)] * group
+        prompt_ids = response.json()["tokens"]
+        found += [Ask({"input_ids": prompt_ids}, size, ignores_end=False) for size in sizes[index :: len(prompts)]]
     return found
 
 
@@ -134,10 +135,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", metavar=PROMPTS_METAVAR, help=PROMPTS_HELP)
     parser.add_argument("--only", help="with --prompts: questions of one category")
     parser.add_argument("--group", type=int, default=8, help="with --prompts: answers to a question")
-    parser.add_argument("--typical", type=int, default=96, help="tokens of the median story")
+    parser.add_argument("--typical", type=int, default=96, help="tokens of the median answer")
     parser.add_argument("--most", type=int, default=768, help="tokens of the longest answer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=["off", "auto", "off,spread", "auto,spread"])
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["off", "auto", "off,spread", "auto,spread"],
+        help="--draft, then --tail and others, such as auto,spread,law=block",
+    )
     args = parser.parse_args(argv)
     usual = ["--model", args.model, "--threads", str(args.threads), "--replicas", str(args.replicas)]
     usual += ["--rl", "--no-access-log"]
@@ -149,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, way in ways.items():
             with served([*usual, *way.flags]) as url:
                 wait_for_all(url, args.replicas)
-                asked = questions(url, prompts, args.group, args.most) if prompts else stories(sizes)
+                asked = questions(url, prompts, sizes) if prompts else stories(sizes)
                 asyncio.run(roll_out(url, stories([8] * args.replicas), 99))  # first passes are slow
                 tail_s, whole_s, digest = asyncio.run(roll_out(url, asked, number))
                 way.moved += moved_of(url)
@@ -158,8 +164,11 @@ def main(argv: list[str] | None = None) -> int:
             way.texts.add(f"{number} {digest}")
             sys.stderr.write(f"round {number + 1}, {name}: tail {tail_s:.2f} s of {whole_s:.2f} s\n")
     sys.stdout.write(table(ways))
-    same = len(set().union(*(way.texts for way in ways.values()))) == args.rounds
-    sys.stdout.write("all ways wrote the same tokens\n" if same else "TOKENS DIFFER between ways\n")
+    bound = [way for way in ways.values() if "--law" not in way.flags]
+    same = len(set().union(*(way.texts for way in bound))) == args.rounds
+    sys.stdout.write(
+        "all ways of the usual law wrote the same tokens\n" if same else "TOKENS DIFFER between ways\n"
+    )
     return 0 if same else 1
 
 
@@ -194,8 +203,9 @@ def chosen_prompts(args: argparse.Namespace, number: int) -> list[Prompt]:
 
 
 def _flags(way: str) -> list[str]:
-    draft, _, tail = way.partition(",")
-    return ["--draft", draft, *(["--tail", tail] if tail else [])]
+    draft, *words = way.split(",")
+    named = [word.split("=", 1) if "=" in word else ["tail", word] for word in words]
+    return ["--draft", draft, *(part for flag, value in named for part in (f"--{flag}", value))]
 
 
 if __name__ == "__main__":
