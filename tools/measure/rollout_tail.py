@@ -75,7 +75,7 @@ def stories(sizes: Sequence[int]) -> list[Ask]:
 
 
 def questions(url: str, prompts: Sequence[Prompt], sizes: Sequence[int]) -> list[Ask]:
-    """Return every question equally often, in the model's chat template, each as long as its size at most."""
+    """Return every question equally often, in the chat template; sizes: most tokens of each answer."""
     found = []
     for index, prompt in enumerate(prompts):
         body = {"messages": [{"role": "user", "content": prompt.text}]}
