@@ -29,7 +29,7 @@ from paceline.serve.observe.engine_log import line as doings_line
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.observe.recent import Recent
 from paceline.serve.operation import OperationOptions
-from paceline.serve.server import begin_logs
+from paceline.serve.server import begin_logs, http_config
 from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
 
@@ -357,3 +357,9 @@ def test_only_a_key_on_the_command_line_is_warned_of(
     begin_logs(args)
     assert args.api_key == "k"
     assert ("list of processes" in caplog.text) == warns
+
+
+def test_an_empty_key_is_refused() -> None:
+    words = ["--api-key", ""]
+    with pytest.raises(ConfigError, match="visible ASCII"):
+        http_config(parse(parser_of("serve"), words, {"PACELINE_API_KEY": "k"}))

@@ -4,7 +4,7 @@
 
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
 new each time. The client is a process of its own on the same cores; its own time is told, too. Two plain servers
-at once, without a front, are the most that two replicas can reach here.
+at once, without a front, tell what two engines can reach here; they need cores of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class Figures:
     alone_per_s: list[float] = field(default_factory=list)  # tokens of a single request
     together_per_s: list[float] = field(default_factory=list)  # tokens of all in flight
     client_ms: list[float] = field(default_factory=list)  # of the client's processor, for each of these tokens
+
+    def time_to(self, other: Figures, singles: int) -> list[float]:
+        """Return a token's time to another server's, alone, in each round of `singles` requests."""
+        ours, theirs = (
+            [median(f.alone_per_s[i : i + singles]) for i in range(0, len(f.alone_per_s), singles)]
+            for f in (self, other)
+        )
+        return [b / a for a, b in zip(ours, theirs, strict=True)]
 
 
 async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> tuple[float, float, int]:
@@ -100,15 +108,16 @@ def main() -> int:
     usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
     ways: dict[str, list[str]] = {"plain": [], "one replica": ["--replicas", "1"]}
     ways |= {ON_RAY: ["--on", "ray", "--replicas", "1"]} if args.ray else {TWO: ["--replicas", "2"]}
-    figures = {name: Figures() for name in (*ways, *(() if args.ray else (APART,)))}
+    cores = [str(core) for core in sorted(usable_cores())]
+    groups = [",".join(cores[first : first + args.threads]) for first in (0, args.threads)]
+    apart = (APART,) if not args.ray and len(cores) >= 2 * args.threads else ()
+    figures = {name: Figures() for name in (*ways, *apart)}
     in_flight = dict.fromkeys(ways, args.in_flight)
     in_flight |= {} if args.ray else {TWO: 2 * args.in_flight, APART: 2 * args.in_flight}
     with ExitStack() as stack:
         urls = {name: [stack.enter_context(served([*usual, *more]))] for name, more in ways.items()}
-        if not args.ray:
-            urls[APART] = [
-                stack.enter_context(served([*usual, "--cores", str(core)])) for core in sorted(usable_cores())[:2]
-            ]
+        if APART in figures:
+            urls[APART] = [stack.enter_context(served([*usual, "--cores", group])) for group in groups]
         for number in range(-WARM_ROUNDS, args.rounds):
             for name, servers in urls.items():
                 kept = figures[name] if number >= 0 else Figures()
@@ -119,6 +128,7 @@ def main() -> int:
             name,
             f"{median(f.ttft_ms):.2f}",
             f"{1e3 / median(f.alone_per_s):.3f}",
+            f"{median(f.time_to(figures['plain'], args.singles)):.3f}",
             f"{median(f.alone_per_s):.1f}",
             f"{median(f.together_per_s):.1f}",
             f"{median(f.client_ms):.3f}",
@@ -129,6 +139,7 @@ def main() -> int:
         "server",
         "TTFT ms",
         "TPOT ms alone",
+        "to plain",
         "tokens/s alone",
         f"tokens/s, {args.in_flight} at each",
         "client ms a token",

@@ -51,10 +51,12 @@ def num_bytes(decoder: NativeDecoder) -> int:
 
 
 def native_decoder(engine: Engine) -> NativeDecoder:
-    """Return the target. Raises `ConfigError` for experts, of which a pass reads only some."""
+    """Return the target. Raises `ConfigError` for matrices that a pass reads in part."""
     decoder = engine.target.decoder
     if not isinstance(decoder, NativeDecoder) or decoder.config.experts is not None:
         raise ConfigError("this measures dense models of the native backend")
+    if decoder.config.layer_input_size:
+        raise ConfigError("this model's layers have inputs of their own, a table of which a pass reads rows only")
     return decoder
 
 

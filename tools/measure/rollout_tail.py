@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from paceline.bench.prompt_file import PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
+from paceline.core.errors import ConfigError
 from paceline.serve.terminal.display import plain_table
+from tools.entry import exit_status
 from tools.served import served
 
 if TYPE_CHECKING:
@@ -164,8 +166,8 @@ def main(argv: list[str] | None = None) -> int:
             way.texts.add(f"{number} {digest}")
             sys.stderr.write(f"round {number + 1}, {name}: tail {tail_s:.2f} s of {whole_s:.2f} s\n")
     sys.stdout.write(table(ways))
-    bound = [way for way in ways.values() if "--law" not in way.flags]
-    same = len(set().union(*(way.texts for way in bound))) == args.rounds
+    usual_law = [way for way in ways.values() if "--law" not in way.flags]
+    same = not usual_law or len(set().union(*(way.texts for way in usual_law))) == args.rounds
     sys.stdout.write(
         "all ways of the usual law wrote the same tokens\n" if same else "TOKENS DIFFER between ways\n"
     )
@@ -197,8 +199,12 @@ def table(ways: dict[str, Way]) -> str:
 def chosen_prompts(args: argparse.Namespace, number: int) -> list[Prompt]:
     """Return a round's questions, none without `--prompts`."""
     if args.prompts is None:
+        if args.only:
+            raise ConfigError("--only chooses among the questions of --prompts")
         return []
     found = [p for p in read_prompts(args.prompts) if args.only in (None, p.category)]
+    if not found:
+        raise ConfigError(f"--only {args.only}: {args.prompts} has no such questions")
     return random.Random(number).sample(found, min(len(found), max(args.answers // args.group, 1)))  # noqa: S311
 
 
@@ -209,4 +215,4 @@ def _flags(way: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -399,7 +399,7 @@ def http_config(args: Namespace) -> HttpConfig:
     return of_flags(
         HttpConfig,
         args,
-        api_key=args.api_key or None,
+        api_key=args.api_key,
         drain_s=args.drain_seconds,
         limits=ConnectionLimits(connections=args.max_connections),
         operation=operation_of(args),

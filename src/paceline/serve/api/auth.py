@@ -39,7 +39,7 @@ def check_exposure(host: str, has_key: bool, insecure: bool) -> None:
 
 def check_key(api_key: str) -> None:
     """Raise `ConfigError`, which does not quote it, for a key that no client can send."""
-    if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+    if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise ConfigError(
             "an API key is made of visible ASCII characters, as clients send it in a header; make one with "
             "`python -c 'import secrets; print(secrets.token_urlsafe())'`"
