@@ -131,7 +131,7 @@ async def a_host(client: Any = None) -> EngineHost:
     host = EngineHost(EngineConfig())
     host._client = client
     await host._lines.listen("127.0.0.1")
-    OPEN.append(host._lines)
+    OPEN.append(host._lines._server)
     return host
 
 

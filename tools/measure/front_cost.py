@@ -26,7 +26,7 @@ from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ON_RAY, TWO, APART = "one replica on Ray", "two replicas", "two plain servers"
 WARM_ROUNDS = 1
@@ -93,6 +93,32 @@ async def one_round(
         figures.client_ms.append((process_time() - start_cpu) / count * 1e3)
 
 
+def table(figures: Mapping[str, Figures], args: argparse.Namespace) -> str:
+    """Return the figures as text, medians of all rounds."""
+    rows = [
+        (
+            name,
+            f"{median(f.ttft_ms):.2f}",
+            f"{1e3 / median(f.alone_per_s):.3f}",
+            f"{median(f.time_to(figures['plain'], args.singles)):.3f}",
+            f"{median(f.alone_per_s):.1f}",
+            f"{median(f.together_per_s):.1f}",
+            f"{median(f.client_ms):.3f}",
+        )
+        for name, f in figures.items()
+    ]
+    columns = (
+        "server",
+        "TTFT ms",
+        "TPOT ms alone",
+        "to plain",
+        "tokens/s alone",
+        f"tokens/s, {args.in_flight} at each",
+        "client ms a token",
+    )
+    return plain_table("", columns, rows)
+
+
 def main() -> int:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -123,28 +149,7 @@ def main() -> int:
                 kept = figures[name] if number >= 0 else Figures()
                 asyncio.run(one_round(servers, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
             sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
-    rows = [
-        (
-            name,
-            f"{median(f.ttft_ms):.2f}",
-            f"{1e3 / median(f.alone_per_s):.3f}",
-            f"{median(f.time_to(figures['plain'], args.singles)):.3f}",
-            f"{median(f.alone_per_s):.1f}",
-            f"{median(f.together_per_s):.1f}",
-            f"{median(f.client_ms):.3f}",
-        )
-        for name, f in figures.items()
-    ]
-    columns = (
-        "server",
-        "TTFT ms",
-        "TPOT ms alone",
-        "to plain",
-        "tokens/s alone",
-        f"tokens/s, {args.in_flight} at each",
-        "client ms a token",
-    )
-    sys.stdout.write(plain_table("", columns, rows))
+    sys.stdout.write(table(figures, args))
     return 0
 
 

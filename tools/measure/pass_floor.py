@@ -1,9 +1,9 @@
 """Measure what passes read of the machine's bandwidth: `python -m tools.measure.pass_floor --model M`.
 
 A plain pass reads every matrix but the embedding, so its floor is their bytes over the read bandwidth. A shared
-machine's bandwidth changes within a minute, sometimes by half. So each round times reading, then
-passes of 1, 4, 8 and 16 tokens of one row, and a share is the median of the rounds' own shares. Reading is a loop
-of vector loads over 512 MB, on the threads of the pass, the best of seven.
+machine's bandwidth changes within a minute, sometimes by half. So each round times reading, then passes of 1, 4, 8
+and 16 tokens of one row, and a share is the median of the rounds' own shares. Reading is a loop of vector loads
+over 512 MB, on the threads of the pass, the best of seven.
 """
 
 from __future__ import annotations

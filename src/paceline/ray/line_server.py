@@ -51,11 +51,6 @@ class LineServer:
         self._server = await asyncio.start_server(self._accept, host, 0, ssl=tls(os.environ, serves=True))
         self._listens.set()
 
-    def close(self) -> None:
-        """Take no more lines."""
-        if self._server is not None:
-            self._server.close()
-
     async def address(self) -> LineAddress:
         """Return where fronts connect, once there is such a place."""
         await self._listens.wait()
