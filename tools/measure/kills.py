@@ -13,8 +13,10 @@ replica after another. `paceline profile --out PROFILE`, then `--profile PROFILE
 as before.
 
 Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
-summary is of all lines. The pause of a stream is its longest gap around the harm. It includes the prefill of what
-the client had, which is measured at rest and told beside the bars. Streams that were hit twice are told apart.
+summary is of all lines. The pause of a stream is its longest gap around the harm. Other replicas get all answers
+of the harmed one at once, and prefill what their clients have. The bars are of what a pause takes beyond that.
+What a token of prefill takes is measured at rest, with as many replicas up as were left. Streams that were hit
+twice are told apart.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +45,9 @@ if TYPE_CHECKING:
 
 HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, "drain": None}
 BARS_MS = {"kill": 250, "stop": 2500, "end": 250, "drain": 250}  # beyond the prefill
-GAPS = 5  # chunks after the harm in which the pause is looked for
+LEFT_S = 1.0  # after a harm, within which a replica's answers are given to others, or it is silent
 PROMPTS = ("Once upon a time", "The three laws of thermodynamics say that", "def quicksort(items):")
+SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 UP_S = 180.0
 WRITES_S = 5.0  # for a replica to write, before a harm is left out
 # A server waits longer and longer, up to 30 s, before it starts a replica again that keeps ending. Here all keep
@@ -71,31 +75,41 @@ class TimedStream(Streamed):
         super().take(event)
 
     def pause_s(self, harm_s: float) -> float:
-        """Return the longest gap that ends soon after a time."""
-        after = next((i for i, at in enumerate(self.chunk_s) if at > harm_s), len(self.chunk_s))
-        near = self.chunk_s[max(after - 1, 0) : after + GAPS]
-        return max((b - a for a, b in pairwise(near)), default=0.0)
+        """Return the longest gap that ends after a time, and begins soon after it or before."""
+        gaps = [(a, b) for a, b in pairwise(self.chunk_s) if b > harm_s and a < harm_s + LEFT_S]
+        return max((b - a for a, b in gaps), default=0.0)
 
 
 @dataclass(frozen=True)
 class Hit:
-    """One harm: when, and the requests that the replica was writing."""
+    """One harm: when, and the requests that the replica was writing.
+
+    tokens: that their clients had together; others: number of other replicas that were up.
+    """
 
     harm: str
     at_s: float
     replica: str
     requests: frozenset[str]
+    tokens: int = 0
+    others: int = 1
 
 
-def pauses_ms(streams: Sequence[TimedStream], hits: Sequence[Hit]) -> dict[str, list[int]]:
-    """Return the pauses of streams by harm; of those hit twice as `twice`."""
-    found: dict[str, list[int]] = {}
+def pauses_ms(
+    streams: Sequence[TimedStream], hits: Sequence[Hit], token_s: Sequence[float]
+) -> dict[str, list[tuple[int, int]]]:
+    """Return pauses by harm, each whole and beyond the prefill; of streams hit twice as `twice`.
+
+    token_s: seconds of prefill a token, by the number of replicas that are up.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
     for stream in streams:
         own = [hit for hit in hits if stream.name in hit.requests]
         if own:
             kind = own[0].harm if len(own) == 1 else "twice"
-            pause = max(stream.pause_s(hit.at_s) for hit in own)
-            found.setdefault(kind, []).append(round(1e3 * pause))
+            pause, hit = max(((stream.pause_s(hit.at_s), hit) for hit in own), key=lambda pair: pair[0])
+            beyond = max(pause - hit.tokens * token_s[hit.others], 0.0)
+            found.setdefault(kind, []).append((round(1e3 * pause), round(1e3 * beyond)))
     return found
 
 
@@ -105,19 +119,21 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     harms = {harm: sum(one["harms"].count(harm) for one in rounds) for harm in HARMS}
     table: dict[str, Any] = {}
     for kind in (*HARMS, "twice"):
-        pauses = sorted(ms for one in rounds for ms in one["pauses_ms"].get(kind, ()))
-        if pauses:
-            shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-            table[kind] = {name: pauses[int(share * (len(pauses) - 1))] for name, share in shares.items()}
-            table[kind] |= {"streams": len(pauses)}
+        both = [pair for one in rounds for pair in one["pauses_ms"].get(kind, ())]
+        if both:
+            whole, beyond = (sorted(column) for column in zip(*both, strict=True))
+            table[kind] = {"streams": len(both), "whole": _shares(whole), "beyond_prefill": _shares(beyond)}
             if kind in BARS_MS:
-                prefill_ms = max(one["prefill_ms"] for one in rounds)
-                over = sum(ms > BARS_MS[kind] + prefill_ms for ms in pauses)
-                table[kind] |= {"bar": BARS_MS[kind], "prefill": prefill_ms, "over": over}
+                over = sum(ms > BARS_MS[kind] for ms in beyond)
+                table[kind] |= {"bar": BARS_MS[kind], "over": over}
     minutes = sum(one["seconds"] for one in rounds) / 60
     total = sum(harms.values())
     rate = round(total / minutes, 1) if minutes else 0.0
     return {"kills": total, "a_minute": rate} | harms | counts | {"pause_ms": table}
+
+
+def _shares(pauses: Sequence[int]) -> dict[str, int]:
+    return {name: pauses[int(share * (len(pauses) - 1))] for name, share in SHARES.items()}
 
 
 class Rounds:
@@ -127,7 +143,7 @@ class Rounds:
         self.client = httpx.Client(base_url=url, timeout=300.0)
         self.args, self.done = args, done
         self.whole: dict[str, TimedStream] = {}  # of each request, undisturbed
-        self.prefill_ms = 0
+        self.token_s: list[float] = [0.0]  # of prefill, by the number of replicas that are up
 
     def table(self) -> dict[str, Any]:
         """Return the tables of the fleet."""
@@ -176,14 +192,31 @@ class Rounds:
         return [self.whole[key] for key in keys]
 
     def measure_prefill(self) -> None:
-        """Measure the prefill of what a client can have when its replica dies."""
-        body = {"prompt": list(range(100, 100 + self.args.tokens + 16)), "max_tokens": 1, "cache_salt": ""}
-        times = []
-        for number in range(5):
-            start_s = time.monotonic()
-            self.client.post("/v1/completions", json=body | {"cache_salt": str(number)}).raise_for_status()
-            times.append(time.monotonic() - start_s)
-        self.prefill_ms = round(1e3 * sorted(times)[2])
+        """Measure the prefill of what clients can have when a replica dies, by the replicas that are left."""
+        names = [line["replica"] for line in self.table()["replicas"]]
+        for left in range(1, len(names)):
+            for name in names[left:]:
+                self.drain(name)
+            self.token_s.append(statistics.median(self._prefill_s(5 * left + turn) for turn in range(5)))
+            for name in names[left:]:
+                self.drain(name, undo=True)
+
+    def _prefill_s(self, number: int) -> float:
+        """Return the seconds a token of as many prompts together as requests are in flight."""
+        length, count = self.args.tokens + 16, self.args.in_flight
+        body = {"prompt": list(range(100, 100 + length)), "max_tokens": 1}
+        salted = [body | {"cache_salt": f"{number} {one}"} for one in range(count)]
+        start_s = time.monotonic()
+        with ThreadPoolExecutor(count) as pool:
+            for answer in pool.map(lambda one: self.client.post("/v1/completions", json=one), salted):
+                answer.raise_for_status()
+        spent_s = time.monotonic() - start_s
+        per_token: float = spent_s / (count * length)
+        return per_token
+
+    def drain(self, replica: str, *, undo: bool = False) -> None:
+        """Take a replica out of service, or back."""
+        self.client.post("/v1/fleet/drain", json={"replica": replica, "undo": undo}).raise_for_status()
 
     def do_harm(self, harm: str, chance: random.Random, hit: Sequence[str]) -> Hit | None:
         """Wait a little, then harm a replica that writes.
@@ -203,17 +236,17 @@ class Rounds:
         return None
 
     def _harm(self, harm: str, replica: str, table: dict[str, Any]) -> Hit:
-        pid = next(line["pid"] for line in table["replicas"] if line["replica"] == replica)
-        hit = frozenset(
-            r["request"].rsplit("-", 2)[0] for r in table["requests"] if r["replica"] == replica and r["tokens"]
-        )
-        at_s, number = time.monotonic(), HARMS[harm]
-        if number is not None:
-            os.kill(pid, number)
+        line = next(line for line in table["replicas"] if line["replica"] == replica)
+        others = sum(other["state"] == "up" for other in table["replicas"]) - 1
+        written = [r for r in table["requests"] if r["replica"] == replica and r["tokens"]]
+        names = frozenset(r["request"].rsplit("-", 2)[0] for r in written)
+        hit = Hit(harm, time.monotonic(), replica, names, sum(r["tokens"] for r in written), others)
+        if (number := HARMS[harm]) is not None:
+            os.kill(line["pid"], number)
         else:
-            self.client.post("/v1/fleet/drain", json={"replica": replica})
-            self.client.post("/v1/fleet/drain", json={"replica": replica, "undo": True})
-        return Hit(harm, at_s, replica, hit)
+            self.drain(replica)
+            self.drain(replica, undo=True)
+        return hit
 
     def run(self, number: int) -> dict[str, Any]:
         """Run one round; return its line."""
@@ -244,8 +277,8 @@ class Rounds:
             "resumed": sum(one.usage.get("legs", 1) > 1 for one in found),
             "lost": sum(bool(one.error) or not one.ends for one in found),
             "different": len(different),
-            "pauses_ms": pauses_ms(found, hits),
-            "prefill_ms": self.prefill_ms,
+            "pauses_ms": pauses_ms(found, hits, self.token_s),
+            "prefill_us": [round(1e6 * token_s) for token_s in self.token_s],
             "waited_s": waited_s,
             "seconds": round(time.monotonic() - start_s, 2),
         }
