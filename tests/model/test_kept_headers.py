@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import BadModelFile
-from paceline.model import content_key, weights
+from paceline.model import content_key
 from paceline.model.files import gguf_model, kept_headers
 from paceline.model.files.gguf_file import open_gguf
 from paceline.model.weights import LoadedModel, load_model, load_template, load_tokenizer
@@ -48,7 +48,7 @@ def write(path: Path, **extra: Any) -> Path:
 
 def start(path: Path) -> LoadedModel:
     """Open a model as a new process does."""
-    weights.forget_files()
+    kept_headers.forget_files()
     return load_model(path)
 
 

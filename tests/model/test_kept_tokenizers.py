@@ -14,7 +14,7 @@ import tokenizers
 
 from paceline.core.errors import ModelNotFound
 from paceline.model import weights
-from paceline.model.files import kept_data
+from paceline.model.files import kept_data, kept_headers
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
 from paceline.model.tokenizer import raw_spelling
@@ -139,7 +139,7 @@ def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: 
     later, last = load_tokenizer(model), load_tokenizer(load_model(models[1]))
     (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
     path.unlink()
-    weights.forget_files()
+    kept_headers.forget_files()
     assert later.encode(TEXT) == ids
     path.unlink()  # it was kept again
     config = tiny_config()

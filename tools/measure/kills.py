@@ -75,7 +75,7 @@ class TimedStream(Streamed):
         super().take(event)
 
     def pause_s(self, harm_s: float) -> float:
-        """Return the longest gap that ends after a time, and begins soon after it or before."""
+        """Return the longest gap around a time, or soon after it."""
         gaps = [(a, b) for a, b in pairwise(self.chunk_s) if b > harm_s and a < harm_s + LEFT_S]
         return max((b - a for a, b in gaps), default=0.0)
 
@@ -98,9 +98,10 @@ class Hit:
 def pauses_ms(
     streams: Sequence[TimedStream], hits: Sequence[Hit], token_s: Sequence[float]
 ) -> dict[str, list[tuple[int, int]]]:
-    """Return pauses by harm, each whole and beyond the prefill; of streams hit twice as `twice`.
+    """Return pauses by harm, each whole and beyond the prefill.
 
-    token_s: seconds of prefill a token, by the number of replicas that are up.
+    Those of streams that were hit twice are under `twice`. token_s: seconds of prefill a token, by the number
+    of replicas that are up.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for stream in streams:
@@ -192,7 +193,7 @@ class Rounds:
         return [self.whole[key] for key in keys]
 
     def measure_prefill(self) -> None:
-        """Measure the prefill of what clients can have when a replica dies, by the replicas that are left."""
+        """Measure the prefill of what clients can have, by the replicas that are left."""
         names = [line["replica"] for line in self.table()["replicas"]]
         for left in range(1, len(names)):
             for name in names[left:]:
@@ -202,7 +203,7 @@ class Rounds:
                 self.drain(name, undo=True)
 
     def _prefill_s(self, number: int) -> float:
-        """Return the seconds a token of as many prompts together as requests are in flight."""
+        """Return the seconds of prefill a token, of prompts that come together."""
         length, count = self.args.tokens + 16, self.args.in_flight
         body = {"prompt": list(range(100, 100 + length)), "max_tokens": 1}
         salted = [body | {"cache_salt": f"{number} {one}"} for one in range(count)]

@@ -1,9 +1,9 @@
-"""Newer weights in a server that answers: seconds, and the longest gap in streams.
+"""Newer weights in a server that answers: seconds, and streams' longest gap.
 
     python -m tools.measure.weight_update [--model default] [--open 4] [--updates 6]
 
-`--open` streams run all the time. The server takes the model's folder and a copy with 0.1 % of noise
-in turn from disk, and a greedy answer tells them apart; a .gguf file is taken again and again.
+`--open` streams run all the time. The server takes a copy of the model with a little noise and the model itself in
+turn from disk, and a greedy answer tells them apart.
 """
 
 from __future__ import annotations
@@ -17,20 +17,25 @@ import tempfile
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from paceline.core.errors import ConfigError
 from paceline.model.files.pull import resolve
 from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 KEY = "a-key-for-this-measurement"
 TIMEOUT_S = 600.0
-NOISE = 1e-3
+NOISE = 1e-2  # of each number
+MATRIX = 2  # axes
 ASKED = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
 
 
@@ -38,23 +43,32 @@ Figures = tuple[list[float], list[float], int]
 
 
 def noisy(folder: Path, source: Path) -> Path:
-    """Write a copy of a model's folder with a little noise.
-
-    Raises `ConfigError` if it is none.
-    """
-    if not source.is_dir():
-        raise ConfigError("--model must be a folder of safetensors, whose tensors can be changed")
-    copy = shutil.copytree(source, folder / "noisy")
-    rng = np.random.default_rng(0)
+    """Write a copy of a model with a little noise."""
+    copy = folder / source.name
+    if source.is_file():
+        shutil.copyfile(source, copy)
+        _add_noise_to_gguf(copy)
+        return copy
+    shutil.copytree(source, copy)
     for file in copy.glob("*.safetensors"):
         with safe_open(file, "np") as stored:
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (it is no mapping)
-        changed = {
-            name: (t * (1 + NOISE * rng.standard_normal(t.shape))).astype(t.dtype) if t.ndim == 2 else t
-            for name, t in tensors.items()
-        }
-        save_file(changed, file)
+        save_file({name: with_noise(t) if t.ndim == MATRIX else t for name, t in tensors.items()}, file)
     return copy
+
+
+def _add_noise_to_gguf(path: Path) -> None:
+    """Change the vectors of a file in place; its matrices are in blocks."""
+    for tensor in GGUFReader(path, "r+").tensors:
+        if tensor.tensor_type == GGMLQuantizationType.F32:
+            tensor.data[...] = with_noise(tensor.data)
+
+
+def with_noise(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers with noise in proportion to them."""
+    rng = np.random.default_rng(0)
+    changed: NDArray[Any] = numbers * (1 + NOISE * rng.standard_normal(numbers.shape))
+    return changed.astype(numbers.dtype)
 
 
 async def stream(client: httpx.AsyncClient, number: int, gaps: list[float]) -> None:
@@ -88,6 +102,7 @@ async def measure(url: str, places: list[str], num_open: int, updates: int) -> F
             response = await client.post("/update_weights_from_disk", json=body)
             response.raise_for_status()
             taken.append(perf_counter() - begun_s)
+            sys.stderr.write(f"{taken[-1]:.2f} s\n")
             await asyncio.sleep(1.0)
             longest.append(max(gaps, default=0.0))
             texts.add((await client.post("/generate", json=ASKED)).json()["text"])
@@ -108,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PACELINE_API_KEY"] = KEY
     source = Path(args.model) if Path(args.model).exists() else resolve(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        places = [str(source)] if source.is_file() else [str(noisy(Path(folder), source)), str(source)]
+        places = [str(noisy(Path(folder), source)), str(source)]
         with served(["--model", args.model, "--draft", args.draft, "--rl", "--no-access-log"]) as url:
             taken, longest, texts = asyncio.run(measure(url, places, args.open, args.updates))
     rows = [

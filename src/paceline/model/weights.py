@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.model.files.gguf_file import GgufFile
     from paceline.model.files.packed_cache import PackedCache, Progress
     from paceline.model.files.source_files import Source
     from paceline.model.files.stored import FourBit, RawBlocks
@@ -302,21 +301,10 @@ def _load_folder(folder: Path) -> LoadedModel:
 
 def _load_gguf(path: Path) -> LoadedModel:
     source = SourceFile(path, file_state(path))
-    file = _opened(source)
+    file = open_kept(source)
     config = gguf_model.config_from_gguf(file)
     layer_names = gguf_model.layer_names(config)
     names = canonical_names(config, gguf_model.MODEL_NAMES, layer_names, gguf_model.LAYER_PREFIX)
     stored = choose_tensors(tensor_shapes(config), names, gguf_model.tensors_for(file, config, names), path)
     weights = LazyWeights(divide_logits(config, stored), (source,))
     return LoadedModel(path, config, weights, gguf_model.GgufText(file))
-
-
-@lru_cache(maxsize=2)
-def _opened(source: SourceFile) -> GgufFile:
-    """Open a file once for all who look into it during a start."""
-    return open_kept(source)
-
-
-def forget_files() -> None:
-    """Drop the headers of opened files, which may hold whole vocabularies."""
-    _opened.cache_clear()

@@ -42,12 +42,13 @@ from paceline.engine.step import SerialLoop
 from paceline.model.config import num_weights
 from paceline.model.content_key import content_key
 from paceline.model.files.catalogue import BETTER, DEFAULT, PACKAGED, draft_for
+from paceline.model.files.kept_headers import forget_files
 from paceline.model.files.packed_cache import PackedCache
 from paceline.model.files.pull import is_pulled, resolve
 from paceline.model.files.source_files import SourceFile
 from paceline.model.grammar import Grammars
 from paceline.model.heads.mtp import drafters_within, usable_mtp
-from paceline.model.weights import LazyWeights, forget_files, load_model, load_tokenizer, tokenizer_json
+from paceline.model.weights import LazyWeights, load_model, load_tokenizer, tokenizer_json
 from paceline.verify.law import load_law
 
 if TYPE_CHECKING:

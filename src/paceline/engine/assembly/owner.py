@@ -17,10 +17,11 @@ from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_vers
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.renewal import Renewal, rebuild, renew, versioned
 from paceline.model.content_key import content_key
+from paceline.model.files.kept_headers import forget_files
 from paceline.model.files.pull import resolve
 from paceline.model.heads.mtp import usable_mtp
 from paceline.model.renewed import check_same_shape, renewed, with_arrays
-from paceline.model.weights import LazyWeights, forget_files, load_model
+from paceline.model.weights import LazyWeights, load_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -94,11 +95,14 @@ class EngineOwner:
         Raises as `update`.
         """
         check_version(version)
-        newer = renewed(self._first_model, source)
-        assert isinstance(newer.weights, LazyWeights)
-        digest = content_key(newer.weights.sources, progress)
-        told = replace(newer, weights=newer.weights.kept_in(None, progress))
-        return self._prepared(told, version, digest, source, progress, beside=beside)
+        try:
+            newer = renewed(self._first_model, source)
+            assert isinstance(newer.weights, LazyWeights)
+            digest = content_key(newer.weights.sources, progress)
+            told = replace(newer, weights=newer.weights.kept_in(None, progress))
+            return self._prepared(told, version, digest, source, progress, beside=beside)
+        finally:
+            forget_files()
 
     def update_from(self, arrays: Mapping[str, NDArray[floating]], version: str) -> Renewal:
         """Take all weights from arrays, by their names in files.

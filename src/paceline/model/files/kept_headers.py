@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,6 +36,7 @@ class KeptHeader(msgspec.Struct, frozen=True):
 _as_header = msgspec.msgpack.Decoder(KeptHeader).decode
 
 
+@lru_cache(maxsize=2)  # for all who look into a file during a start
 def open_kept(source: SourceFile) -> GgufFile:
     """Open a file by its kept header, or read and keep that. Raises as `open_gguf`."""
     data = _HEADERS.read(source.state) if source.state else None
@@ -47,6 +49,11 @@ def open_kept(source: SourceFile) -> GgufFile:
         if settled(source.path, source.state):
             _HEADERS.write(source.state, msgspec.msgpack.encode(_header(file)))
     return file
+
+
+def forget_files() -> None:
+    """Drop the headers of opened files, which may hold whole vocabularies."""
+    open_kept.cache_clear()
 
 
 def _header(file: GgufFile) -> KeptHeader:

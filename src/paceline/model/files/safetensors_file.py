@@ -75,11 +75,15 @@ class StoredTensor:
 
     def read_integers(self) -> NDArray[int64]:
         """Return a tensor of integers. Raises `BadModelFile`, `UnsupportedModel`."""
+        return self.whole_numbers().astype(np.int64)
+
+    def whole_numbers(self) -> NDArray[Any]:
+        """Return a tensor of integers in their own type. Raises as `read_integers`."""
         if self.dtype not in _INTEGERS:
             raise UnsupportedModel(
                 f"{self.path.name} stores whole numbers as {self.dtype}; known: {', '.join(_INTEGERS)}"
             )
-        return np.frombuffer(self._data(), _INTEGERS[self.dtype]).astype(np.int64).reshape(self.shape)
+        return np.frombuffer(self._data(), _INTEGERS[self.dtype]).reshape(self.shape)
 
     def _data(self) -> bytearray:
         return read_span(self.path, self.start, self.num_bytes)
@@ -99,7 +103,8 @@ class ScaledTensor:
 
     def read(self) -> NDArray[floating]:
         """Return the matrix in float32. Raises `BadModelFile`, `UnsupportedModel`."""
-        return (self.values.read_integers() * self.scales.read()).astype(np.float32)
+        matrix: NDArray[floating] = np.multiply(self.values.whole_numbers(), self.scales.read(), dtype=np.float32)
+        return matrix
 
 
 def join_scales(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | ScaledTensor]:
