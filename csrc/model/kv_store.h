@@ -19,7 +19,7 @@ struct HeadShape {
     bool operator==(const HeadShape&) const = default;
 };
 
-// Memory is taken only as pages are written. Where some layers have a window, what these hold of a page lies side by side, and so does
+// Memory is taken only as pages are written, but for the first one. Where some layers have a window, what these hold of a page lies side by side, and so does
 // what the others hold of it: each can be dropped without the other.
 class KVStore {
   public:
@@ -42,6 +42,8 @@ class KVStore {
                 at += part;
             }
         }
+        // The first request would wait for a huge page of each layer, for which some hosts take milliseconds.
+        if (num_pages) each_part(0, [](uint8_t* part, size_t) { *const_cast<volatile uint8_t*>(part) = 0; });
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
     static bool fits(KVType type, size_t num_pages, const std::vector<HeadShape>& heads) {

@@ -106,6 +106,11 @@ class Dispatch:
         if len(answer.told) >= PAGE_TOKENS:
             self._index.add(member.name, page_hashes(answer.request, answer.told), member.num_pages)
 
+    def read(self, answer: OngoingAnswer, member: Member, hashes: tuple[bytes, ...]) -> None:
+        """Note that a replica has an answer's pages, with which it can go on."""
+        answer.page_hashes = hashes
+        self._index.add(member.name, hashes, member.num_pages)
+
     def forget(self, name: str) -> None:
         """Note that a replica's process has ended."""
         self._index.forget(name)

@@ -20,6 +20,7 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
+from paceline.serve.fleet.handover import read_ahead
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
@@ -155,13 +156,13 @@ class EngineFleet:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_open()
+        self._legs.fail_all(EngineDied(STOPPING))
         await asyncio.gather(*(member.engines.stop() for member in self.members.values()))
         self.first_ready.cancel()
 
     def kill(self) -> None:
         """End all replicas and all that is open at once; `stop` must still be called."""
-        self._fail_open()
+        self._legs.fail_all(EngineDied(STOPPING))
         for member in self.members.values():
             member.engines.kill()
 
@@ -171,12 +172,6 @@ class EngineFleet:
             task.cancel()
         for member in self.members.values():
             member.engines.abandon()
-
-    def _fail_open(self) -> None:
-        for answer in tuple(self._legs.journal.open.values()):
-            for leg in tuple(answer.legs):
-                self._legs.end(answer, leg)
-            self._legs.fail(answer, EngineDied(STOPPING))
 
     # For operators -----------------------------------------------------------------------------------
 
@@ -448,12 +443,22 @@ class EngineFleet:
         """
         count = 0
         for answer, leg in self._legs.journal.on(member.name):
-            if self._ends(answer, why) or leg not in answer.legs:
+            if self._ends(answer, why) or leg not in answer.legs or leg.leaves:
                 continue
             if self._dispatch.can_place(answer, {member.name}):
-                self._lost(answer, leg, why, EngineDied(RESTARTING))
                 count += 1
+                if why in MOVES and leg.spoke:
+                    leg.leaves = True
+                    self.spawn(self._hand_over(answer, leg, why))
+                else:
+                    self._lost(answer, leg, why, EngineDied(RESTARTING))
         return count
+
+    async def _hand_over(self, answer: OngoingAnswer, leg: AnswerLeg, why: str) -> None:
+        """Move an answer that is still written, once its next replica has read it."""
+        await read_ahead(self._dispatch, answer, leg)
+        if leg in answer.legs:
+            self._lost(answer, leg, why, EngineDied(RESTARTING))
 
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""

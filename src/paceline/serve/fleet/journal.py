@@ -63,6 +63,7 @@ class AnswerLeg:
     started: bool = False  # it took part in a step
     spoke: bool = False  # it has told an outcome
     gave: bool = False  # one that was ahead
+    leaves: bool = False  # another replica reads the answer, to go on with it
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +95,7 @@ class OngoingAnswer:
     retry_s: float = 0.0  # time.monotonic() before which no replica is asked
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
-    page_hashes: tuple[bytes, ...] | None = None  # of its prompt; None: not needed so far
+    page_hashes: tuple[bytes, ...] | None = None  # of its prompt, or more of it; None: not needed so far
 
     @property
     def num_tokens(self) -> int:
@@ -103,13 +104,17 @@ class OngoingAnswer:
 
     def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
+        leg = self.new_leg(replica, promise)
+        self.legs.append(leg)
+        return leg
+
+    def new_leg(self, replica: str, promise: str) -> AnswerLeg:
+        """Return a leg that does not count: its replica reads what the client has."""
         name = self.request.request_id
         if self.num_begun:
             name += f"{LEG_MARK}{self.num_begun}"
         self.num_begun += 1
-        leg = AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
-        self.legs.append(leg)
-        return leg
+        return AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
 
     def end_leg(self, leg: AnswerLeg) -> None:
         """Forget a leg; what it says from now on does not count."""

@@ -77,6 +77,13 @@ class Legs:
             answer.answers.put(what)
         self.forget(answer)
 
+    def fail_all(self, error: PacelineError) -> None:
+        """End all answers with an error, and cancel nothing."""
+        for answer in tuple(self.journal.open.values()):
+            for leg in tuple(answer.legs):
+                self.end(answer, leg)
+            self.fail(answer, error)
+
     def give_up(self, answer: OngoingAnswer) -> None:
         """End an answer that ends its replicas."""
         name = answer.request.request_id

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.control.routing import ReplicaView
 from paceline.engine.count_sums import total
 from paceline.serve.fleet.index import USUAL_PAGES
-from paceline.serve.observe.recent import RATE_S, SHARE_S, Recent, per_pass
+from paceline.serve.observe.recent import RATE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Member:
     recent: Recent = field(default_factory=Recent)
     ended: Stats | None = None  # counters of its processes that have ended
     usual: Costs = USUAL  # of the fleet's replicas, as their counters say
+    per_pass: float = 1.0  # tokens of a row, in the whole fleet
     measured: Costs | None = None  # its own; None: nobody has measured them
 
     @property
@@ -173,19 +174,21 @@ class Member:
         """Return True once after an engine has become ready."""
         if self.ready is None or self.engines.restarts == self.known:
             return False
-        self.known = self.engines.restarts
+        self.known, self.measured = self.engines.restarts, self._measured()
         return True
 
     def _beat(self) -> None:
         self.silent_s, self.silent = 0.0, False
 
     def _measured(self) -> Costs | None:
-        """Return costs as measured at its start, with the tokens that passes bring now."""
+        """Return costs as measured at its start, with the tokens that passes bring in the fleet.
+
+        Its own passes would make a replica that was idle seem slow, and all would go to the others.
+        """
         if self.ready is None or self.ready.profile is None:
             return None
-        profile, share = self.ready.profile, self.recent.since(SHARE_S)
-        kept = (per_pass(share) if share is not None else None) or 1.0
-        return Costs(profile.prefill_s_per_token, tuple(s / kept for s in profile.step_s_by_rows))
+        profile = self.ready.profile
+        return Costs(profile.prefill_s_per_token, tuple(s / self.per_pass for s in profile.step_s_by_rows))
 
     # What is told --------------------------------------------------------------------------------
 
@@ -226,7 +229,7 @@ def common_ready(members: Iterable[Member]) -> Ready | None:
 
 
 def tell_costs(members: Collection[Member], stats: Stats) -> None:
-    """Tell all replicas what work costs by the counters of the whole fleet.
+    """Tell all replicas what work costs, and passes bring, by the counters of the whole fleet.
 
     One replica's own counters would tell how busy the machine was when it worked, more than how fast it is.
     """
@@ -234,7 +237,7 @@ def tell_costs(members: Collection[Member], stats: Stats) -> None:
     if num_tokens and stats.steps:
         usual = Costs(stats.step_s / num_tokens, (stats.step_s / stats.steps,))
         for member in members:
-            member.usual = usual
+            member.usual, member.per_pass = usual, per_pass(stats) or 1.0
 
 
 def summed(members: Collection[Member]) -> Snapshot | None:
