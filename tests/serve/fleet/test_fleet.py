@@ -15,6 +15,8 @@ from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFu
 from paceline.core.params import Speculation
 from paceline.core.request_nouns import Outcome
 from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet import tail as tail_module
@@ -25,7 +27,7 @@ from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
 from paceline.serve.fleet.legs import MOST_STRIKES
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
-from paceline.serve.worker.messages import Ready
+from paceline.serve.worker.messages import Ready, Snapshot, StepProfile
 from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
 if TYPE_CHECKING:
@@ -661,6 +663,26 @@ def test_the_sum_of_counters_never_falls() -> None:
             bench.fakes[0].revive()
             bench.fakes[0].beat(steps=3)
             assert told == [10, 15, 15, 18]
+
+    run(scenario)
+
+
+def test_an_idle_replica_is_not_taken_to_be_slower_than_one_that_keeps_drafts() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            for fake in bench.fakes:
+                assert fake.ready is not None
+                fake.ready = with_fields(fake.ready, profile=StepProfile(1e-5, (0.004, 0.0041, 0.0042)))
+            fast = Stats(steps=10, step_s=0.05, decode_passes=10, decoded_tokens=25)
+            gauges = Gauges(1, 0, 0, 64, 1, 0, 0)
+            busy, idle = bench.fleet.members["0"], bench.fleet.members["1"]
+            for stats in (fast, replace(fast, steps=20)):
+                for fake, one in zip(bench.fakes, (stats, Stats()), strict=True):
+                    fake.snapshot = Snapshot(one, gauges)
+                    assert fake.on_snapshot is not None
+                    fake.on_snapshot(fake.snapshot)
+            assert busy.costs == idle.costs
+            assert busy.costs.step_s_by_rows[0] == pytest.approx(0.004 / 2.5)
 
     run(scenario)
 

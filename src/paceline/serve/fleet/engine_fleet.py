@@ -24,7 +24,7 @@ from paceline.serve.fleet.handover import read_ahead
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
-from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs
+from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs, tell_of_mixed
 from paceline.serve.fleet.tail import Tail
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MIXED = "replica %s has another promise key than others: %s"
-ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
 TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
@@ -250,14 +248,10 @@ class EngineFleet:
         leg.answers = at_replica
         self._dispatch.began(answer, member)
         if why is not None:
-            self._count_resumed(member, why)
+            member.num_resumed += 1
+            self.metrics.resumed.labels(why).inc()
+            self.metrics.moved.inc(why in MOVES)
         return True
-
-    def _count_resumed(self, member: Member, why: str) -> None:
-        member.num_resumed += 1
-        self.metrics.resumed.labels(why).inc()
-        if why in MOVES:
-            self.metrics.moved.inc()
 
     def _wait(self, answer: OngoingAnswer, why: str | None) -> None:
         """Keep an answer until there is a replica for it, or end it."""
@@ -427,9 +421,7 @@ class EngineFleet:
             self._dispatch.forget(member.name)
             self._legs.blame(gone)
         if member.loaded():
-            keys = {m.ready.promise for m in self.members.values() if m.ready is not None}
-            if len(keys) > 1:
-                log.warning(MIXED, member.name, ALONE if self.options.resume != ANY else "texts differ")
+            tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
@@ -457,7 +449,8 @@ class EngineFleet:
     async def _hand_over(self, answer: OngoingAnswer, leg: AnswerLeg, why: str) -> None:
         """Move an answer that is still written, once its next replica has read it."""
         await read_ahead(self._dispatch, answer, leg)
-        if leg in answer.legs:
+        leg.leaves = False
+        if leg in answer.legs and self._dispatch.can_place(answer, {leg.replica}):  # the reader may be gone
             self._lost(answer, leg, why, EngineDied(RESTARTING))
 
     async def _hedge(self) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import page_hashes
 
 if TYPE_CHECKING:
@@ -21,17 +22,30 @@ if TYPE_CHECKING:
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
 LOOK_S = 0.1  # between two looks if the answer is still written
+MOST_READS = 4  # each is of what was told during the last one
+LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
 
 
 async def read_ahead(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> None:
     """Have another replica read an answer, if one can go on with it.
 
-    leg: that writes it now. Returns when the other one has read it, cannot, or the leg has ended.
+    leg: that writes it now. Each time what was told meanwhile is read, too, until it is little.
+    """
+    for _ in range(MOST_READS):
+        before = answer.num_tokens
+        if not await _read(dispatch, answer, leg) or answer.num_tokens - before < LITTLE:
+            return
+
+
+async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> bool:
+    """Have a replica read what the client has now.
+
+    Return False if none can, or the leg has ended.
     """
     found = dispatch.choose(answer, {leg.replica})
     hashes = page_hashes(answer.request, answer.told)
     if found is None or not hashes:
-        return
+        return False
     member, _ = found
     reader, spoke = answer.new_leg(member.name, member.promise), asyncio.Event()
     reader.began_s, reader.backlog = time.monotonic(), dispatch.fresh_tokens(answer, member)
@@ -43,13 +57,17 @@ async def read_ahead(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) 
                 await asyncio.wait_for(spoke.wait(), LOOK_S)
         await reads.close()
     except EngineDied:
-        return
+        return False
     finally:
         member.end(reader)
     dispatch.read(answer, member, hashes)
+    return leg in answer.legs
 
 
 def _heard(spoke: asyncio.Event, event: Event) -> None:
-    """Note the first token, an end or an error; the first outcome only says that a step begins."""
+    """Note a token, an end or an error.
+
+    The first outcome only tells that a step begins.
+    """
     if not isinstance(event, tuple) or event[1].token_ids or event[1].finish_reason:
         spoke.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from paceline.serve.fleet.journal import AnswerLeg
     from paceline.serve.worker.messages import Ready
 
+log = logging.getLogger(__name__)
+
+MIXED = "replica %s has another promise key than others: %s"
+ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
 SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer ...
 SILENT_CHUNKS = 3  # ... or so many predicted passes over prompts: nothing is told during one
@@ -181,9 +186,10 @@ class Member:
         self.silent_s, self.silent = 0.0, False
 
     def _measured(self) -> Costs | None:
-        """Return costs as measured at its start, with the tokens that passes bring in the fleet.
+        """Return costs as measured at its start, by tokens.
 
-        Its own passes would make a replica that was idle seem slow, and all would go to the others.
+        Passes bring as many as in the whole fleet. Its own ones would make a replica that was idle seem slow, and
+        all would go to the others.
         """
         if self.ready is None or self.ready.profile is None:
             return None
@@ -228,8 +234,14 @@ def common_ready(members: Iterable[Member]) -> Ready | None:
     return min((ready for ready in found if ready.promise == promise), key=lambda ready: ready.max_len)
 
 
+def tell_of_mixed(members: Iterable[Member], loaded: Member, *, any_promise: bool) -> None:
+    """Warn if a replica that has loaded writes other texts than others."""
+    if len({member.promise for member in members if member.promise}) > 1:
+        log.warning(MIXED, loaded.name, "texts differ" if any_promise else ALONE)
+
+
 def tell_costs(members: Collection[Member], stats: Stats) -> None:
-    """Tell all replicas what work costs, and passes bring, by the counters of the whole fleet.
+    """Tell all replicas what work costs, by the counters of the whole fleet.
 
     One replica's own counters would tell how busy the machine was when it worked, more than how fast it is.
     """

@@ -1,0 +1,104 @@
+"""Answers that leave a replica which still writes them: read first, then moved."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from paceline.core.nouns import PAGE_TOKENS
+from paceline.serve.fleet.handover import LITTLE, MOST_READS
+from tests.serve.fleet.fake_engines import request_of
+from tests.serve.fleet.test_fleet import Bench, fleet_of, run, settle, until
+
+if TYPE_CHECKING:
+    from paceline.core.request_nouns import Request
+    from tests.serve.fleet.fake_engines import FakeEngines
+
+REQUEST = request_of("r", max_tokens=400, prompt=2 * PAGE_TOKENS)
+
+
+async def drained(bench: Bench, request: Request = REQUEST) -> tuple[FakeEngines, FakeEngines]:
+    """Ask, let some tokens be told, and drain the writer; return it and the replica that reads."""
+    await bench.ask(request)
+    writer = bench.writer("r")
+    writer.say("r", 3)
+    (reader,) = [fake for fake in bench.fakes if fake is not writer]
+    assert bench.fleet.drain(str(bench.fakes.index(writer))) == 1
+    await until(lambda: "r" in reader.rows)
+    return writer, reader
+
+
+def test_the_client_is_told_more_while_the_next_replica_reads() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            assert reader.submitted[-1].told == tuple(bench.heard["r"].token_ids)
+            writer.say("r", 4)
+            assert len(bench.heard["r"].token_ids) == 7
+            reader.start("r")  # a step of it begins, which is no token
+            await settle()
+            assert "r" in writer.rows
+            reader.say("r")
+            await until(lambda: "r" not in writer.rows and "r" in reader.rows)
+            assert len(reader.submitted[-1].told) == 7
+            assert bench.fleet.members["0"].num_legs + bench.fleet.members["1"].num_legs == 1
+            await bench.finish(REQUEST)
+            assert bench.metric("paceline_moved_total") == 1
+
+    run(scenario)
+
+
+def test_what_was_told_during_a_long_read_is_read_too() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            for _ in range(MOST_READS - 1):
+                writer.say("r", LITTLE)
+                before = len(reader.submitted)
+                reader.say("r")
+                await until(lambda before=before: len(reader.submitted) > before and "r" in reader.rows)
+                assert "r" in writer.rows
+            writer.say("r", LITTLE)
+            reader.say("r")
+            await until(lambda: "r" not in writer.rows and "r" in reader.rows)
+            assert len(reader.submitted) == MOST_READS + 1
+            await bench.finish(REQUEST)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("dies", ["writer", "reader"])
+def test_an_answer_goes_on_if_one_of_the_two_dies(dies: str) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            gone = writer if dies == "writer" else reader
+            gone.die()
+            if dies == "reader":
+                await settle()
+                writer.say("r", 2)  # it goes on as long as there is no other
+                assert len(bench.heard["r"].token_ids) == 5
+                gone.revive()
+                await until(lambda: "r" in reader.rows)
+                reader.say("r")
+            await until(lambda: len([f for f in bench.fakes if "r" in f.rows]) == 1 and "r" not in writer.rows)
+            await asyncio.sleep(0.15)  # the reader of an answer that has moved ends
+            await bench.finish(REQUEST)
+
+    run(scenario)
+
+
+def test_nobody_reads_an_answer_that_has_ended() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            short = request_of("r", max_tokens=6, prompt=2 * PAGE_TOKENS)
+            writer, reader = await drained(bench, short)
+            writer.say("r", 3)
+            bench.heard["r"].check_whole(short)
+            await until(lambda: "r" not in reader.rows)
+            assert reader.num_open == bench.fleet.num_open == 0
+            assert all(member.num_legs == member.backlog == 0 for member in bench.fleet.members.values())
+
+    run(scenario)
