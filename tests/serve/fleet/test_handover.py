@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.params import Grammar
 from paceline.serve.fleet.handover import LITTLE, MOST_READS
 from tests.serve.fleet.fake_engines import request_of
 from tests.serve.fleet.test_fleet import Bench, fleet_of, run, settle, until
@@ -100,5 +102,24 @@ def test_nobody_reads_an_answer_that_has_ended() -> None:
             await until(lambda: "r" not in reader.rows)
             assert reader.num_open == bench.fleet.num_open == 0
             assert all(member.num_legs == member.backlog == 0 for member in bench.fleet.members.values())
+
+    run(scenario)
+
+
+def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r", max_tokens=6)
+            params = replace(request.params, grammar=Grammar("regex", "a+"))
+            await bench.ask(replace(request, params=params))
+            other = bench.fakes[1 - bench.fakes.index(bench.writer("r"))]
+            assert not other.submitted
+            other.die()
+            other.revive()
+            await until(lambda: "r-warm" in other.rows)
+            assert other.submitted[-1].params.grammar == params.grammar
+            other.say("r-warm")
+            await until(lambda: "r-warm" not in other.rows)
+            assert "r" in bench.writer("r").rows
 
     run(scenario)

@@ -20,7 +20,7 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
-from paceline.serve.fleet.handover import read_ahead
+from paceline.serve.fleet.handover import read_ahead, warm_up
 from paceline.serve.fleet.hedging import Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
@@ -422,6 +422,7 @@ class EngineFleet:
             self._legs.blame(gone)
         if member.loaded():
             tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
+            self.spawn(warm_up(member, self._legs.journal.with_grammar))
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers

@@ -1,7 +1,8 @@
-"""Handover: an answer's next replica reads it while the last one still writes.
+"""Handover: what a replica does before it goes on with the answers of another.
 
-A replica that is told to leave goes on for a while. Another one computes what the client has meanwhile, so that
-the answer pauses for the tokens written in that time, and not for a prefill of all.
+One that is told to leave goes on for a while. Another one computes what the client has meanwhile, so that the
+answer pauses for the tokens written in that time, and not for a prefill of all. One that was started anew makes
+what grammars need.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,13 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import page_hashes
 
 if TYPE_CHECKING:
+    from paceline.core.request_nouns import Request
     from paceline.serve.engines import Event
     from paceline.serve.fleet.dispatch import Dispatch
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
+    from paceline.serve.fleet.member import Member
 
+SUFFIX = "-warm"  # of a request's id
 LOOK_S = 0.1  # between two looks if the answer is still written
 MOST_READS = 4  # each is of what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
@@ -62,6 +67,21 @@ async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> bo
         member.end(reader)
     dispatch.read(answer, member, hashes)
     return leg in answer.legs
+
+
+async def warm_up(member: Member, request: Request | None) -> None:
+    """Have a replica make its vocabulary for grammars, for which all its rows would wait.
+
+    request: one with a grammar, as it came, if any did. It is ended with its first token.
+    """
+    if request is None:
+        return
+    named = replace(request, request_id=request.request_id[-96:] + SUFFIX)
+    spoke = asyncio.Event()
+    with suppress(EngineDied):
+        warms = await member.engines.submit([named], partial(_heard, spoke))
+        await spoke.wait()
+        await warms.close()
 
 
 def _heard(spoke: asyncio.Event, event: Event) -> None:

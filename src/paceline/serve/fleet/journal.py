@@ -207,9 +207,12 @@ class Journal:
 
     def __init__(self) -> None:
         self.open: dict[str, OngoingAnswer] = {}
+        self.with_grammar: Request | None = None  # the last such request
 
     def begin(self, request: Request, answers: Answers, promise: str = "") -> OngoingAnswer:
         """Open a request. promise: key of the replicas that may have it; empty: any."""
+        if request.params.grammar is not None:
+            self.with_grammar = request
         self.open[request.request_id] = answer = OngoingAnswer(request, answers, promise=promise)
         return answer
 
