@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # A new command is one module, or a class in it, and one line here: name -> (module[:class], description).
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("paceline.serve.server", "serve a model over HTTP, as OpenAI does"),
-    "fleet": ("paceline.serve.terminal.show_fleet", "show the replicas of a running server"),
-    "fleet drain": ("paceline.serve.terminal.change_fleet:Drain", "let other replicas take over from one"),
-    "fleet move": ("paceline.serve.terminal.change_fleet:Move", "let another replica go on with an answer"),
+    "fleet": ("paceline.serve.terminal.running_fleet", "show the replicas of a running server"),
+    "fleet drain": ("paceline.serve.terminal.running_fleet:Drain", "let other replicas take over from one"),
+    "fleet move": ("paceline.serve.terminal.running_fleet:Move", "let another replica go on with an answer"),
     "chat": ("paceline.serve.terminal.chat", "talk to a model in the terminal"),
     "generate": ("paceline.serve.terminal.generate", "write one answer, or one for each prompt of a file"),
     "bench": ("paceline.bench.bench_command", "measure decoding with and without speculation"),
@@ -45,7 +45,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("paceline.bench.compare", "compare the controller with what one could choose by hand"),
     "timeline": ("paceline.bench.timeline", "watch target and drafter by the clock, both loops"),
     "train data": ("paceline.train.data", "let a target write the answers that draft heads learn from"),
-    "train features": ("paceline.train.features_command", "let a target read its answers, ahead of training"),
+    "train features": (
+        "paceline.train.features_command",
+        "let a target read its answers, ahead of training",
+    ),
     "train eagle3": ("paceline.train.eagle3", "train an EAGLE-3 head for a target"),
     "train block": ("paceline.train.block_command", "train a block head for a target"),
     "train peagle": ("paceline.train.peagle", "train a P-EAGLE head for a target"),
