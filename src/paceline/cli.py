@@ -46,14 +46,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "timeline": ("paceline.bench.timeline", "watch target and drafter by the clock, both loops"),
     "train data": ("paceline.train.data", "let a target write the answers that draft heads learn from"),
     "train features": (
-        "paceline.train.features_command",
+        "paceline.train.head_commands:TrainFeatures",
         "let a target read its answers, ahead of training",
     ),
-    "train eagle3": ("paceline.train.eagle3", "train an EAGLE-3 head for a target"),
+    "train eagle3": ("paceline.train.head_commands:TrainEagle3", "train an EAGLE-3 head for a target"),
     "train block": ("paceline.train.block_command", "train a block head for a target"),
-    "train peagle": ("paceline.train.peagle", "train a P-EAGLE head for a target"),
+    "train peagle": ("paceline.train.head_commands:TrainPEagle", "train a P-EAGLE head for a target"),
     "train draft-model": ("paceline.train.cut_model_recipe", "train a small model cut from a target's layers"),
-    "train plot": ("paceline.train.plot_command", "draw a run's acceptance over its steps"),
+    "train plot": ("paceline.train.summary", "draw a run's acceptance over its steps"),
     "profile": ("paceline.bench.profiling", "measure what a step costs on this machine"),
     "explain": (
         "paceline.bench.explain",

@@ -1,7 +1,9 @@
-"""Table and picture of a training run: acceptance of each drafted position over the steps."""
+"""Acceptance of a training run by drafted position: its table, and `paceline train plot`."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,10 +13,26 @@ from paceline.core.errors import ConfigError
 from paceline.train.run_folder import read_metrics
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
-    from pathlib import Path
 
 PICTURE = "acceptance.png"  # of a finished run, in its folder
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of `paceline train plot`."""
+    parser.add_argument("run", metavar="DIR", type=Path, help="the --out of a `paceline train` command")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help=f"the picture, .png, .svg or .pdf (default: DIR/{PICTURE})"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Draw the picture, also while a run trains, and say where it is."""
+    picture = args.out or args.run / PICTURE
+    plot(args.run, picture)
+    sys.stdout.write(f"{picture}\n")
+    return 0
 
 
 def print_summary(folder: Path, vocab_size: int, coverage: float, accepted: Sequence[float]) -> None:
