@@ -15,7 +15,7 @@ import numpy as np
 from paceline.backend.sampling import draw, pointed
 from paceline.backend.seam import StepLimit
 from paceline.core.nouns import UNCHOSEN, RowDraft
-from paceline.draft.second_choices import second_choices
+from paceline.core.tree import Branches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,8 +78,23 @@ class Chain:
         confidence = confidence_of(self.margins)
         branches = None
         if self.branches and confidence is not None and len(self.second_ids) == len(confidence):
-            branches = second_choices(self.token_ids, self.second_ids, confidence, self.branches)
+            branches = self._second_choices(confidence)
         return RowDraft(self.token_ids, drafter, confidence, probs, branches)
+
+    def _second_choices(self, confidence: Sequence[float]) -> Branches | None:
+        """Return second choices as branches of one token, those likeliest to be kept first.
+
+        The second choice at a depth is kept if all guesses before it are, and its rival is not.
+        """
+        alive, chances = 1.0, list[tuple[float, int]]()
+        for depth, chance in enumerate(confidence):
+            if 0 <= self.second_ids[depth] != self.token_ids[depth]:
+                chances.append((-alive * (1 - chance), depth))
+            alive *= chance
+        depths = [depth for _, depth in sorted(chances)[: self.branches]]
+        if not depths:
+            return None
+        return Branches(tuple(self.second_ids[d] for d in depths), tuple(d - 1 for d in depths))
 
 
 def confidence_of(margins: Sequence[float]) -> list[float] | None:
