@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.control.budget import MORE_DRAFTS, ROWS_TO_CHOOSE, with_budget
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.files import Profile, from_json, make_loop, to_json
-from paceline.control.goodput import Goodput
+from paceline.control.goodput import MORE_DRAFTS, ROWS_TO_CHOOSE, Goodput, with_budget
 from paceline.control.online_cost import OnlineCost
 from paceline.control.policy import NONE, Outcomes, StepView, Work
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from paceline.control.acceptance import learn_acceptance
 from paceline.control.allocation import DrafterChoice
-from paceline.control.budget import with_budget
 from paceline.control.cost import MIN_STEP_S
 from paceline.control.exploration import Exploration, Retirement
 from paceline.control.plan_reuse import MANY_ROWS, Hysteresis, PlanReuse, StepPromise, load_of
@@ -33,7 +32,11 @@ if TYPE_CHECKING:
     from paceline.control.policy import Drafted, Outcomes, StepView
     from paceline.control.protocols import StepChoice, StepCost
 
+    RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
+
 MIN_TRIM_S = 0.006  # cost of a step's drafts from which on trimming saves more than it takes
+MORE_DRAFTS = 2  # of a row on a device, than allocated
+ROWS_TO_CHOOSE = 4  # from which on a device's choice pays for one more draft pass; not measured on a GPU yet
 
 
 @noun
@@ -251,3 +254,25 @@ class Goodput:
 def _without_drafts(view: StepView, chosen: StepChoice) -> _StepDraft:
     no_ks = np.zeros(view.num_rows, np.int64)
     return _StepDraft(no_ks, chosen.drafters, chosen.allocation.plain_seconds, 1.0, as_allocated=False)
+
+
+def with_budget(
+    late: Collection[int], planned: RowDrafts, stopped: RowDrafts
+) -> tuple[NDArray[int64], int | None]:
+    """Return each row's depth, and the drafts to verify; None without a device.
+
+    The host does not see this step's confidences there: it sends a number, and the device verifies the drafts that
+    are likeliest to be kept. Only the coupled law has drafters on a device, and it admits any choice.
+    late: drafters on the target's device. planned: as allocated, and as many are verified. stopped: as stop rules
+    let rows draft. Rows of a device draft a little deeper than allocated, so that it has drafts to choose from.
+    Each depth is a pass: many rows draft one more than the deepest allocated of their drafter, few rows none.
+    """
+    (allocated, _), (ks, drafters) = planned, stopped
+    on_device = np.isin(drafters, list(late)) & (allocated > 0)
+    if not on_device.any():
+        return ks, None
+    deepest = np.zeros(max(drafters.max(), NONE) + 2, np.int64)  # by drafter, the last one NONE
+    np.maximum.at(deepest, drafters, allocated)
+    passes = deepest + (np.count_nonzero(on_device) >= ROWS_TO_CHOOSE)
+    deeper = np.minimum(allocated + MORE_DRAFTS, passes[drafters])
+    return np.where(on_device, np.minimum(ks, deeper), ks), int(allocated.sum())
