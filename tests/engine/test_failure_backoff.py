@@ -10,7 +10,7 @@ from paceline.core.nouns import Batch, Draft, Plan
 from paceline.draft.drafter import DrafterUnavailable
 from paceline.engine.assembly import auto
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.failure_backoff import FIRST_PAUSE, LONGEST_PAUSE, MAX_FAILURES, FailureBackoff
+from paceline.engine.drafters import FIRST_PAUSE, LONGEST_PAUSE, MAX_FAILURES, FailureBackoff
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, plain_answers, run
 from tests.engine.test_faults import REQUESTS
 

@@ -16,21 +16,21 @@ from paceline.control.policy import confidence_of
 from paceline.core.nouns import NO_DRAFT, Draft, RowDraft
 from paceline.core.tree_drafts import with_most
 from paceline.draft.drafter import DrafterUnavailable, StoresLost
-from paceline.engine.failure_backoff import FailureBackoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from numpy import float64, floating
+    from numpy import float64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Batch, Plan, Scores, Verdict
-    from paceline.core.tree import Branches
     from paceline.draft.drafter import Drafter, Lookup
 
 T = TypeVar("T")
 
 NONE_LEFT_OUT: frozenset[int] = frozenset()
+MAX_FAILURES = 4  # in a row, then plans leave the drafter out for a while
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plans; doubled with each further failure
 
 
 class StepDrafters:
@@ -160,22 +160,46 @@ class StepDrafters:
     def _fits(self, drafter: Drafter, draft: RowDraft, max_drafts: int) -> bool:
         fits = len(draft) <= max_drafts and (drafter.needs.late or self._in_range(draft.token_ids))
         fits = fits and all(map(isfinite, draft.confidence or ()))
-        fits = fits and (draft.branches is None or self._are_branches(draft.branches, len(draft)))
-        fits = fits and (draft.probs is None or self._are_probs(draft.probs, len(draft)))
+        if fits and (branches := draft.branches) is not None:
+            fits = self._in_range(branches.token_ids) and branches.fits(len(draft))
+        if fits and (probs := draft.probs) is not None:
+            fits = probs.shape == (len(draft), self._vocab_size) and bool(np.isfinite(probs).all())
         if not fits:
             self._fail(drafter, "it proposed too many tokens, tokens out of range, NaN or ill-shaped chances")
         return fits
-
-    def _are_branches(self, branches: Branches, num_chain: int) -> bool:
-        return self._in_range(branches.token_ids) and branches.fits(num_chain)
 
     def _in_range(self, token_ids: Sequence[int]) -> bool:
         checked = [*map(integer, token_ids)]
         return not checked or 0 <= min(checked) <= max(checked) < self._vocab_size
 
-    def _are_probs(self, probs: NDArray[floating], count: int) -> bool:
-        return probs.shape == (count, self._vocab_size) and bool(np.isfinite(probs).all())
-
 
 def _look(drafter: Lookup, k: int, rows: Sequence[int], max_drafts: Sequence[int]) -> dict[int, RowDraft]:
     return drafter.preview({row: min(k, most) for row, most in zip(rows, max_drafts, strict=True)})
+
+
+class FailureBackoff:
+    """Backoff that leaves a drafter out of plans after repeated failures, longer each time.
+
+    The controller learns nothing from a failure, so without this it would go on planning with the failing drafter.
+    """
+
+    def __init__(self) -> None:
+        self.failures: dict[str, int] = {}  # of each drafter, since it last drafted
+        self.until: dict[str, int] = {}  # number of the plan from which a drafter is asked again
+        self._num_plans = 0
+
+    def note(self, name: str, *, failed: bool) -> None:
+        """Note that a drafter was asked to draft, and whether it failed."""
+        if not failed:
+            self.failures.pop(name, None)
+            return
+        count = self.failures.get(name, 0) + 1
+        self.failures[name] = count
+        if count >= MAX_FAILURES:
+            self.until[name] = self._num_plans + min(FIRST_PAUSE << min(count - MAX_FAILURES, 8), LONGEST_PAUSE)
+
+    def unavailable(self, index: Mapping[str, int]) -> frozenset[int]:
+        """Begin a plan; return indices of drafters to leave out. index: name -> index."""
+        self._num_plans += 1
+        self.until = {name: plan for name, plan in self.until.items() if plan > self._num_plans}
+        return frozenset(index[name] for name in self.until)
