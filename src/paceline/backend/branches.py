@@ -41,7 +41,6 @@ class CopiesPages(KV, Protocol):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page over another, between passes that touch them."""
-        ...
 
 
 @noun

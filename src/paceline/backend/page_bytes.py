@@ -22,15 +22,12 @@ class PageBytes(KV, Protocol):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        ...
 
     def read_page(self, page: int, to: NDArray[uint8]) -> None:
         """Copy a page's bytes out, [page_bytes]."""
-        ...
 
     def write_page(self, page: int, data: NDArray[uint8]) -> None:
         """Copy a page's bytes in, [page_bytes]."""
-        ...
 
 
 class DropsWindows(KV, Protocol):
@@ -39,18 +36,15 @@ class DropsWindows(KV, Protocol):
     @property
     def window_bytes_per_token(self) -> int:
         """Bytes that one token takes in sliding layers."""
-        ...
 
     def drop_window(self, page: int) -> None:
         """Give back the memory that sliding layers take for a page, until it is written.
 
         Passes may run that read other pages.
         """
-        ...
 
     def drop_rest(self, page: int) -> None:
         """Give back what the other layers take for it, likewise."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

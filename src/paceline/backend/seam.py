@@ -72,7 +72,6 @@ class KV(Protocol):
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes over all its layers."""
-        ...
 
 
 class StepLimit(NamedTuple):
@@ -146,7 +145,6 @@ class Pending(Protocol):
 
     def wait(self) -> PassResult:
         """Return the result, as often as asked. Raises what went wrong in the pass."""
-        ...
 
 
 # Executors --------------------------------------------------------------------------------
@@ -172,16 +170,13 @@ class Executor(Protocol):
     @property
     def capabilities(self) -> Capabilities:
         """Abilities of this executor, on this machine."""
-        ...
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights in memory; of a drafter's, those of the target not counted."""
-        ...
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass that writes KV. Nothing it reads may change until `wait` returns."""
-        ...
 
 
 class Decoder(Executor, Protocol):
@@ -192,11 +187,9 @@ class Decoder(Executor, Protocol):
 
     def describe(self) -> str:
         """Return backend, types and instruction set, in a few words for the user."""
-        ...
 
     def new_kv(self, num_pages: int, num_layers: int | None = None) -> KV:
         """Return an empty store of `num_pages` pages for the first `num_layers` layers (all by default)."""
-        ...
 
 
 class DraftExecutor(Executor, Protocol):
@@ -206,7 +199,6 @@ class DraftExecutor(Executor, Protocol):
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
         """Write these tokens [n], and no others, beside the draft vocabulary, with the target's rows."""
-        ...
 
 
 class CutModelDecoder(DraftExecutor, Decoder, Protocol):
@@ -219,11 +211,9 @@ class TapStore(Protocol):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all states of one token."""
-        ...
 
     def write(self, taps: Taps, counts: Sequence[int]) -> None:
         """Keep the taps of the first `counts[i]` tokens of row i of a target pass."""
-        ...
 
 
 class HeadRunner(DraftExecutor, Protocol):
@@ -236,15 +226,12 @@ class HeadRunner(DraftExecutor, Protocol):
 
     def new_kv(self, num_pages: int) -> KV:
         """Return an empty store of `num_pages` pages for the head's layers."""
-        ...
 
     def new_tap_store(self, num_pages: int) -> TapStore:
         """Return an empty store of `num_pages` pages for the taps that the head reads."""
-        ...
 
     def relay(self, request: RelayRequest) -> PassResult:
         """Choose the next guesses by messages from earlier ones. Relay and block heads only."""
-        ...
 
 
 @noun
@@ -279,19 +266,15 @@ class LateProgram(Protocol):
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
         """Begin a row whose first `entries` tokens were read, those before `first_key` never."""
-        ...
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
         """Read `counts[row]` further known tokens of rows."""
-        ...
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Read what rows gained, and draft for the target's next pass."""
-        ...
 
     def close(self) -> None:
         """End: take no more taps."""
-        ...
 
 
 class LateOracle(LateProgram, Protocol):
@@ -302,7 +285,6 @@ class LateOracle(LateProgram, Protocol):
 
         answer: [answer_len] token ids. uniform: [answer_len] a draft there is right if this is below its rate.
         """
-        ...
 
 
 class Pointers(NamedTuple):
@@ -337,7 +319,6 @@ class LateHeadRunner(Protocol):
 
     def late_program(self, rows: RowView, kv: KV, taps: TapStore, hints: HintRule) -> LateProgram:
         """Return a program for rows of the target."""
-        ...
 
 
 class LateDecoder(Protocol):
@@ -345,7 +326,6 @@ class LateDecoder(Protocol):
 
     def serves(self, rows: RowView) -> bool:
         """Return True if it can draft for these rows before the host knows them."""
-        ...
 
     def late_program(
         self,
@@ -361,11 +341,9 @@ class LateDecoder(Protocol):
 
         vocab_size: token ids to choose among. own_store: False where `kv` is the target's own.
         """
-        ...
 
     def late_lookup(self, rows: RowView, pointers: Pointers) -> LateProgram:
         """Return a program that drafts what followed in rows' own texts. It runs no pass."""
-        ...
 
     def late_oracle(
         self, rows: RowView, rates: NDArray[float64], max_answer: int, beside: LateProgram | None
@@ -375,7 +353,6 @@ class LateDecoder(Protocol):
         rates: [depth] chance that a draft is kept if those before it are. beside: a program that runs for what it
         costs; its drafts are replaced.
         """
-        ...
 
 
 # Makers of executors, see `registry.py` ----------------------------------------------------------
@@ -394,7 +371,6 @@ class LoadDecoder(Protocol):
         device: Device | None = None,
     ) -> Decoder:
         """threads: of the device's cores, None for all. device: None for the usual one."""
-        ...
 
 
 class LoadHeadRunner(Protocol):
@@ -406,7 +382,6 @@ class LoadHeadRunner(Protocol):
         device: None for the target's. weight_type: of its matrices, None for the usual one. Raises `ConfigError`
         if the backend has no drafters of that type.
         """
-        ...
 
 
 class LoadCutModel(Protocol):
@@ -416,7 +391,6 @@ class LoadCutModel(Protocol):
         self, model: CutModel, target: Decoder, device: Device | None, weight_type: str | None
     ) -> CutModelDecoder:
         """See `LoadHeadRunner`."""
-        ...
 
 
 # Rows, as drafters see them ----------------------------------------------------------------------
@@ -431,41 +405,32 @@ class RowView(Protocol):
     @property
     def num_rows(self) -> int:
         """Rows there are, in use or not."""
-        ...
 
     @property
     def max_len(self) -> int:
         """Tokens that a row has room for."""
-        ...
 
     @property
     def late_steps(self) -> int:
         """Steps whose outcomes may be unknown. If any, drafts may stand at later positions."""
-        ...
 
     def known_len(self, row: int) -> int:
         """Return a row's committed tokens, as far as they are known."""
-        ...
 
     def computed_len(self, row: int) -> int:
         """Return how many of them have target KV."""
-        ...
 
     def tokens(self, row: int) -> NDArray[int64]:
         """Return a row's committed tokens, [known_len] int64 on the host, read-only."""
-        ...
 
     def text(self, row: int) -> kernels.TextIndex:
         """Return an index of the same, made when it is first asked for."""
-        ...
 
     def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
         """Return the indexes of several rows."""
-        ...
 
     def page_ids(self, row: int, start: int, end: int) -> list[int]:
         """Return entries `start` to `end` of a row's page table."""
-        ...
 
     def pack(
         self,
@@ -481,20 +446,15 @@ class RowView(Protocol):
         `wanted[i]` counts the tokens at the end of span i whose hidden state is returned. The pages reach `ahead`
         tokens further than the spans. first_keys: see `Packed`. read_as: [vocab] token ids of the reader, by ours.
         """
-        ...
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """Return the specs after a row's newest token and after each guess. [1 + num_guesses]"""
-        ...
 
     def spec_after(self, row: int, guesses: Sequence[int]) -> SamplingSpec:
         """Return the spec of the token after a row's known tokens and some guesses."""
-        ...
 
     def penalised(self, row: int) -> bool:
         """Return True if a row's specs depend on which tokens come before them."""
-        ...
 
     def forced(self, row: int, most: int) -> list[int]:
         """Return up to `most` tokens that a row's grammar forces next."""
-        ...

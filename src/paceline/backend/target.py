@@ -32,7 +32,6 @@ class PendingPass(Protocol):
 
     def wait(self) -> Scores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""
-        ...
 
 
 class ReadyPass(Protocol):
@@ -41,11 +40,9 @@ class ReadyPass(Protocol):
     @property
     def masks(self) -> PassMasks | None:
         """Room for the masks that it chooses under, None if it takes none."""
-        ...
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch the pass. thread: runs it whole, beside the caller."""
-        ...
 
 
 @noun

@@ -15,12 +15,10 @@ class Gain(Protocol):
     @property
     def token_ids(self) -> Sequence[int]:
         """Tokens of the answer."""
-        ...
 
     @property
     def spent(self) -> Spent | None:
         """Counts that came with them."""
-        ...
 
 
 class Spent(NamedTuple):

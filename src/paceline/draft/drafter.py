@@ -121,7 +121,6 @@ class Lookup(Protocol):
 
     def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
         """Propose up to `max_drafts[row]` tokens, each with its confidence; rows may be left out."""
-        ...
 
 
 class OnDevice(Protocol):
@@ -129,7 +128,6 @@ class OnDevice(Protocol):
 
     def close(self) -> None:
         """End the program, once nothing is asked of it any more."""
-        ...
 
 
 class Drafter(Protocol):
@@ -144,28 +142,21 @@ class Drafter(Protocol):
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Begin a request in a row; each of the drafter's stores holds `valid_lens[store]` first tokens."""
-        ...
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Propose up to `max_drafts` tokens, perhaps none, for each row of the batch."""
-        ...
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Trim own state to kept tokens; take in taps. The backend has advanced its rows."""
-        ...
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading committed tokens of a row that each of the drafter's stores holds."""
-        ...
 
     def release(self, row: int) -> None:
         """Forget a row whose request has ended or was preempted."""
-        ...
 
     def forget(self) -> None:
         """Drop everything learnt across requests."""
-        ...
 
     def report(self) -> Mapping[str, Any]:
         """Return facts about this drafter for the start-up banner."""
-        ...

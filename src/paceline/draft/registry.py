@@ -42,30 +42,24 @@ class DrafterConfig(Protocol):
     @property
     def name(self) -> str:
         """Name in specs, metrics and tables."""
-        ...
 
     @property
     def k(self) -> int:
         """Drafts per row and step."""
-        ...
 
     def num_weights(self, target: LoadedModel) -> int:
         """Return the number of its own weights, by its files. Raises `PacelineError`."""
-        ...
 
     @property
     def stands_alone(self) -> bool:
         """True if it reads only target tokens, so that it can be another process."""
-        ...
 
     @property
     def reads(self) -> str:
         """Numbers of the target's process that it reads; empty if there are none."""
-        ...
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +68,6 @@ class KeepsForRows(Protocol):
 
     def row_numbers(self, target: ModelConfig, fingerprint: str, num_rows: int) -> int:
         """Return how many numbers that are, by its files. Raises `PacelineError`."""
-        ...
 
 
 @runtime_checkable
@@ -84,7 +77,6 @@ class KeepsForPages(Protocol):
     @property
     def keeps_for_pages(self) -> bool:
         """True if it has."""
-        ...
 
 
 AUTO = "auto"

@@ -110,19 +110,15 @@ class Loop(Protocol):
 
     def step(self, engine: Verbs) -> None:
         """Take one step: at most one pass of the target."""
-        ...
 
     def wait(self) -> bool:
         """Wait, between steps, for the pass in flight; return False if there is none."""
-        ...
 
     def drain(self, engine: Verbs) -> None:
         """Take in all passes in flight and begin no other."""
-        ...
 
     def check(self, engine: Verbs) -> None:
         """Assert, between steps, what the loop promises."""
-        ...
 
 
 class Verbs:

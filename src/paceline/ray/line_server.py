@@ -24,15 +24,12 @@ class Owner(Protocol):
 
     async def take(self, front: str, message: ToHost) -> None:
         """Take a message of a front."""
-        ...
 
     async def left(self, front: str) -> None:
         """Cancel the requests of a front that hears of them no more."""
-        ...
 
     def tell_state(self, line: FrontLine) -> None:
         """Tell a front of an engine that is ready, or is so no more."""
-        ...
 
 
 class LineServer:

@@ -62,25 +62,20 @@ class Commanded(Protocol):
     @property
     def version(self) -> str:
         """Version of the weights."""
-        ...
 
     @property
     def obeying(self) -> bool:
         """True while a command is carried out, of which nothing is told before its end."""
-        ...
 
     @property
     def whole_model(self) -> str | None:
         """Place that whole weights came from last; None: they were loaded first."""
-        ...
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
-        ...
 
     async def send(self, command: Command) -> Obeyed:
         """Return the reply to a command. Raises `PacelineError` if it could not be obeyed."""
-        ...
 
 
 class Engines(Protocol):
@@ -96,61 +91,48 @@ class Engines(Protocol):
     @property
     def commands(self) -> Commanded:
         """Commands of trainers."""
-        ...
 
     @property
     def ready(self) -> Ready | None:
         """Message of a ready engine; None while there is none."""
-        ...
 
     @property
     def first_ready(self) -> asyncio.Future[Ready]:
         """Message of the first engine that was ready; fails if none can be loaded."""
-        ...
 
     @property
     def snapshot(self) -> Snapshot | None:
         """Newest counters, of what runs or of what ran last."""
-        ...
 
     @property
     def restarts(self) -> int:
         """Restarts of engine processes."""
-        ...
 
     @property
     def pid(self) -> int | None:
         """Process id of the one engine; None of several, or while there is none."""
-        ...
 
     @property
     def num_open(self) -> int:
         """Number of answers that run or wait."""
-        ...
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send the requests of one HTTP request, numbered from 0. Raises `EngineDied` without an engine.
 
         on_event: as in `Answers`; it may be called before this returns.
         """
-        ...
 
     async def cancel(self, answers: Answers) -> None:
         """End the open ones of these answers; no further event is put."""
-        ...
 
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engines' last steps, also after a restart."""
-        ...
 
     async def stop(self) -> None:
         """End the engines and everything that is open. May be called twice."""
-        ...
 
     def kill(self) -> None:
         """End the engines and all that is open at once; `stop` must still be called."""
-        ...
 
     def abandon(self) -> None:
         """End the engines at once, from outside a task; nothing else may be called then."""
-        ...

@@ -40,7 +40,6 @@ class Renderer(Protocol):
 
     def render_all(self, asked: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the prompt of each mapping of variables. Raises `RequestError`."""
-        ...
 
 
 class ChatPrompt(NamedTuple):

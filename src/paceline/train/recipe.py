@@ -49,19 +49,15 @@ class Recipe(Protocol):
 
     def output_rows(self, own_ids: torch.Tensor) -> torch.Tensor:
         """Return the output matrix [draft_vocab + num_own, width]; the rows of `own_ids` are last."""
-        ...
 
     def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
         """Return the last hidden states of each depth, [m, width]; times `output_rows` they are logits."""
-        ...
 
     def start_from(self, folder: Path) -> str:
         """Copy a drafter's shared weights; return its file's hash. Raises `ModelError`, `DrafterMismatch`."""
-        ...
 
     def export(self) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
         """Return config.json and the float32 tensors of the drafter's folder."""
-        ...
 
 
 def inherit(weights: Mapping[str, torch.Tensor], trained: Mapping[str, NDArray[floating]]) -> set[str]:

@@ -29,11 +29,9 @@ class Resumable(Protocol):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state."""
-        ...
 
     def restore(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
         """Continue from a state."""
-        ...
 
 
 def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> None:

@@ -73,7 +73,6 @@ class TargetReader(Protocol):
 
     def __call__(self, texts: Sequence[TrainText]) -> TargetOutput:
         """Return the target's output for texts. Tap i is the residual stream after i layers."""
-        ...
 
 
 def native_reader(

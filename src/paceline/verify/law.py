@@ -31,7 +31,6 @@ class Law(Protocol):
 
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
         """Return each row's kept drafts and next target token; rows without scores get nothing."""
-        ...
 
 
 def load_law(name: str) -> Law:

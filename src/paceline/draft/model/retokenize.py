@@ -38,19 +38,15 @@ class Retokenizer(Protocol):
 
         Returns from which of the drafter's tokens on its text is new, and these; None while it is not known.
         """
-        ...
 
     def id_map(self, guesses: Sequence[int]) -> IdMap:
         """Return what may follow the drafter's guesses."""
-        ...
 
     def read(self, guesses: Sequence[int]) -> list[int]:
         """Return the target's tokens that the drafter's guesses stand for."""
-        ...
 
     def ended(self, guesses: Sequence[int]) -> bool:
         """Return True if nothing can follow these guesses."""
-        ...
 
 
 class VocabularyPair:

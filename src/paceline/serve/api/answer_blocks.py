@@ -131,20 +131,15 @@ class EventFormat(Protocol):
 
     def whole(self, answer: PartialAnswer, usage: Json) -> Json:
         """Return the whole response. usage: in OpenAI's form."""
-        ...
 
     def begin(self) -> list[Json]:
         """Return the events before the first token. Each has its name as `type`."""
-        ...
 
     def more(self, outcome: Outcome) -> list[Json]:
         """Return the events that an outcome brings."""
-        ...
 
     def end(self, answer: PartialAnswer, usage: Json) -> list[Json]:
         """Return the events after the last token."""
-        ...
 
     def failure(self, error: ApiError) -> list[Json]:
         """Return the events of an answer that fails after its stream began."""
-        ...

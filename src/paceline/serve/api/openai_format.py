@@ -112,15 +112,12 @@ class RouteFormat(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the model."""
-        ...
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return a whole choice."""
-        ...
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
         """Return what an outcome, which `answer` lacks, adds to a choice; None for nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,11 +83,9 @@ class RollOutFormat(Protocol):
     @property
     def many(self) -> bool:
         """True if a response is a list of answers."""
-        ...
 
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return an answer as far as it has come."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

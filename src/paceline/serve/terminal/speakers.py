@@ -53,11 +53,9 @@ class Speaker(Protocol):
         self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], draft: str
     ) -> Generator[Piece, None, None]:
         """Yield an answer. given: sampling that is not left to the model. Raises `RequestError`, `EngineDied`."""
-        ...
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling of the next answer, so far as it is known."""
-        ...
 
 
 class LocalSpeaker:

@@ -51,11 +51,9 @@ class CallBody(Protocol):
 
     def feed(self, text: str, sink: CallSink) -> str | None:
         """Take more text; return what follows the body once it has ended, else None."""
-        ...
 
     def finish(self, sink: CallSink) -> None:
         """Take the end of the answer, which may cut a body short."""
-        ...
 
 
 class _ObjectCall:

@@ -55,11 +55,9 @@ class AnswerReader(Protocol):
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:
         """Take an outcome's text and tokens; text may lag behind."""
-        ...
 
     def finish(self) -> list[AnswerEvent]:
         """Return what was held back. Call once, after the last outcome."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
