@@ -62,14 +62,6 @@ def obey(chat: Chat, line: str) -> bool | None:
         return None
 
 
-def _help(chat: Chat, _: str) -> None:
-    chat.write(HELP)
-
-
-def _quit(_: Chat, __: str) -> bool:
-    return False
-
-
 def _reset(chat: Chat, _: str) -> None:
     chat.reset()
     chat.write("forgotten\n")
@@ -106,11 +98,6 @@ def _draft(chat: Chat, text: str) -> None:
         chat.draft = Speculation(text).draft
     about = ": plain decoding" if chat.draft == OFF else ""
     chat.write(f"draft {chat.draft}{about}; the text stays the same\n")
-
-
-def _retry(chat: Chat, _: str) -> None:
-    last = _take_back(chat)
-    chat.answer(last)
 
 
 def _edit(chat: Chat, _: str) -> None:
@@ -164,21 +151,17 @@ def _load(chat: Chat, name: str) -> None:
     chat.write(f"loaded {len(messages)} messages\n")
 
 
-def _stats(chat: Chat, _: str) -> None:
-    chat.write(chat.totals.told())
-
-
 COMMANDS: dict[str, Callable[[Chat, str], bool | None]] = {
-    "/help": _help,
+    "/help": lambda chat, _: chat.write(HELP),
     "/reset": _reset,
     "/system": _system,
     "/set": _set,
     "/draft": _draft,
-    "/retry": _retry,
+    "/retry": lambda chat, _: chat.answer(_take_back(chat)),
     "/edit": _edit,
     "/save": _save,
     "/load": _load,
-    "/stats": _stats,
-    "/quit": _quit,
-    "/exit": _quit,
+    "/stats": lambda chat, _: chat.write(chat.totals.told()),
+    "/quit": lambda *_: False,
+    "/exit": lambda *_: False,
 }

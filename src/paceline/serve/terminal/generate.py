@@ -21,9 +21,9 @@ from paceline.serve.terminal.display import progress
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from paceline.serve.results import Answer, Completion
+    from paceline.serve.results import Answer
 
 # The command -----------------------------------------------------------------------------------------
 
@@ -132,8 +132,9 @@ def generate(
         prompt_ids = [item.ids(llm.prompts, params, chat=chat) for item in items]
         completions = llm.generate(prompt_ids, params, lambda *_: update(next(ended), len(items)))
     for item, completion in zip(items, completions, strict=True):
-        for piece in _json_lines(item, completion) if as_json else _texts(completion):
-            sink.write(printable(piece, sink))
+        for index, answer in enumerate(completion.choices):
+            line = to_json(_json_row(item, index, answer)).decode() if as_json else answer.text
+            sink.write(printable(f"{line}\n", sink))
     return int(any(answer.error is not None for c in completions for answer in c.choices))
 
 
@@ -147,16 +148,6 @@ def _stream_one(llm: LLM, item: Item, params: SamplingParams, chat: bool, sink: 
     if error is not None:
         raise PacelineError(error)
     return 0
-
-
-def _texts(completion: Completion) -> Iterator[str]:
-    for answer in completion.choices:
-        yield answer.text + "\n"
-
-
-def _json_lines(item: Item, completion: Completion) -> Iterator[str]:
-    for index, answer in enumerate(completion.choices):
-        yield to_json(_json_row(item, index, answer)).decode() + "\n"
 
 
 def _json_row(item: Item, index: int, answer: Answer) -> dict[str, Any]:
