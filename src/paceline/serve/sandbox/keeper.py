@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -84,10 +83,6 @@ class Sandbox:
                 return self._exchange(job, self._limit_s)
         finally:
             self._places.release()
-
-    async def acall(self, job: SandboxJob) -> JobResult:
-        """Return a job's result, from a thread. Raises as `call`."""
-        return await asyncio.to_thread(self.call, job)
 
     def close(self) -> None:
         """End the process."""
