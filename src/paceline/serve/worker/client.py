@@ -9,7 +9,7 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -288,33 +288,30 @@ class EngineClient:
 
     def _handle(self, engine: EngineProcess, message: ToServer | None) -> None:
         engine.watchdog.beat()
-        if message is not None:
-            _HANDLERS[type(message)](self, engine, message)
+        match message:
+            case OutcomeBatch():
+                self._open.bring(message)
+            case Rejected():
+                self._open.reject(message)
+            case Snapshot():
+                self._snapshot(message)
+            case Progress() if self._on_progress is not None and engine.ready is None:
+                self._on_progress(message)  # of an engine that is ready, it is a sign of life only
+            case Language() if self.on_language is not None:
+                self.on_language(message)
+            case Draining() if self.on_draining is not None:
+                self.on_draining()
+            case Ready():
+                self._ready(engine, message)
+            case Failed():
+                engine.failed = error_of(message.kind, message.message)
+            case Obeyed():
+                self._obeyed(engine, message)
 
-    # Messages ----------------------------------------------------------------------------------------
-
-    def _outcomes(self, _: EngineProcess, message: OutcomeBatch) -> None:
-        self._open.bring(message)
-
-    def _rejected(self, _: EngineProcess, message: Rejected) -> None:
-        self._open.reject(message)
-
-    def _snapshot(self, _: EngineProcess, message: Snapshot) -> None:
+    def _snapshot(self, message: Snapshot) -> None:
         self.snapshot = message
         if self.on_snapshot is not None:
             self.on_snapshot(message)
-
-    def _progress(self, engine: EngineProcess, message: Progress) -> None:
-        if self._on_progress is not None and engine.ready is None:  # from one that is, it is a sign of life only
-            self._on_progress(message)
-
-    def _language(self, _: EngineProcess, message: Language) -> None:
-        if self.on_language is not None:
-            self.on_language(message)
-
-    def _draining(self, _: EngineProcess, __: Draining) -> None:
-        if self.on_draining is not None:
-            self.on_draining()
 
     def _ready(self, engine: EngineProcess, message: Ready) -> None:
         engine.ready = message
@@ -327,22 +324,6 @@ class EngineClient:
         if engine.ready is not None and message.promise != engine.ready.promise:
             engine.ready = msgspec.structs.replace(engine.ready, promise=message.promise)
         self.commands.take(message)
-
-    def _failed(self, engine: EngineProcess, message: Failed) -> None:
-        engine.failed = error_of(message.kind, message.message)
-
-
-_HANDLERS: dict[type[ToServer], Callable[[EngineClient, EngineProcess, Any], None]] = {
-    OutcomeBatch: EngineClient._outcomes,
-    Rejected: EngineClient._rejected,
-    Snapshot: EngineClient._snapshot,
-    Progress: EngineClient._progress,
-    Language: EngineClient._language,
-    Draining: EngineClient._draining,
-    Ready: EngineClient._ready,
-    Failed: EngineClient._failed,
-    Obeyed: EngineClient._obeyed,
-}
 
 
 async def _watch(engine: EngineProcess) -> None:

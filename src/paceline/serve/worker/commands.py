@@ -55,4 +55,3 @@ class Obeyed(Message, frozen=True):
 
 
 Command = Pause | GoOn | FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory
-COMMANDS = (Pause, GoOn, FlushCache, UpdateWeights, ReleaseMemory, ResumeMemory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
 from paceline.engine.assembly.owner import flush
@@ -122,25 +122,32 @@ class Commands:
     def obey(self, command: Command) -> Obeyed:
         """Carry out a command; an error of it is told, and ends nothing."""
         try:
-            drafters = _HANDLERS[type(command)](self, command)
+            drafters = self._carry_out(command)
         except PacelineError as error:
             return Obeyed(self.owner.version, self.promise, kind=type(error).__name__, error=str(error))
         except Exception as error:
             log.exception("a command failed: %s", type(command).__name__)
             return Obeyed(self.owner.version, self.promise, error=f"{type(error).__name__}: {error}")
-        return Obeyed(self.owner.version, self.promise, drafters or {})
+        return Obeyed(self.owner.version, self.promise, drafters)
 
-    def _pause(self, _: Pause) -> None:
-        if not self.owner.asleep:
-            self.owner.built.engine.settle()
-        self.paused = True
-
-    def _go_on(self, _: GoOn) -> None:
-        self.paused = False
-
-    def _flush(self, _: FlushCache) -> None:
-        if not self.owner.asleep:
-            flush(self.owner.built.engine)
+    def _carry_out(self, command: Command) -> Drafters:
+        """Carry out a command; return what an update did to the drafters."""
+        match command:
+            case Pause():
+                if not self.owner.asleep:
+                    self.owner.built.engine.settle()
+                self.paused = True
+            case GoOn():
+                self.paused = False
+            case FlushCache() if not self.owner.asleep:
+                flush(self.owner.built.engine)
+            case UpdateWeights():
+                return self._update(command)
+            case ReleaseMemory():
+                self.owner.release(command.tags)
+            case ResumeMemory():
+                self.owner.resume(command.tags, self._progress)
+        return {}
 
     def _update(self, command: UpdateWeights) -> Drafters:
         ready, self.preparing = self.preparing, None
@@ -150,19 +157,3 @@ class Commands:
             report = ready.take(self._progress)
         self.lost = ""
         return {"rebuilt": report.rebuilt, "kept": report.kept, "unloaded": report.unloaded}
-
-    def _release(self, command: ReleaseMemory) -> None:
-        self.owner.release(command.tags)
-
-    def _resume(self, command: ResumeMemory) -> None:
-        self.owner.resume(command.tags, self._progress)
-
-
-_HANDLERS: dict[type[Command], Callable[[Commands, Any], Drafters | None]] = {
-    Pause: Commands._pause,
-    GoOn: Commands._go_on,
-    FlushCache: Commands._flush,
-    UpdateWeights: Commands._update,
-    ReleaseMemory: Commands._release,
-    ResumeMemory: Commands._resume,
-}

@@ -33,7 +33,7 @@ from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
-from paceline.serve.worker.commands import COMMANDS, Obeyed, UpdateWeights
+from paceline.serve.worker.commands import Obeyed, UpdateWeights
 from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -124,13 +124,6 @@ class EngineWorker:
         self._told_draining = False
         self.stopped = False
         self._next_snapshot_s = self._next_beat_s = 0.0
-        self._handlers: dict[type, Any] = {
-            Submit: self._submit,
-            Cancel: self._cancel,
-            Watch: self._watch,
-            StopEngine: self._stop,
-        }
-        self._handlers |= dict.fromkeys(COMMANDS, self._command)
 
     @property
     def engine(self) -> Engine:
@@ -157,13 +150,21 @@ class EngineWorker:
 
     def _receive(self) -> None:
         while (message := self.server.receive(self._wait_ms)) is not None:
-            handler = self._handlers.get(type(message))
-            if handler is None:
-                log.warning("dropped a message out of place: %s", type(message).__name__)
-            else:
-                handler(message)
-            if self.stopped:
-                return
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Cancel():
+                    self._cancel(message)
+                case Watch():
+                    if not self.commands.owner.asleep:
+                        self.engine.outputs.book.watch(on=message.on)
+                case StopEngine():
+                    self.stopped = True
+                    return
+                case Load():
+                    log.warning("dropped a message out of place: %s", type(message).__name__)
+                case _:
+                    self._command(message)
 
     @property
     def _wait_ms(self) -> int:
@@ -245,13 +246,6 @@ class EngineWorker:
             self.engine.cancel(message.request_id, "abort" if message.abort else "cancelled")
         if not self.commands.steps:
             self._send_outcomes()
-
-    def _watch(self, message: Watch) -> None:
-        if not self.commands.owner.asleep:
-            self.engine.outputs.book.watch(on=message.on)
-
-    def _stop(self, _: StopEngine) -> None:
-        self.stopped = True
 
 
 def snapshot_of(engine: Engine, steps: tuple[StepNote, ...] = ()) -> Snapshot:
