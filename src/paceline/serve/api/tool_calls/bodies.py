@@ -45,6 +45,11 @@ class CallSink:
         if text:
             self.events.append(ContentText(text))
 
+    def taken(self) -> list[AnswerEvent]:
+        """Return the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
 
 class CallBody(Protocol):
     """Reader of one body."""

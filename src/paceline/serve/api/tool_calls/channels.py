@@ -48,7 +48,7 @@ class ChannelReader:
         self._held = ""
         while rest:
             rest = self._begin(rest) if self._header is None else self._within(self._header, rest)
-        return self._taken()
+        return self._sink.taken()
 
     def finish(self) -> list[AnswerEvent]:
         """Return what was held back; a header that was cut is left out."""
@@ -56,7 +56,7 @@ class ChannelReader:
             self._text(self._header or Header("content"), self._held)
         if self._body is not None:
             self._body.finish(self._sink)
-        return self._taken()
+        return self._sink.taken()
 
     def _begin(self, text: str) -> str | None:
         """Take a header; return the message behind it, None if more has to come first."""
@@ -95,7 +95,3 @@ class ChannelReader:
             self._sink.content(self._content.push(text))
         elif shown := self._reasoning.push(text):
             self._sink.events.append(ReasoningText(shown))
-
-    def _taken(self) -> list[AnswerEvent]:
-        events, self._sink.events = self._sink.events, []
-        return events

@@ -41,7 +41,7 @@ class _CallSplit:
         rest: str | None = text
         while rest is not None:
             rest = self._text(rest) if self._body is None else self._in_body(self._body, rest)
-        return self._taken()
+        return self._sink.taken()
 
     def finish(self) -> list[AnswerEvent]:
         """Return what was held back."""
@@ -49,7 +49,7 @@ class _CallSplit:
             self._body.finish(self._sink)
         else:
             self._sink.content(self._content.push(self._held))
-        return self._taken()
+        return self._sink.taken()
 
     def _in_body(self, body: CallBody, text: str) -> str | None:
         rest = body.feed(text, self._sink)
@@ -82,10 +82,6 @@ class _CallSplit:
     def _begin(self, body: CallBody) -> None:
         self._calls_before = self._sink.num_calls
         self._body = body
-
-    def _taken(self) -> list[AnswerEvent]:
-        events, self._sink.events = self._sink.events, []
-        return events
 
 
 @dataclass(frozen=True, slots=True, eq=False)
