@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
     if not 1 <= threads <= MAX_THREADS or not 1 <= args.repeat <= 10_000:
         raise ConfigError(f"--threads must be between 1 and {MAX_THREADS}, --repeat between 1 and 10000")
     model, team = load_model(args.model), kernels.ThreadPool(threads)
-    limits = measure_limits(team)
+    limits = MachineLimits(kernels.read_bandwidth(team, 1 << 28), kernels.dot_peak(team))
     say(
         f"{kernels.isa()}, {threads} threads: reads {limits.bytes_per_s / 1e9:.1f} GB/s, "
         f"multiplies {limits.products_per_s / 1e9:.0f} billion bytes/s"
@@ -136,11 +136,6 @@ class ProductTime:
     def ratio(self) -> float:
         """Time over its floor."""
         return self.time_s / self.floor_s
-
-
-def measure_limits(team: kernels.ThreadPool) -> MachineLimits:
-    """Measure the machine; takes some tenths of a second."""
-    return MachineLimits(kernels.read_bandwidth(team, 1 << 28), kernels.dot_peak(team))
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

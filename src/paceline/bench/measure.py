@@ -73,11 +73,6 @@ def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> fl
     return ends[max(0, len(ends) - concurrency)]
 
 
-def tokens_until(answers: Sequence[MeasuredAnswer], time_s: float) -> float:
-    """Return the number of tokens that had arrived by a time."""
-    return sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= time_s)
-
-
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
     """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
     passes = sum(a.decode_passes for a in answers)
@@ -89,6 +84,7 @@ def record(run: Run) -> Json:
     answers = run.answers
     start_s, end_s = min(a.start_s for a in answers), max(a.end_s for a in answers)
     busy_s = busy_until(answers, run.concurrency)
+    tokens_until = sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= busy_s)
     return {
         "draft": run.draft,
         "concurrency": run.concurrency,
@@ -100,7 +96,7 @@ def record(run: Run) -> Json:
         "output_tokens": sum(a.output_tokens for a in answers),
         "wall_s": end_s - start_s,
         "tail_s": end_s - busy_s,
-        "output_tokens_per_s": _rate(tokens_until(answers, busy_s), busy_s - start_s),
+        "output_tokens_per_s": _rate(tokens_until, busy_s - start_s),
         **_latencies(answers),
         **_speculation(answers),
         **_steps(run.stats),

@@ -111,8 +111,9 @@ def planned_overlap(loop: ClosedLoop, *, apart: bool, overlapped: bool) -> Overl
     rows.
     """
     loops = (loop, loop.second_group) if overlapped else (loop,)
-    planned = [part for part in map(_planned, loops) if part is not None]
-    parts = planned if overlapped else _halves(planned)
+    parts = [part for part in map(_planned, loops) if part is not None]
+    if not overlapped:
+        parts = [(lengths[i::2], ks[i::2], drafters[i::2]) for lengths, ks, drafters in parts for i in (0, 1)]
     if loop.cost is None or len(parts) != 2 or not all(len(lengths) for lengths, _, _ in parts):
         return None
     return overlap_cost(loop.cost, parts, apart=apart)
@@ -122,10 +123,6 @@ def _planned(loop: ClosedLoop) -> Part | None:
     if loop.view is None or loop.decision is None:
         return None
     return loop.view.lengths, loop.decision.ks, loop.decision.drafters
-
-
-def _halves(whole: Sequence[Part]) -> list[Part]:
-    return [(lengths[i::2], ks[i::2], drafters[i::2]) for lengths, ks, drafters in whole for i in (0, 1)]
 
 
 @dataclass(slots=True)

@@ -24,7 +24,6 @@ from paceline.engine.step import StepScores
 
 if TYPE_CHECKING:
     from paceline.backend.target import PendingPass
-    from paceline.control.protocols import Controller
     from paceline.core.nouns import Batch
     from paceline.engine.request_state import RequestState
     from paceline.engine.step import StepInput, Verbs
@@ -62,7 +61,8 @@ class LateLoop:
             self._take_in(engine, before)
 
     def _launch(self, engine: Verbs) -> _Launched | None:
-        controller = self._controller(engine)
+        # Two controllers alternate: each keeps its plan until the outcome is known.
+        controller = engine.controller.second_group if self._steps % 2 else engine.controller
         plan = engine.plan(controller=controller)
         batch = engine.admit(plan)
         if not batch.rows:
@@ -73,13 +73,6 @@ class LateLoop:
         drafted = engine.propose(batch, plan, controller=controller)
         self._steps += 1
         return _Launched(drafted, engine.request(drafted).launch())
-
-    def _controller(self, engine: Verbs) -> Controller:
-        """Return the controller of this step: two alternate.
-
-        Each keeps its plan until the outcome is known.
-        """
-        return engine.controller.second_group if self._steps % 2 else engine.controller
 
     def _take_in(self, engine: Verbs, launched: _Launched) -> None:
         start = perf_counter()

@@ -90,7 +90,9 @@ class NoteBook:
         """
         rows = list(zip(batch.rows, proposed.rows, draft.rows, verdict.rows, kept, strict=True))
         seen = [
-            (row, scored, count) for row, _, scored, _, count in rows if count is not None and self._is_seen(row)
+            (row, scored, count)
+            for row, _, scored, _, count in rows
+            if count is not None and row.decodes and row.request_id not in self._salted  # watchers see no others
         ]
         if seen or self._open:
             verified = {r.row: len(d) for r, d in zip(batch.rows, draft.rows, strict=True)}
@@ -103,10 +105,6 @@ class NoteBook:
                 self._next_s = time.perf_counter() + APART_S
                 self.steps.append(_step_note(seen, step, num_waiting))
         self._forget_ended()
-
-    def _is_seen(self, row: BatchRow) -> bool:
-        """Return if watchers may see a row."""
-        return row.decodes and row.request_id not in self._salted
 
     def attach(self, outcomes: list[Outcome]) -> None:
         """Give each outcome the notes of the passes that made its tokens."""

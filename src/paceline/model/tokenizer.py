@@ -159,11 +159,14 @@ class Tokenizer:
 
 def raw_spelling(raw: tokenizers.Tokenizer) -> RawSpelling:
     """Return how the library's tokenizer writes its tokens. Raises `UnsupportedModel`, see `Tokenizer`."""
-    decoders = _decoders(raw)
+    decoders = {step["type"]: step for step in _steps(raw.decoder, "decoders")}
     known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
     if not known:
         raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
-    return RawSpelling(raw, known[0], strips_space=_strips_space(decoders))
+    # It may put a space before a text, which is not shown.
+    strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
+    strips_space = strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
+    return RawSpelling(raw, known[0], strips_space=strips_space)
 
 
 def is_panic(error: BaseException) -> bool:
@@ -183,16 +186,6 @@ def _steps(part: Any, name: str) -> list[dict[str, Any]]:
     """Return a tokenizer part's steps: a Sequence's list under `name`, otherwise the part itself."""
     whole = json.loads(part.__getstate__()) if part is not None else {}
     return [step for step in whole.get(name, [whole]) if "type" in step]
-
-
-def _decoders(raw: tokenizers.Tokenizer) -> dict[str, dict[str, object]]:
-    return {step["type"]: step for step in _steps(raw.decoder, "decoders")}
-
-
-def _strips_space(decoders: dict[str, dict[str, object]]) -> bool:
-    """Return True if the tokenizer puts a space before a text, which is not shown."""
-    strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
-    return strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
 
 
 # Upper bound of the text of one token -------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.backend.device import CPU, SAME
@@ -39,10 +38,7 @@ class CoreSharing:
 
     def use(self, draft: str, call: Callable[[Engine], T]) -> T:
         """Call a function with the idle engine of a `--draft`, on this way's thread."""
-        return self.worker.call(partial(self._use, draft, call))
-
-    def _use(self, draft: str, call: Callable[[Engine], T]) -> T:
-        return call(self.pool.engine(draft))
+        return self.worker.call(lambda: call(self.pool.engine(draft)))
 
 
 def split_cores(config: EngineConfig) -> EngineConfig:

@@ -86,7 +86,7 @@ class OracleConfig(LookupOptions):
         name, options = found.groups(default="") if found else ("", "")
         config = None
         if name not in ("", OFF, self.name):
-            config = parse_spec(_with_k(name, options, self.k))
+            config = parse_spec(f"{name}:{','.join([*filter(None, options.split(';')), f'k={self.k}'])}")
         if config is None:
             raise ConfigError(
                 f"{self.name}:head={self.head}: write a drafter's name, with its options in brackets, such as "
@@ -118,10 +118,6 @@ class OracleConfig(LookupOptions):
         """Return facts for the start-up banner."""
         beside = {"beside": self.head} if self.head else {}
         return {"drafter": self.name, "k": self.k, "rates": self.rates} | beside
-
-
-def _with_k(name: str, options: str, k: int) -> str:
-    return f"{name}:{','.join([*filter(None, options.split(';')), f'k={k}'])}"
 
 
 class Recording(NamedTuple):

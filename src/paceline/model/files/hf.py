@@ -474,12 +474,9 @@ def _content(token: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _is_default(entry: object) -> bool:
-    return isinstance(entry, dict) and entry.get("name") == "default"
-
-
 def _default_template(value: object) -> str | None:
     """Return a template from a string, or the one named "default" from a list."""
     if isinstance(value, list):
-        value = next((t.get("template") for t in reversed(value) if _is_default(t)), None)
+        named = (t for t in reversed(value) if isinstance(t, dict) and t.get("name") == "default")
+        value = next((t.get("template") for t in named), None)
     return value if isinstance(value, str) else None

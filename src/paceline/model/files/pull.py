@@ -53,7 +53,10 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     Raises `ModelNotFound` if it cannot be fetched, `BadModelFile` if its checksum differs; then no file is left.
     """
     if name in PACKAGED:
-        return _pull_packaged(PACKAGED[name], progress)
+        kept = kept_file(PACKAGED[name])
+        if not is_complete(PACKAGED[name], kept):
+            download(PACKAGED[name], kept, progress)
+        return kept
     if any(form.fullmatch(name) for form in (_HUB_ID, _HUB_GGUF, _HUB_QUANT)):
         return _pull_hub(name)
     raise ModelNotFound(
@@ -70,13 +73,6 @@ def kept_file(model: Packaged) -> Path:
 def is_pulled(name: str) -> bool:
     """Return True if a packaged model lies in the cache."""
     return name in PACKAGED and kept_file(PACKAGED[name]).is_file()
-
-
-def _pull_packaged(model: Packaged, progress: Progress | None) -> Path:
-    kept = kept_file(model)
-    if not is_complete(model, kept):
-        download(model, kept, progress)
-    return kept
 
 
 def _pull_hub(name: str) -> Path:

@@ -195,7 +195,8 @@ class GenerateFormat:
             scores = answer.logprobs or []
             about["output_token_logprobs"] = [self._entry(entry) for entry in scores]
             if request.params.logprobs:
-                about["output_top_logprobs"] = [self._top(entry) for entry in scores]
+                tops = (zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in scores)
+                about["output_top_logprobs"] = [[self._triple(*pair) for pair in top] for top in tops]
         if answer.prompt_logprobs is not None:
             first = [None, request.prompt_ids[0], None]
             about["input_token_logprobs"] = [first, *(self._entry(entry) for entry in answer.prompt_logprobs)]
@@ -215,9 +216,6 @@ class GenerateFormat:
 
     def _entry(self, entry: TokenLogprobs) -> list[Any]:
         return self._triple(entry.token_id, entry.logprob)
-
-    def _top(self, entry: TokenLogprobs) -> list[list[Any]]:
-        return [self._triple(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
 
     def _triple(self, token_id: int, logprob: float) -> list[Any]:
         return [logprob, token_id, self.tokenizer.token_text(token_id) if self.texts else None]

@@ -99,7 +99,7 @@ class ReasoningSplit:
         if self._ended:
             return self._behind(text)
         text, self._held = self._held + text, ""
-        if not self._inside and not self._opens(text):
+        if not self._inside and not text.lstrip().startswith(self._marks.open):
             return self._rest(text)
         if not self._inside:
             self._inside, text = True, text.lstrip()[len(self._marks.open) :]
@@ -111,9 +111,6 @@ class ReasoningSplit:
             return ""
         self._ended = self._after = True
         return self._behind(rest)
-
-    def _opens(self, text: str) -> bool:
-        return text.lstrip().startswith(self._marks.open)
 
     def _rest(self, text: str) -> str:
         """Return text that opens no reasoning; hold it back if it still may."""
