@@ -55,15 +55,12 @@ class LateRunner(Protocol):
     @property
     def draft_ids(self) -> torch.Tensor | None:
         """Target's id of each logit; None: the same ids. [num_logits]"""
-        ...
 
     def run_late(self, asked: LateInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the wanted tokens' states and the next guesses' features. [num_wanted, width] each"""
-        ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of states. [n, num_logits]"""
-        ...
 
     def relay(
         self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
@@ -72,11 +69,9 @@ class LateRunner(Protocol):
 
         first, here: states at each row's first place and at this one. known: guesses before, and their messages.
         """
-        ...
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
         """Keep the taps of all tokens of a target pass, committed or not."""
-        ...
 
 
 class BegunDraft(NamedTuple):

@@ -38,7 +38,6 @@ class Ranks(Protocol):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts [n, ...] of all ranks in order, [size n, ...]."""
-        ...
 
 
 class Dealer(Ranks, Protocol):
@@ -46,11 +45,9 @@ class Dealer(Ranks, Protocol):
 
     def share(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Return rank 0's tensor at every rank, None if it has none; others give None."""
-        ...
 
     def deal(self, parts: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
         """Return the part that rank 0 has for each rank. All parts have one shape."""
-        ...
 
 
 class Lead(Ranks, Protocol):
@@ -65,19 +62,15 @@ class Lead(Ranks, Protocol):
         see `Stack.store`; logits, to multiply by the rows of the output matrix that a rank has, and collect; rows,
         to gather some of these.
         """
-        ...
 
     def collect(self, part: torch.Tensor) -> torch.Tensor | None:
         """Return the parts of all ranks, [size, n, ...]; None at others than rank 0."""
-        ...
 
     def new_kv(self, num_pages: int, num_layers: int) -> int:
         """Make the other ranks' parts of a store; return its number. Raises `ConfigError`."""
-        ...
 
     def drop_kv(self, number: int) -> None:
         """Have the other ranks drop their parts of a store."""
-        ...
 
 
 class OneRank:
@@ -143,11 +136,9 @@ class Followers(Protocol):
 
     def capturing(self) -> AbstractContextManager[Followed]:
         """Have them capture what they do in this block."""
-        ...
 
     def replaying(self, number: int) -> AbstractContextManager[None]:
         """Have them replay a graph; in this block rank 0 does."""
-        ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

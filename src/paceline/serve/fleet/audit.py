@@ -32,7 +32,6 @@ class Counts(Protocol):
 
     def inc(self) -> None:
         """Count one."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
