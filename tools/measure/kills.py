@@ -14,7 +14,8 @@ as before.
 
 Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
 summary is of all lines. The pause of a stream is its longest gap around the harm. Other replicas get all answers
-of the harmed one at once, and prefill what their clients have. The bars are of what a pause takes beyond that.
+of the harmed one at once, and prefill what their clients have. The bars are of what a pause takes beyond that;
+after `end` and `drain` they are of all, as the prefill goes on beside.
 What a token of prefill takes is measured at rest, with as many replicas up as were left. Streams that were hit
 twice are told apart.
 """
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
 
 HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, "drain": None}
 BARS_MS = {"kill": 250, "stop": 2500, "end": 250, "drain": 250}  # beyond the prefill
-LEFT_S = 1.0  # after a harm, within which a replica's answers are given to others, or it is silent
+READ_AHEAD = {"end", "drain"}  # harms after which other replicas read answers while they are still written
+LEFT_S = 2.0  # after a harm, within which a replica's answers are given to others, or it is silent
 PROMPTS = ("Once upon a time", "The three laws of thermodynamics say that", "def quicksort(items):")
 SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 UP_S = 180.0
@@ -109,7 +111,8 @@ def pauses_ms(
         if own:
             kind = own[0].harm if len(own) == 1 else "twice"
             pause, hit = max(((stream.pause_s(hit.at_s), hit) for hit in own), key=lambda pair: pair[0])
-            beyond = max(pause - hit.tokens * token_s[hit.others], 0.0)
+            prefill_s = 0.0 if hit.harm in READ_AHEAD else hit.tokens * token_s[hit.others]
+            beyond = max(pause - prefill_s, 0.0)
             found.setdefault(kind, []).append((round(1e3 * pause), round(1e3 * beyond)))
     return found
 

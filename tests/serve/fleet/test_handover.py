@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.core.errors import QueueFull
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import Grammar
-from paceline.serve.fleet.handover import LITTLE, MOST_READS
+from paceline.core.request_nouns import Outcome
+from paceline.serve.fleet import handover
+from paceline.serve.fleet.handover import LITTLE, LOOK_S, MOST_READS, WARMING
+from paceline.serve.fleet.journal import MOST_UNREAD
+from paceline.serve.fleet.member import SILENT_S, TICK_S
 from tests.serve.fleet.fake_engines import request_of
 from tests.serve.fleet.test_fleet import Bench, fleet_of, run, settle, until
 
@@ -116,10 +121,55 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
             assert not other.submitted
             other.die()
             other.revive()
-            await until(lambda: "r-warm" in other.rows)
-            assert other.submitted[-1].params.grammar == params.grammar
-            other.say("r-warm")
-            await until(lambda: "r-warm" not in other.rows)
+            await until(lambda: WARMING.request_id in other.rows)
+            assert other.submitted == [WARMING]  # and not the request, which may have been its end
+            other.say(WARMING.request_id)
+            await until(lambda: WARMING.request_id not in other.rows)
             assert "r" in bench.writer("r").rows
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["full", "abort", "dies"])
+def test_an_answer_stays_where_it_is_written_if_nobody_can_read_it(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "AGAIN_S", 0.0)
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            for count in range(1, MOST_UNREAD + 1):
+                await until(lambda: "r" in reader.rows)
+                assert len(reader.submitted) == count
+                if how == "full":
+                    reader.refuse("r", QueueFull("full"))
+                elif how == "abort":
+                    reader.tell(Outcome("r", (), "", finish_reason="abort", start=3))
+                else:
+                    reader.die()
+                    reader.revive()
+            await asyncio.sleep(3 * TICK_S)
+            assert "r" in writer.rows
+            assert len(reader.submitted) == MOST_UNREAD
+            await bench.finish(REQUEST)
+            assert bench.metric("paceline_moved_total") == 0
+
+    run(scenario)
+
+
+def test_a_writer_that_hangs_while_another_reads_is_left_at_once() -> None:
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            await bench.ask(REQUEST)
+            writer = bench.writer("r")
+            writer.say("r", 3)
+            name = str(bench.fakes.index(writer))
+            bench.fleet.drain(name)
+            await until(lambda: sum("r" in fake.rows for fake in bench.fakes) == 2)
+            bench.fleet.members[name].silent_s = SILENT_S + TICK_S
+            await until(lambda: "r" not in writer.rows and "r" in {r for f in bench.fakes for r in f.rows})
+            await asyncio.sleep(2 * LOOK_S)
+            await bench.finish(REQUEST)
 
     run(scenario)

@@ -111,7 +111,10 @@ class EngineOwner:
         """
         check_version(version)
         newer = with_arrays(self._first_model(), arrays)
-        return self._prepared(newer, version, secrets.token_hex(16), None)()
+        try:
+            return self._prepared(newer, version, secrets.token_hex(16), None)()
+        finally:
+            forget_files()
 
     def _first_model(self) -> LoadedModel:
         try:

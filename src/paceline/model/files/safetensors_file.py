@@ -103,7 +103,10 @@ class ScaledTensor:
 
     def read(self) -> NDArray[floating]:
         """Return the matrix in float32. Raises `BadModelFile`, `UnsupportedModel`."""
-        matrix: NDArray[floating] = np.multiply(self.values.whole_numbers(), self.scales.read(), dtype=np.float32)
+        values, scales = self.values.whole_numbers(), self.scales.read()
+        if values.dtype != np.int8 or scales.dtype == np.float64:  # a product may have more digits than float32
+            return (values.astype(np.int64) * scales).astype(np.float32)
+        matrix: NDArray[floating] = np.multiply(values, scales, dtype=np.float32)
         return matrix
 
 

@@ -20,8 +20,8 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
-from paceline.serve.fleet.handover import read_ahead, warm_up
-from paceline.serve.fleet.hedging import Hedging
+from paceline.serve.fleet.handover import next_reader, warm_up
+from paceline.serve.fleet.hedging import BUDGET, Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs, tell_of_mixed
@@ -60,7 +60,7 @@ class EngineFleet:
         self.on_draining: Callable[[], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
         self._legs = Legs(self.members, self.spawn)
-        self._hedging = Hedging() if options.hedge != "off" else None
+        self._hedging = Hedging(BUDGET if options.hedge != "off" else 0.0)
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._tail = Tail(options.tail, self.members, self._legs.journal, self.move)
         self._watches = False
@@ -121,8 +121,7 @@ class EngineFleet:
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         promise = self._dispatch.key_for_new(ready)
         begun = [self._legs.journal.begin(request, answers, promise) for request in requests]
-        if self._hedging is not None:
-            self._hedging.num_requests += len(begun)
+        self._hedging.num_requests += len(begun)
         try:
             for answer in begun:
                 await self._place(answer)
@@ -188,9 +187,12 @@ class EngineFleet:
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
+        await self._give(answer, member, "move")
+
+    async def _give(self, answer: OngoingAnswer, member: Member, why: str) -> None:
         self._legs.leave(answer)
-        if not await self._begin_leg(answer, member, "move"):
-            await self._place(answer, "move")
+        if not await self._begin_leg(answer, member, why):
+            await self._place(answer, why)
 
     def replicas(self) -> list[dict[str, Any]]:
         """Return the table of replicas."""
@@ -314,7 +316,7 @@ class EngineFleet:
         if spoke := leg.spoke and not before:
             answer.forget_refusals()
             answer.deadline_s = None
-        if spoke and self._hedging is not None:
+        if spoke:
             self._hedging.first_token(leg.wait_s, time.monotonic() - leg.began_s)
         if news is not None:
             self._send_on(answer, leg, news)
@@ -422,7 +424,8 @@ class EngineFleet:
             self._legs.blame(gone)
         if member.loaded():
             tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
-            self.spawn(warm_up(member, self._legs.journal.with_grammar))
+            if self._legs.journal.had_grammar:
+                self.spawn(warm_up(member))
         if member.draining and not member.by_signal and member.num_legs:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
@@ -436,11 +439,12 @@ class EngineFleet:
         """
         count = 0
         for answer, leg in self._legs.journal.on(member.name):
-            if self._ends(answer, why) or leg not in answer.legs or leg.leaves:
+            reads = why in MOVES and leg.spoke and len(answer.legs) == 1
+            if self._ends(answer, why) or leg not in answer.legs or (reads and leg.stays):
                 continue
             if self._dispatch.can_place(answer, {member.name}):
                 count += 1
-                if why in MOVES and leg.spoke:
+                if reads:
                     leg.leaves = True
                     self.spawn(self._hand_over(answer, leg, why))
                 else:
@@ -448,19 +452,17 @@ class EngineFleet:
         return count
 
     async def _hand_over(self, answer: OngoingAnswer, leg: AnswerLeg, why: str) -> None:
-        """Move an answer that is still written, once its next replica has read it."""
-        await read_ahead(self._dispatch, answer, leg)
-        leg.leaves = False
-        if leg in answer.legs and self._dispatch.can_place(answer, {leg.replica}):  # the reader may be gone
-            self._lost(answer, leg, why, EngineDied(RESTARTING))
+        """Move an answer that is still written, once another replica has read it."""
+        member = await next_reader(self._dispatch, answer, leg)
+        if member is not None and leg in answer.legs:
+            await self._give(answer, member, why)
 
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
-        hedging = self._hedging
-        for answer, leg in () if hedging is None else hedging.late(self._legs.journal.open.values()):
+        for answer, leg in self._hedging.late(self._legs.journal.open.values()):
             found = self._dispatch.second(answer, leg)
-            if hedging is not None and found is not None and await self._begin_leg(answer, found[0], None):
-                hedging.num_hedged += 1
+            if found is not None and await self._begin_leg(answer, found[0], None):
+                self._hedging.num_hedged += 1
 
     # Messages of replicas ----------------------------------------------------------------------------
 

@@ -10,84 +10,94 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.serve.fleet.index import page_hashes
 
 if TYPE_CHECKING:
-    from paceline.core.request_nouns import Request
     from paceline.serve.engines import Event
     from paceline.serve.fleet.dispatch import Dispatch
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.fleet.member import Member
 
-SUFFIX = "-warm"  # of a request's id
 LOOK_S = 0.1  # between two looks if the answer is still written
 MOST_READS = 4  # each is of what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
+AGAIN_S = 1.0  # before another replica is asked to read
+WARM_S = 30.0  # for a vocabulary
+WARMING = Request("warms-grammars", (0,), SamplingParams(max_tokens=1, grammar=Grammar("regex", "a")), 0)
 
 
-async def read_ahead(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> None:
-    """Have another replica read an answer, if one can go on with it.
+async def next_reader(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> Member | None:
+    """Return another replica that has read an answer; None if there is none.
 
-    leg: that writes it now. Each time what was told meanwhile is read, too, until it is little.
+    leg: that is written meanwhile. After a replica that cannot read it, it stays there for a while.
     """
+    try:
+        found = dispatch.choose(answer, {leg.replica})
+        if found is not None and await _read_all(dispatch, answer, leg, found[0]):
+            return found[0]
+        leg.num_unread += 1
+        await asyncio.sleep(AGAIN_S)
+        return None
+    finally:
+        leg.leaves = False
+
+
+async def _read_all(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> bool:
+    """Have a replica read an answer, then what was told meanwhile, until it is little."""
     for _ in range(MOST_READS):
         before = answer.num_tokens
-        if not await _read(dispatch, answer, leg) or answer.num_tokens - before < LITTLE:
-            return
+        if not await _read(dispatch, answer, leg, member):
+            return False
+        if answer.num_tokens - before < LITTLE:
+            break
+    return True
 
 
-async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg) -> bool:
-    """Have a replica read what the client has now.
-
-    Return False if none can, or the leg has ended.
-    """
-    found = dispatch.choose(answer, {leg.replica})
+async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> bool:
+    """Have a replica read what the client has; False if it told no token."""
     hashes = page_hashes(answer.request, answer.told)
-    if found is None or not hashes:
-        return False
-    member, _ = found
-    reader, spoke = answer.new_leg(member.name, member.promise), asyncio.Event()
+    if not hashes:
+        return member.alive
+    reader = answer.new_leg(member.name, member.promise)
     reader.began_s, reader.backlog = time.monotonic(), dispatch.fresh_tokens(answer, member)
+    told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     member.begin(reader)
     try:
-        reads = await member.engines.submit([answer.continued(reader)], partial(_heard, spoke))
-        while leg in answer.legs and not spoke.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(spoke.wait(), LOOK_S)
+        reads = await member.engines.submit([answer.continued(reader)], partial(_heard, told))
+        while leg in answer.legs and member.alive and not told.done():
+            await asyncio.wait({told}, timeout=LOOK_S)
         await reads.close()
     except EngineDied:
         return False
     finally:
         member.end(reader)
+    if leg not in answer.legs or not told.done() or not told.result():
+        return False
     dispatch.read(answer, member, hashes)
-    return leg in answer.legs
+    return True
 
 
-async def warm_up(member: Member, request: Request | None) -> None:
-    """Have a replica make its vocabulary for grammars, for which all its rows would wait.
-
-    request: one with a grammar, as it came, if any did. It is ended with its first token.
-    """
-    if request is None:
-        return
-    named = replace(request, request_id=request.request_id[-96:] + SUFFIX)
-    spoke = asyncio.Event()
+async def warm_up(member: Member) -> None:
+    """Have a replica make its vocabulary for grammars, for which all its rows would wait."""
+    told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     with suppress(EngineDied):
-        warms = await member.engines.submit([named], partial(_heard, spoke))
-        await spoke.wait()
+        warms = await member.engines.submit([WARMING], partial(_heard, told))
+        await asyncio.wait({told}, timeout=WARM_S)
         await warms.close()
 
 
-def _heard(spoke: asyncio.Event, event: Event) -> None:
-    """Note a token, an end or an error.
-
-    The first outcome only tells that a step begins.
-    """
-    if not isinstance(event, tuple) or event[1].token_ids or event[1].finish_reason:
-        spoke.set()
+def _heard(told: asyncio.Future[bool], event: Event) -> None:
+    """Note a token, or an end without one; a step that begins is neither."""
+    if told.done():
+        return
+    if not isinstance(event, tuple):
+        told.set_result(False)
+    elif event[1].token_ids or event[1].finish_reason is not None:
+        told.set_result(event[1].finish_reason in (None, "stop", "length"))

@@ -21,7 +21,9 @@ LEAST_WAIT_S = 0.05  # no first token is late before
 class Hedging:
     """Lateness of first tokens, against predictions, and the budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: float = BUDGET) -> None:
+        """budget: share of requests that may be hedged."""
+        self._budget = budget
         self._late: deque[float] = deque(maxlen=MOST_SAMPLES)  # waited / predicted
         self._factor: float | None = None  # quantile of it
         self.num_requests = 0
@@ -35,7 +37,7 @@ class Hedging:
     def late(self, answers: Iterable[OngoingAnswer]) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:
         """Yield the answers that should be hedged now, and their only legs."""
         now_s = time.monotonic()
-        for answer in tuple(answers):
+        for answer in tuple(answers) if self._budget else ():
             leg = answer.legs[0] if len(answer.legs) == 1 and not answer.told else None
             if (
                 leg is not None
@@ -47,7 +49,7 @@ class Hedging:
 
     def due(self, predicted_s: float, waited_s: float) -> bool:
         """True if a request that waits so long should be hedged, and may be."""
-        if waited_s < LEAST_WAIT_S or self.num_hedged + 1 > BUDGET * self.num_requests:
+        if waited_s < LEAST_WAIT_S or self.num_hedged + 1 > self._budget * self.num_requests:
             return False
         if len(self._late) < MIN_SAMPLES:
             return False

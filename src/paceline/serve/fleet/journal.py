@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 DEATH = "death"
 BROKEN = "broken"
 FAULTS = frozenset({DEATH, BROKEN})  # reasons to blame a request
+MOST_UNREAD = 3  # replicas that could not read an answer, after which it stays where it is written
 MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
 HANG = "hang"  # is one only if the process was then replaced
 LINE = "line"  # to its replica broke
@@ -64,6 +65,12 @@ class AnswerLeg:
     spoke: bool = False  # it has told an outcome
     gave: bool = False  # one that was ahead
     leaves: bool = False  # another replica reads the answer, to go on with it
+    num_unread: int = 0  # such replicas that could not
+
+    @property
+    def stays(self) -> bool:
+        """True while a replica that leaves should go on with it."""
+        return self.leaves or self.num_unread >= MOST_UNREAD
 
 
 @dataclass(slots=True, eq=False)
@@ -207,12 +214,11 @@ class Journal:
 
     def __init__(self) -> None:
         self.open: dict[str, OngoingAnswer] = {}
-        self.with_grammar: Request | None = None  # the last such request
+        self.had_grammar = False  # a request
 
     def begin(self, request: Request, answers: Answers, promise: str = "") -> OngoingAnswer:
         """Open a request. promise: key of the replicas that may have it; empty: any."""
-        if request.params.grammar is not None:
-            self.with_grammar = request
+        self.had_grammar = self.had_grammar or request.params.grammar is not None
         self.open[request.request_id] = answer = OngoingAnswer(request, answers, promise=promise)
         return answer
 
