@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import numpy as numpy_files
 from safetensors.torch import save_file
 
 from paceline.core.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
 from paceline.model.config import ModelConfig
 from paceline.model.files import hf
-from paceline.model.files.safetensors_file import open_safetensors
+from paceline.model.files.safetensors_file import join_scales, open_safetensors
 from paceline.model.weights import canonical_names, load_model, load_tokenizer
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
@@ -279,3 +280,15 @@ def test_any_corruption_is_an_error_of_ours_or_harmless(whole: Path, tmp_path: P
 def test_any_config_json_is_read_or_refused(changes: dict[str, Any]) -> None:
     with contextlib.suppress(ModelError):
         hf.config_from_json(config_json(CONFIG) | changes).check()
+
+
+@pytest.mark.parametrize("values", [np.int8, np.int32])
+@pytest.mark.parametrize("scales", [np.float16, np.float32, np.float64])
+def test_a_matrix_times_its_scales_is_rounded_once(tmp_path: Path, values: type, scales: type) -> None:
+    rng = np.random.default_rng(1)
+    whole = rng.integers(-127, 128, (7, 33)).astype(values) * (1 if values is np.int8 else 1_000_003)
+    times = rng.standard_normal((7, 1)).astype(scales)
+    path = tmp_path / "head.safetensors"
+    numpy_files.save_file({"w": whole.astype(values), "w_scale": times}, path)
+    read = join_scales(open_safetensors(path))["w"].read()
+    np.testing.assert_array_equal(read, (whole.astype(np.int64) * times.astype(np.float64)).astype(np.float32))
