@@ -114,6 +114,7 @@ def test_nobody_reads_an_answer_that_has_ended() -> None:
 def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
+            await asyncio.sleep(2 * TICK_S)  # both are known to have loaded, without any grammar
             request = request_of("r", max_tokens=6)
             params = replace(request.params, grammar=Grammar("regex", "a+"))
             await bench.ask(replace(request, params=params))
@@ -122,9 +123,11 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
             other.die()
             other.revive()
             await until(lambda: WARMING.request_id in other.rows)
+            assert {m.state for m in bench.fleet.members.values()} == {"up", "warming"}
             assert other.submitted == [WARMING]  # and not the request, which may have been its end
             other.say(WARMING.request_id)
             await until(lambda: WARMING.request_id not in other.rows)
+            await until(lambda: all(member.alive for member in bench.fleet.members.values()))
             assert "r" in bench.writer("r").rows
 
     run(scenario)
@@ -171,5 +174,28 @@ def test_a_writer_that_hangs_while_another_reads_is_left_at_once() -> None:
             await until(lambda: "r" not in writer.rows and "r" in {r for f in bench.fakes for r in f.rows})
             await asyncio.sleep(2 * LOOK_S)
             await bench.finish(REQUEST)
+
+    run(scenario)
+
+
+def test_a_replica_reads_one_answer_at_a_time() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            bench.fleet.members["1"].draining = True
+            requests = [replace(REQUEST, request_id=f"r{number}") for number in range(3)]
+            writer, reader = bench.fakes
+            for request in requests:
+                await bench.ask(request)
+                writer.say(request.request_id, 3)
+            bench.fleet.members["1"].draining = False
+            assert bench.fleet.drain("0") == 3
+            for number, request in enumerate(requests, 1):
+                await until(lambda request=request: request.request_id in reader.rows)
+                assert len(reader.rows) == number
+                assert bench.fleet.members["1"].num_legs == 3
+                reader.say(request.request_id)
+                await until(lambda request=request: request.request_id not in writer.rows)
+            for request in requests:
+                await bench.finish(request)
 
     run(scenario)

@@ -20,7 +20,7 @@ from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
 from paceline.serve.fleet.fleet_commands import FleetCommands
 from paceline.serve.fleet.fleet_metrics import FleetMetrics
-from paceline.serve.fleet.handover import next_reader, warm_up
+from paceline.serve.fleet.handover import hand_over, warm_up
 from paceline.serve.fleet.hedging import BUDGET, Hedging
 from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, WordsMissing
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
@@ -187,9 +187,9 @@ class EngineFleet:
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
-        await self._give(answer, member, "move")
+        await self._give(answer, "move", member)
 
-    async def _give(self, answer: OngoingAnswer, member: Member, why: str) -> None:
+    async def _give(self, answer: OngoingAnswer, why: str, member: Member) -> None:
         self._legs.leave(answer)
         if not await self._begin_leg(answer, member, why):
             await self._place(answer, why)
@@ -446,16 +446,10 @@ class EngineFleet:
                 count += 1
                 if reads:
                     leg.leaves = True
-                    self.spawn(self._hand_over(answer, leg, why))
+                    self.spawn(hand_over(self._dispatch, answer, leg, partial(self._give, answer, why)))
                 else:
                     self._lost(answer, leg, why, EngineDied(RESTARTING))
         return count
-
-    async def _hand_over(self, answer: OngoingAnswer, leg: AnswerLeg, why: str) -> None:
-        """Move an answer that is still written, once another replica has read it."""
-        member = await next_reader(self._dispatch, answer, leg)
-        if member is not None and leg in answer.legs:
-            await self._give(answer, member, why)
 
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Member:
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
     behind: bool = False  # it takes none until it has the weights of the fleet's last update
+    warms: bool = False  # it makes what grammars need; it takes requests if no other can
     freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
@@ -59,6 +61,7 @@ class Member:
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it reads an answer of another
     recent: Recent = field(default_factory=Recent)
     ended: Stats | None = None  # counters of its processes that have ended
     usual: Costs = USUAL  # of the fleet's replicas, as their counters say
@@ -83,7 +86,7 @@ class Member:
     @property
     def alive(self) -> bool:
         """True if it should be sent requests."""
-        return self.serves and not self.silent and not self.freed
+        return self.serves and not (self.silent or self.freed or self.warms)
 
     @property
     def state(self) -> str:
@@ -91,6 +94,7 @@ class Member:
         if self.engines.ready is None:
             return "down"
         said = {"draining": self.draining, "behind": self.behind, "silent": self.silent, "free": self.freed}
+        said["warming"] = self.warms
         return next((word for word, holds in said.items() if holds), "up")
 
     @property
