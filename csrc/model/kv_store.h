@@ -19,8 +19,8 @@ struct HeadShape {
     bool operator==(const HeadShape&) const = default;
 };
 
-// Memory is taken only as pages are written, but for the first one. Where some layers have a window, what these hold of a page lies side by side, and so does
-// what the others hold of it: each can be dropped without the other.
+// Memory is taken only as pages are written, but for the first one. Where some layers have a window, what these hold of a page lies side
+// by side, and so does what the others hold of it: each can be dropped without the other.
 class KVStore {
   public:
     // heads: of each layer; sliding: layers whose part of a page can be dropped. They have equal heads, and so have the others beside them

@@ -84,7 +84,7 @@ def record(run: Run) -> Json:
     answers = run.answers
     start_s, end_s = min(a.start_s for a in answers), max(a.end_s for a in answers)
     busy_s = busy_until(answers, run.concurrency)
-    tokens_until = sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= busy_s)
+    tokens_while_busy = sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= busy_s)
     return {
         "draft": run.draft,
         "concurrency": run.concurrency,
@@ -96,7 +96,7 @@ def record(run: Run) -> Json:
         "output_tokens": sum(a.output_tokens for a in answers),
         "wall_s": end_s - start_s,
         "tail_s": end_s - busy_s,
-        "output_tokens_per_s": _rate(tokens_until, busy_s - start_s),
+        "output_tokens_per_s": _rate(tokens_while_busy, busy_s - start_s),
         **_latencies(answers),
         **_speculation(answers),
         **_steps(run.stats),

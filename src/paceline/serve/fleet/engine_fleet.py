@@ -191,6 +191,7 @@ class EngineFleet:
 
     async def _give(self, answer: OngoingAnswer, why: str, member: Member) -> None:
         self._legs.leave(answer)
+        answer.why = why
         if not await self._begin_leg(answer, member, why):
             await self._place(answer, why)
 

@@ -83,7 +83,7 @@ async def _read_all(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, m
 
 
 async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> bool:
-    """Have a replica read what the client has; False if it told no token."""
+    """Have a replica read an answer's full pages; False if it told no token."""
     if leg not in answer.legs or not member.alive:
         return False
     hashes = page_hashes(answer.request, answer.told)

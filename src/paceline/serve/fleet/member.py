@@ -252,8 +252,9 @@ def tell_costs(members: Collection[Member], stats: Stats) -> None:
     num_tokens = stats.decoded_tokens + stats.prefilled_tokens
     if num_tokens and stats.steps:
         usual = Costs(stats.step_s / num_tokens, (stats.step_s / stats.steps,))
+        brought = per_pass(stats) or 1.0
         for member in members:
-            member.usual, member.per_pass = usual, per_pass(stats) or 1.0
+            member.usual, member.per_pass = usual, brought
 
 
 def summed(members: Collection[Member]) -> Snapshot | None:
