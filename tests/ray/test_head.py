@@ -1,4 +1,4 @@
-"""Ray's head dies and comes back: what goes on, what ends, and that the same text is written afterwards."""
+"""A joined cluster: its head dies and comes back, and a command that joined it is killed."""
 
 from __future__ import annotations
 
@@ -87,6 +87,16 @@ class Cluster:
     def lose_rest(self) -> None:
         self._command().resume()
 
+    def hosts(self) -> list[psutil.Process]:
+        """Return the actors that have engines."""
+        import psutil
+
+        found = []
+        for process in self._command().children(recursive=True):
+            with suppress(psutil.Error):
+                found += [process] if "EngineHost" in " ".join(process.cmdline()) else []
+        return found
+
     def _command(self) -> psutil.Process:
         import psutil
 
@@ -112,8 +122,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     found.close()
 
 
-def serving(cluster: Cluster, model: Path, port: int) -> subprocess.Popen[bytes]:
-    flags = f"--on ray --replicas 2 --threads 1 --port {port} --draft ngram:k=3 --packed-cache-bytes 0".split()
+def serving(cluster: Cluster, model: Path, port: int, replicas: int = 2) -> subprocess.Popen[bytes]:
+    flags = f"--on ray --replicas {replicas} --threads 1 --port {port}".split()
+    flags += ["--draft", "ngram:k=3", "--packed-cache-bytes", "0"]
     log = (cluster.folder / "serve.log").open("ab")
     command = [sys.executable, "-m", "paceline.cli", "serve", *flags, "--model", str(model)]
     found = subprocess.Popen(command, stdout=log, stderr=log, env=cluster.environment, cwd=ROOT)
@@ -165,3 +176,21 @@ def test_answers_outlive_the_head_and_a_new_one_writes_the_same(cluster: Cluster
     finally:
         again.terminate()
         again.wait(60)
+
+
+def test_the_engines_of_a_killed_command_end(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start()
+    time.sleep(8)
+    model = write_model(tmp_path)
+    first, second = serving(cluster, model, free_port(), 1), serving(cluster, model, free_port(), 1)
+    assert len(cluster.hosts()) == 2
+    first.kill()
+    for _ in range(60):
+        if len(cluster.hosts()) < 2:
+            break
+        time.sleep(0.5)
+    time.sleep(5)
+    assert len(cluster.hosts()) == 1, "the other command's engine stays, and Ray starts none anew"
+    second.terminate()
+    assert second.wait(60) == 0
+    assert cluster.hosts() == []

@@ -1,10 +1,11 @@
 """Price of a fleet's front: one replica, and two or Ray's, beside a plain server.
 
-    python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray]
+    python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray] [--whole]
 
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
-new each time. The client is a process of its own on the same cores; its own time is told, too. Two plain servers
-at once, without a front, tell what two engines can reach here; they need cores of their own.
+new each time. The client is a process of its own on the same cores; its own time is told, too. With `--whole` the
+answers of a full server are not streamed; the client then takes next to nothing of the engines' cores. Two plain
+servers at once, without a front, tell what two engines can reach here; they need cores of their own.
 """
 
 from __future__ import annotations
@@ -51,19 +52,34 @@ class Figures:
         return [b / a for a, b in zip(ours, theirs, strict=True)]
 
 
+def body_of(number: int, max_tokens: int) -> dict[str, object]:
+    """Return a request whose prompt no other number has."""
+    return {
+        "prompt": f"Note {number}: describe how one would sort {number} books by colour, step by step.",
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
+
+
+async def whole_answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> int:
+    """Ask for one answer in one piece; return its tokens."""
+    response = await client.post(f"{url}/v1/completions", json=body_of(number, max_tokens))
+    response.raise_for_status()
+    return int(response.json()["usage"]["completion_tokens"])
+
+
+async def streamed_tokens(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> int:
+    """Stream one answer; return its tokens."""
+    return (await answer(client, url, number, max_tokens))[2]
+
+
 async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: int) -> tuple[float, float, int]:
     """Stream one answer.
 
     Returns the seconds to its first token and to its end, and its tokens.
     """
-    body = {
-        "prompt": f"Note {number}: describe how one would sort {number} books by colour, step by step.",
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = body_of(number, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
     start, first, tokens = perf_counter(), 0.0, 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()
@@ -87,8 +103,9 @@ async def one_round(
             figures.alone_per_s.append((tokens - 1) / (whole - first))
         start, start_cpu = perf_counter(), process_time()
         targets = [urls[index % len(urls)] for index in range(in_flight)]
-        many = (answer(client, url, number + 100 + index, args.tokens) for index, url in enumerate(targets))
-        count = sum(tokens for _, _, tokens in await asyncio.gather(*many))
+        ask = whole_answer if args.whole else streamed_tokens
+        many = (ask(client, url, number + 100 + index, args.tokens) for index, url in enumerate(targets))
+        count = sum(await asyncio.gather(*many))
         figures.together_per_s.append(count / (perf_counter() - start))
         figures.client_ms.append((process_time() - start_cpu) / count * 1e3)
 
@@ -126,6 +143,7 @@ def main() -> int:
     parser.add_argument("--draft", default="off")
     parser.add_argument("--threads", type=int, default=1, help="of each engine")
     parser.add_argument("--ray", action="store_true", help="one replica on Ray instead of two here; needs Ray")
+    parser.add_argument("--whole", action="store_true", help="answers of a full server are not streamed")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--singles", type=int, default=4, help="single requests of a round")
     parser.add_argument("--tokens", type=int, default=96)

@@ -60,8 +60,11 @@ def application(
     return served.bind(options, engines(config, replicas, cpus))
 
 
-def engines(config: EngineConfig, replicas: Mapping[str, Any], cpus: float) -> Any:
-    """Return an application of engines alone. replicas: arguments of their deployment."""
+def engines(config: EngineConfig, replicas: Mapping[str, Any], cpus: float, *, owned: bool = False) -> Any:
+    """Return an application of engines alone.
+
+    replicas: arguments of their deployment. owned: it ends with the command that places it.
+    """
     deployment = serve.deployment(
         name="Engine",
         ray_actor_options={"num_cpus": 0},
@@ -69,7 +72,7 @@ def engines(config: EngineConfig, replicas: Mapping[str, Any], cpus: float) -> A
         max_ongoing_requests=MAX_CALLS,
         **replicas,
     )
-    return deployment(EngineReplica).bind(config, cpus)
+    return deployment(EngineReplica).bind(config, cpus, owned)
 
 
 def _replicas(placement: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import ray
+from paceline.ray.command_actor import end_with_command
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.line import NAMESPACE
 from paceline.ray.local_ray import stay_on_loopback
@@ -19,10 +21,15 @@ MAX_CALLS = 4096  # of fronts that are answered at once
 class EngineReplica:
     """Deployment `Engine`: owns the actor in which its engine is. Ray restarts and scales it."""
 
-    async def __init__(self, config: EngineConfig, cpus: float) -> None:  # type: ignore[misc]
-        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+    async def __init__(self, config: EngineConfig, cpus: float, owned: bool) -> None:  # type: ignore[misc]
+        """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`.
+
+        owned: the application ends with the command that placed it.
+        """
         stay_on_loopback()
         context = serve.get_replica_context()
+        if owned:
+            self._watch = asyncio.create_task(end_with_command(context.app_name))
         self._name = f"{context.app_name}:{context.replica_id.unique_id}"
         actor = ray.remote(EngineHost).options(
             name=self._name, namespace=NAMESPACE, num_cpus=cpus, max_concurrency=MAX_CALLS

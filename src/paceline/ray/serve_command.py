@@ -93,15 +93,23 @@ def _engines(http: HttpConfig, application: str) -> Engines:
 
 @contextmanager
 def _removed_at_end(application: str) -> Iterator[None]:
-    """Remove an application, if there is one, when the block ends."""
+    """Remove an application, if there is one, when the block or this process ends."""
     from ray import serve
 
+    actor = _command_actor(application)
     try:
         yield
     finally:
         with _failures_logged():
             if application in serve.status().applications:
                 serve.delete(application)
+        del actor  # not before: engines end with it
+
+
+def _command_actor(application: str) -> Any:
+    from paceline.ray.command_actor import make_command_actor
+
+    return make_command_actor(application)
 
 
 @contextmanager
@@ -198,7 +206,7 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
         log.warning("the engines wait for cores that others use; `serve status` shows who serves")
     serve.start(proxy_location="Disabled")  # no effect on one that runs already
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
-    _run(engines(engine, {"num_replicas": replicas}, cpus), application)
+    _run(engines(engine, {"num_replicas": replicas}, cpus, owned=True), application)
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     return (
