@@ -8,6 +8,7 @@ Two replicas. A drained answer is read by the other one while it is still writte
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from itertools import pairwise
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from paceline.core.errors import ConfigError
 from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
@@ -23,17 +25,22 @@ FIRST = 10  # pieces before the harm
 ANSWERS = {"drain": 1500, "move": 700}  # tokens, so many that it is still written when it has been read
 
 
-def stream(url: str, body: dict[str, Any], pieces_s: list[float]) -> None:
-    """Read an answer; note when its pieces come."""
+def stream(url: str, body: dict[str, Any], pieces_s: list[float], usages: list[dict[str, Any]]) -> None:
+    """Read an answer; note when its pieces come, and its usage."""
+    body = body | {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600.0) as response:
         response.raise_for_status()
-        pieces_s.extend(time.monotonic() for line in response.iter_lines() if line.startswith("data: {"))
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                pieces_s.append(time.monotonic())
+                usages += [usage] if (usage := json.loads(line[6:])["usage"]) else []
 
 
 def pause_s(url: str, way: str, body: dict[str, Any]) -> float:
-    """Return the longest gap of a stream after it is drained or moved."""
+    """Return the longest gap of a stream after it is drained or moved. Raises `ConfigError` if it did not move."""
     pieces_s: list[float] = []
-    reader = Thread(target=stream, args=(url, body, pieces_s))
+    usages: list[dict[str, Any]] = []
+    reader = Thread(target=stream, args=(url, body, pieces_s, usages))
     reader.start()
     with httpx.Client(base_url=url, timeout=60.0) as client:
         while len(pieces_s) < FIRST and reader.is_alive():
@@ -45,6 +52,8 @@ def pause_s(url: str, way: str, body: dict[str, Any]) -> float:
         client.post(f"/v1/fleet/{way}", json=drained if way == "drain" else moved).raise_for_status()
         reader.join()
         client.post("/v1/fleet/drain", json=drained | {"undo": True}).raise_for_status()
+    if usages[-1]["legs"] != 2:
+        raise ConfigError(f"the answer was written to its end before it moved: --tokens is too many for {way}")
     return max(b - a for a, b in pairwise(pieces_s) if b > harm_s)
 
 
@@ -67,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             for number, (way, length) in enumerate(ANSWERS.items()):
                 prompt = [100 + (turn * 101 + number * 53 + index) % 3000 for index in range(args.tokens)]
                 body = {"prompt": prompt, "max_tokens": length, "seed": turn, "temperature": 1.0}
-                found[way].append(pause_s(url, way, body | {"ignore_eos": True, "stream": True}))
+                found[way].append(pause_s(url, way, body))
     rows = [(way, *(f"{1e3 * one:.0f}" for one in found[way])) for way in ANSWERS]
     turns = (f"turn {turn + 1}, ms" for turn in range(args.turns))
     sys.stdout.write(plain_table("", ("longest gap", *turns), rows))

@@ -14,8 +14,8 @@ as before.
 
 Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
 summary is of all lines. The pause of a stream is its longest gap around the harm. Other replicas get all answers
-of the harmed one at once, and prefill what their clients have. The bars are of what a pause takes beyond that;
-after `end` and `drain` they are of all, as the prefill goes on beside.
+of the harmed one at once, and prefill what their clients have. For `kill` and `stop` a bar is for the pause less
+that prefill. For `end` and `drain` it is for the whole pause: the prefill runs while the answer is still written.
 What a token of prefill takes is measured at rest, with as many replicas up as were left. Streams that were hit
 twice are told apart.
 """
@@ -48,6 +48,7 @@ HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, 
 BARS_MS = {"kill": 250, "stop": 2500, "end": 250, "drain": 250}  # beyond the prefill
 READ_AHEAD = {"end", "drain"}  # harms after which other replicas read answers while they are still written
 LEFT_S = 2.0  # after a harm, within which a replica's answers are given to others, or it is silent
+READ_S = 20.0  # likewise, where others read the answers before
 PROMPTS = ("Once upon a time", "The three laws of thermodynamics say that", "def quicksort(items):")
 SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 UP_S = 180.0
@@ -76,9 +77,10 @@ class TimedStream(Streamed):
         self.chunk_s.append(time.monotonic())
         super().take(event)
 
-    def pause_s(self, harm_s: float) -> float:
-        """Return the longest gap around a time, or soon after it."""
-        gaps = [(a, b) for a, b in pairwise(self.chunk_s) if b > harm_s and a < harm_s + LEFT_S]
+    def pause_s(self, hit: Hit) -> float:
+        """Return the longest gap around a harm, or soon after it."""
+        end_s = hit.at_s + (READ_S if hit.harm in READ_AHEAD else LEFT_S)
+        gaps = [(a, b) for a, b in pairwise(self.chunk_s) if b > hit.at_s and a < end_s]
         return max((b - a for a, b in gaps), default=0.0)
 
 
@@ -110,7 +112,7 @@ def pauses_ms(
         own = [hit for hit in hits if stream.name in hit.requests]
         if own:
             kind = own[0].harm if len(own) == 1 else "twice"
-            pause, hit = max(((stream.pause_s(hit.at_s), hit) for hit in own), key=lambda pair: pair[0])
+            pause, hit = max(((stream.pause_s(hit), hit) for hit in own), key=lambda pair: pair[0])
             prefill_s = 0.0 if hit.harm in READ_AHEAD else hit.tokens * token_s[hit.others]
             beyond = max(pause - prefill_s, 0.0)
             found.setdefault(kind, []).append((round(1e3 * pause), round(1e3 * beyond)))
