@@ -25,7 +25,7 @@ class CommandActor:
 
 
 def make_command_actor(application: str) -> Any:
-    """Return the handle of an application's actor, which lives while this process and the handle do."""
+    """Return an application's actor, which lives while this process and the handle do."""
     return ray.remote(CommandActor).options(name=application, namespace=NAMESPACE, num_cpus=0).remote()
 
 

@@ -1076,13 +1076,14 @@ def test_an_answer_of_two_promise_keys_is_not_audited() -> None:
 class OpenIds:
     """Commands of an engine that has these requests open."""
 
-    version, whole_model = "first", None
+    version, whole_model, obeying = "first", None, False
 
     def __init__(self, *ids: str) -> None:
-        self.ids = ids
+        self.ids, self.ended = ids, list[str]()
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
-        return sum(map(chosen, self.ids))
+        self.ended = [name for name in self.ids if chosen(name)]
+        return len(self.ended)
 
     async def send(self, command: object) -> Any:
         raise NotImplementedError
@@ -1091,10 +1092,14 @@ class OpenIds:
 def test_an_answer_is_aborted_by_its_own_id_on_whatever_leg() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
-            bench.fakes[0].commands = OpenIds("r", "s~1")
-            bench.fakes[1].commands = OpenIds("r~12", "t")
-            assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 2
+            first, second = OpenIds("r", "s~1"), OpenIds("r~12", "t")
+            bench.fakes[0].commands, bench.fakes[1].commands = first, second
+            for name in "rst":
+                await bench.ask(request_of(name))
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 1
+            assert (first.ended, second.ended) == (["r"], ["r~12"])
             assert await bench.fleet.commands.abort(lambda request_id: request_id == "s") == 1
+            assert (first.ended, second.ended) == (["s~1"], [])
 
     run(scenario)
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import QueueFull
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import Grammar
 from paceline.core.request_nouns import Outcome
-from paceline.serve.fleet import handover
+from paceline.serve.fleet import engine_fleet, handover
 from paceline.serve.fleet.handover import LITTLE, LOOK_S, MOST_READS, WARMING
 from paceline.serve.fleet.journal import MOST_UNREAD
 from paceline.serve.fleet.member import SILENT_S, TICK_S
@@ -26,13 +27,22 @@ if TYPE_CHECKING:
 REQUEST = request_of("r", max_tokens=400, prompt=2 * PAGE_TOKENS)
 
 
-async def drained(bench: Bench, request: Request = REQUEST) -> tuple[FakeEngines, FakeEngines]:
-    """Ask, let some tokens be told, and drain the writer; return it and the replica that reads."""
+async def drained(
+    bench: Bench, request: Request = REQUEST, *, signal: bool = False
+) -> tuple[FakeEngines, FakeEngines]:
+    """Ask, let some tokens be told, and drain the writer; return it and the replica that reads.
+
+    signal: the writer is told by a signal, not by an operator.
+    """
     await bench.ask(request)
     writer = bench.writer("r")
     writer.say("r", 3)
     (reader,) = [fake for fake in bench.fakes if fake is not writer]
-    assert bench.fleet.drain(str(bench.fakes.index(writer))) == 1
+    if signal:
+        assert writer.on_draining is not None
+        writer.on_draining()
+    else:
+        assert bench.fleet.drain(str(bench.fakes.index(writer))) == 1
     await until(lambda: "r" in reader.rows)
     return writer, reader
 
@@ -122,21 +132,19 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
             assert not other.submitted
             other.die()
             other.revive()
-            await until(lambda: WARMING.request_id in other.rows)
+            await until(lambda: other.rows)
             assert {m.state for m in bench.fleet.members.values()} == {"up", "warming"}
-            assert other.submitted == [WARMING]  # and not the request, which may have been its end
-            other.say(WARMING.request_id)
-            await until(lambda: WARMING.request_id not in other.rows)
+            (warming,) = other.submitted  # and not the request, which may have been its end
+            assert warming.params == WARMING.params
+            other.say(warming.request_id)
+            await until(lambda: not other.rows)
             await until(lambda: all(member.alive for member in bench.fleet.members.values()))
             assert "r" in bench.writer("r").rows
 
     run(scenario)
 
 
-@pytest.mark.parametrize("how", ["full", "abort", "dies"])
-def test_an_answer_stays_where_it_is_written_if_nobody_can_read_it(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_stays_where_it_is_written_if_no_reading_tells_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "AGAIN_S", 0.0)
 
     async def scenario() -> None:
@@ -145,18 +153,152 @@ def test_an_answer_stays_where_it_is_written_if_nobody_can_read_it(
             for count in range(1, MOST_UNREAD + 1):
                 await until(lambda: "r" in reader.rows)
                 assert len(reader.submitted) == count
-                if how == "full":
-                    reader.refuse("r", QueueFull("full"))
-                elif how == "abort":
-                    reader.tell(Outcome("r", (), "", finish_reason="abort", start=3))
-                else:
-                    reader.die()
-                    reader.revive()
+                reader.tell(Outcome("r", (), "", finish_reason="abort", start=3))
             await asyncio.sleep(3 * TICK_S)
             assert "r" in writer.rows
             assert len(reader.submitted) == MOST_UNREAD
-            await bench.finish(REQUEST)
+            bench.fleet.drain(str(bench.fakes.index(writer)))  # an operator may ask again
+            await until(lambda: "r" in reader.rows)
+            await asyncio.sleep(0)
+            writer.tell(writer.rows["r"].more(400))
+            await until(lambda: bench.fleet.num_open == 0)
+            bench.heard["r"].check_whole(REQUEST)
             assert bench.metric("paceline_moved_total") == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["full", "dies"])
+@pytest.mark.parametrize("signal", [False, True])
+def test_a_reading_is_tried_again_when_the_replica_was_full_or_died(
+    how: str, signal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "AGAIN_S", 0.0)
+    monkeypatch.setattr(engine_fleet, "DRAIN_WAIT_S", 0.0)
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench, signal=signal)
+            for _ in range(2 * MOST_UNREAD):
+                await until(lambda: "r" in reader.rows)
+                if how == "full":
+                    reader.refuse("r", QueueFull("full"))
+                else:
+                    reader.die()
+                    reader.revive()
+            await until(lambda: "r" in reader.rows)
+            reader.say("r")
+            await until(lambda: "r" not in writer.rows and "r" in reader.rows)
+            await bench.finish(REQUEST)
+
+    run(scenario)
+
+
+def test_an_answer_that_is_aborted_while_it_is_read_does_not_move() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            assert await bench.fleet.commands.abort(lambda request_id: request_id == "r") == 1
+            reader.say("r")  # it was faster than the writer, which ends the answer behind its step
+            await until(lambda: "r" not in reader.rows)
+            writer.tell(Outcome("r", (), "", finish_reason="abort", start=3))
+            await until(lambda: bench.fleet.num_open == 0)
+            last = bench.heard["r"].last
+            assert last is not None and last.finish_reason == "abort"
+            await asyncio.sleep(2 * TICK_S)
+            assert not reader.rows
+
+    run(scenario)
+
+
+def test_an_aborted_answer_goes_on_nowhere_if_its_replica_dies() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(REQUEST)
+            writer = bench.writer("r")
+            writer.say("r", 3)
+            await bench.fleet.commands.abort(lambda _: True)
+            writer.die()
+            await until(lambda: heard.error is not None)
+            assert bench.fleet.num_open == 0
+
+    run(scenario)
+
+
+def test_an_answer_is_not_given_to_a_replica_whose_promise_has_changed() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            writer, reader = await drained(bench)
+            reader.promise = "two"
+            reader.load()
+            reader.say("r")
+            await until(lambda: "r" not in reader.rows)
+            await asyncio.sleep(2 * TICK_S)
+            assert "r" in writer.rows
+            await bench.finish(REQUEST)
+            last = bench.heard["r"].last
+            assert last is not None and last.figures is not None and not last.figures.inexact
+
+    run(scenario)
+
+
+def test_answers_that_wait_for_their_turn_look_for_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "TURN_S", 0.1)
+
+    async def scenario() -> None:
+        async with fleet_of(3) as bench:
+            members = bench.fleet.members
+            members["1"].draining = members["2"].draining = True
+            requests = [replace(REQUEST, request_id=name) for name in ("r", "s")]
+            for request in requests:
+                await bench.ask(request)
+                bench.fakes[0].say(request.request_id, 3)
+            members["1"].draining = False
+            bench.fleet.drain("0")
+            await until(lambda: bench.fakes[1].rows)
+            members["2"].draining = False
+            await until(lambda: bench.fakes[2].rows)
+            assert set(bench.fakes[1].rows) | set(bench.fakes[2].rows) == {"r", "s"}
+            for fake in bench.fakes[1:]:
+                (name,) = fake.rows
+                fake.say(name)
+                await until(lambda name=name: name not in bench.fakes[0].rows)
+            for request in requests:
+                await bench.finish(request)
+            assert all(member.num_legs == member.backlog == 0 for member in members.values())
+
+    run(scenario)
+
+
+def test_answers_move_at_once_where_no_pages_are_kept() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            for fake in bench.fakes:
+                assert fake.ready is not None
+                fake.ready = with_fields(fake.ready, keeps_pages=False)
+            writer, reader = await drained(bench)
+            assert "r" not in writer.rows
+            assert len(reader.submitted) == 1
+            await bench.finish(REQUEST)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("why", ["broken", "hang"])
+def test_a_replica_that_warms_takes_what_no_other_can(why: str) -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(REQUEST)
+            writer = bench.writer("r")
+            writer.say("r", 3)
+            name = bench.fakes.index(writer)
+            bench.fleet.members[str(1 - name)].warms = True
+            if why == "broken":
+                writer.tell(Outcome("r", (), "", finish_reason="error", error="no finite logit", start=3))
+            else:
+                bench.fleet.members[str(name)].silent_s = SILENT_S + TICK_S
+            await until(lambda: "r" in bench.fakes[1 - name].rows)
+            await bench.finish(REQUEST)
 
     run(scenario)
 

@@ -204,7 +204,7 @@ def test_operators_drain_move_and_look(fleet: LocalFleet, capsys: pytest.Capture
     assert fleet.check(*running_streams) == 2
     assert cli.main(["fleet", "drain", drained, "--undo", "--url", fleet.url]) == 0
     out = capsys.readouterr().out
-    assert "answers moved: " in out
+    assert "answers to move: " in out
     assert "draining" in out
     running_streams = fleet.streams(LONG[:1])
     here = fleet.writers()[0]["replica"]

@@ -292,7 +292,7 @@ def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
         commands = [FakeCommands(), FakeCommands()]
         for engine, own in zip(engines, commands, strict=True):
             engine.commands = own
-        fleet = FleetCommands({str(i): Member(str(i), engine) for i, engine in enumerate(engines)})
+        fleet = FleetCommands({str(i): Member(str(i), engine) for i, engine in enumerate(engines)}, {})
         commands[1].errors = [BadModelFile("one"), BadModelFile("both")]
         with pytest.raises(PartlyObeyed, match="one"):
             await fleet.send(FlushCache())

@@ -51,10 +51,13 @@ class Dispatch:
         """Return whether `choose` finds a replica. The router counts no request."""
         barred = self._banned(answer).union(without)
         left = [member for name, member in self._members.items() if name not in barred]
-        same = [member for member in left if answer.promise in ("", member.promise)]
-        if silent and any(member.serves for member in same):
+        if silent and any(member.serves for member in left if answer.promise in ("", member.promise)):
             return True
-        return any(member.alive for member in (left if self._any_promise else same))
+        return any(member.able and self.fits(answer, member) for member in left)
+
+    def fits(self, answer: OngoingAnswer, member: Member) -> bool:
+        """Return whether a replica's promise key allows it to go on with an answer."""
+        return self._any_promise or answer.promise in ("", member.promise)
 
     def second(self, answer: OngoingAnswer, first: AnswerLeg) -> tuple[Member, RouteChoice] | None:
         """Return a second replica, with the first one's promise key; None if there is none."""

@@ -53,13 +53,14 @@ class EngineFleet:
         """Begin without replicas; see `add`. Call in a running event loop."""
         self.options = options
         self.members: dict[str, Member] = {}
-        self.metrics, self.commands = FleetMetrics(self.members), FleetCommands(self.members)
+        self.metrics = FleetMetrics(self.members)
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self.on_draining: Callable[[], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
         self._legs = Legs(self.members, self.spawn)
+        self.commands = FleetCommands(self.members, self._legs.journal.open)
         self._hedging = Hedging(BUDGET if options.hedge != "off" else 0.0)
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._tail = Tail(options.tail, self.members, self._legs.journal, self.move)
@@ -173,9 +174,11 @@ class EngineFleet:
     # For operators -----------------------------------------------------------------------------------
 
     def drain(self, name: str, *, undo: bool = False) -> int:
-        """Take a replica out of service, and return how many answers are moved. Raises `RequestError`."""
+        """Take a replica out of service; return how many answers will move. Raises `RequestError`."""
         member = self._member(name)
-        member.draining, member.by_signal = not undo, False
+        member.draining, member.by_signal, member.moves_s = not undo, False, 0.0
+        for _, leg in self._legs.journal.on(name):
+            leg.num_unread = 0
         return 0 if undo else self._move_all(member, "drain")
 
     async def move(self, request_id: str, name: str) -> None:
@@ -277,7 +280,8 @@ class EngineFleet:
             if not answer.waits or answer.deadline_s is None:
                 continue
             found = now_s >= answer.retry_s and self._dispatch.can_place(answer, silent=True)
-            if now_s >= answer.deadline_s and (answer.refused is not None or not found):
+            late = now_s >= answer.deadline_s and (answer.refused is not None or not found)
+            if late or answer.aborted:
                 self._legs.fail(answer, answer.refused or EngineDied(RESTARTING))
             elif found:
                 answer.waits = False
@@ -365,7 +369,7 @@ class EngineFleet:
         if answer.legs:  # the other one of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
-        if self._ends(answer, why) or (why == "broken" and not self._dispatch.can_place(answer)):
+        if self._ends(answer, why) or (why == "broken" and not self._dispatch.can_place(answer, silent=True)):
             self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
             self._legs.give_up(answer)
@@ -391,7 +395,7 @@ class EngineFleet:
 
         Not if the replica is only left, and nothing was told.
         """
-        return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
+        return answer.aborted or (self.options.resume == "off" and (bool(answer.told) or why not in LEAVES))
 
     # Watching replicas -------------------------------------------------------------------------------
 
@@ -427,7 +431,7 @@ class EngineFleet:
             tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
             if self._legs.journal.had_grammar:
                 self.spawn(warm_up(member))
-        if member.draining and not member.by_signal and member.num_legs:
+        if member.draining and member.num_legs and time.monotonic() >= member.moves_s:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
         if hangs and member.num_legs and (count := self._move_all(member, HANG)):
@@ -436,17 +440,19 @@ class EngineFleet:
     def _move_all(self, member: Member, why: str) -> int:
         """Move the answers that another replica can go on with; return their number.
 
-        With --resume off those of which something was told stay: the replica may well finish them.
+        One that is still written moves once it has been read, if its pages are kept. With --resume off those of
+        which something was told stay: the replica may well finish them.
         """
         count = 0
+        keeps = why in MOVES and (ready := self.ready) is not None and ready.keeps_pages
         for answer, leg in self._legs.journal.on(member.name):
-            reads = why in MOVES and leg.spoke and len(answer.legs) == 1
-            if self._ends(answer, why) or leg not in answer.legs or (reads and leg.stays):
+            reads = keeps and leg.spoke and len(answer.legs) == 1
+            if self._ends(answer, why) or leg not in answer.legs or (reads and leg.is_kept):
                 continue
             if self._dispatch.can_place(answer, {member.name}):
                 count += 1
                 if reads:
-                    leg.leaves = True
+                    leg.being_read = True
                     self.spawn(hand_over(self._dispatch, answer, leg, partial(self._give, answer, why)))
                 else:
                     self._lost(answer, leg, why, EngineDied(RESTARTING))
@@ -473,9 +479,9 @@ class EngineFleet:
 
         In that case each finishes its own.
         """
-        member.by_signal = member.by_signal or not member.draining  # an operator's drain outlives the process
-        member.draining = True
-        asyncio.get_running_loop().call_later(DRAIN_WAIT_S, self._move_all, member, "drain")
+        if not member.draining:  # an operator's drain outlives the process
+            member.draining = member.by_signal = True
+            member.moves_s = time.monotonic() + DRAIN_WAIT_S
 
     def _language(self, language: Language) -> None:
         if self.on_language is not None and not self.first_ready.done():

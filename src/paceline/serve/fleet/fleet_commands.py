@@ -14,6 +14,7 @@ from paceline.serve.worker.commands import GoOn, Pause, UpdateWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from paceline.serve.fleet.journal import OngoingAnswer
     from paceline.serve.fleet.member import Member
     from paceline.serve.worker.commands import Command, Obeyed
 
@@ -26,8 +27,9 @@ AGAIN_S = 2.0  # before a replica that could not take the fleet's weights is sen
 class FleetCommands:
     """Sends each command to every replica; see `Commanded`."""
 
-    def __init__(self, members: Mapping[str, Member]) -> None:
-        self._members = members
+    def __init__(self, members: Mapping[str, Member], open_answers: Mapping[str, OngoingAnswer]) -> None:
+        """open_answers: those of the journal, by request id."""
+        self._members, self._open = members, open_answers
         self.last: UpdateWeights | None = None  # the weights that replicas are to have; None: the first ones
         self._paused: list[Member] | None = None  # the replicas that obeyed a pause; None: the fleet is not paused
         self._num_sending = 0
@@ -52,8 +54,12 @@ class FleetCommands:
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
-        members = tuple(self._members.values())
-        return sum([await m.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id))) for m in members])
+        found = [answer for request_id, answer in self._open.items() if chosen(request_id)]
+        for answer in found:
+            answer.aborted = True  # no other replica goes on with it
+        for member in tuple(self._members.values()):
+            await member.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id)))
+        return len(found)
 
     async def send(self, command: Command) -> Obeyed:
         """Return one of the replies.

@@ -1,18 +1,19 @@
 """Handover: what a replica does before it goes on with the answers of another.
 
-One that is told to leave goes on for a while. Another one computes what the client has meanwhile, so that the
-answer pauses for the tokens written in that time, and not for a prefill of all. One that was started anew makes
-what grammars need.
+A replica that is told to leave goes on for a while. Meanwhile another one reads its answers: it computes what the
+clients have. So an answer pauses for the tokens that were written during its reading, not for a prefill of all. A
+replica that was started anew makes what grammars need.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import secrets
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.request_nouns import Request
@@ -31,86 +32,115 @@ if TYPE_CHECKING:
 LOOK_S = 0.1  # between two looks if the answer is still written
 MOST_READS = 4  # each is of what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
+TURN_S = 2.0  # that an answer waits for a replica that reads others
 AGAIN_S = 1.0  # before another replica is asked to read
 WARM_S = 30.0  # for a vocabulary
 WARMING = Request("warms-grammars", (0,), SamplingParams(max_tokens=1, grammar=Grammar("regex", "a")), 0)
 
 
 async def hand_over(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, give: Give) -> None:
-    """Have another replica read an answer, then give it that one.
+    """Have another replica read an answer, then give it that answer.
 
-    leg: that is written meanwhile. After a replica that cannot read it, it stays there for a while.
+    leg: the part that is still written. It is kept where it is if the reading fails.
     """
     try:
-        found = dispatch.choose(answer, {leg.replica})
-        if found is None or not await _read_and_give(dispatch, answer, leg, found[0], give):
-            leg.num_unread += 1
+        found = dispatch.choose(answer, {leg.replica}, silent=True)
+        if found is None:
             await asyncio.sleep(AGAIN_S)
+        else:
+            await AheadReading(dispatch, answer, leg, found[0]).run(give)
     finally:
-        leg.leaves = False
+        leg.being_read = False
 
 
-async def _read_and_give(
-    dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member, give: Give
-) -> bool:
-    """Give an answer to a replica once it has read it; False if it cannot.
+@dataclass(frozen=True, slots=True, eq=False)
+class AheadReading:
+    """A replica that reads an answer while another one writes it."""
 
-    It reads one at a time: each is then given before the next one's prefill can delay it.
-    """
-    waits = answer.new_leg(member.name, member.promise)
-    waits.began_s, waits.backlog = time.monotonic(), dispatch.fresh_tokens(answer, member)
-    member.begin(waits)
-    try:
-        async with member.reading:
-            if not await _read_all(dispatch, answer, leg, member):
+    dispatch: Dispatch
+    answer: OngoingAnswer
+    leg: AnswerLeg  # that is written
+    member: Member  # that reads
+
+    @property
+    def holds(self) -> bool:
+        """True while the answer may be given to the replica."""
+        writes = self.leg in self.answer.legs and not self.answer.aborted
+        return writes and self.member.able and self.dispatch.fits(self.answer, self.member)
+
+    async def run(self, give: Give) -> None:
+        """Read the answer and give it, or wait before another try.
+
+        A replica reads one answer at a time. So each answer moves before the next prefill begins.
+        """
+        member, tokens = self.member, self.dispatch.fresh_tokens(self.answer, self.member)
+        member.begin_reading(tokens)
+        try:
+            if not await _taken(member.reading):
+                return  # another replica may be free now
+            try:
+                if await self._read_all() and self.holds:
+                    await give(member)
+                    return
+            finally:
+                member.reading.release()
+        finally:
+            member.end_reading(tokens)
+        await asyncio.sleep(AGAIN_S)
+
+    async def _read_all(self) -> bool:
+        """Read the answer, then what was told meanwhile, until that is little."""
+        for _ in range(MOST_READS):
+            before = self.answer.num_tokens
+            if not await self._read():
                 return False
-            if leg in answer.legs:
-                await give(member)
-            return True
-    finally:
-        member.end(waits)
-
-
-async def _read_all(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> bool:
-    """Have a replica read an answer, then what was told meanwhile, until it is little."""
-    for _ in range(MOST_READS):
-        before = answer.num_tokens
-        if not await _read(dispatch, answer, leg, member):
-            return False
-        if answer.num_tokens - before < LITTLE:
-            break
-    return True
-
-
-async def _read(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> bool:
-    """Have a replica read an answer's full pages; False if it told no token."""
-    if leg not in answer.legs or not member.alive:
-        return False
-    hashes = page_hashes(answer.request, answer.told)
-    if not hashes:
+            if self.answer.num_tokens - before < LITTLE:
+                break
         return True
-    told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-    request = answer.continued(answer.new_leg(member.name, member.promise))
+
+    async def _read(self) -> bool:
+        """Read the answer's full pages; False if the replica told no token."""
+        answer, member = self.answer, self.member
+        if not self.holds:
+            return False
+        hashes = page_hashes(answer.request, answer.told)
+        if not hashes:
+            return True
+        heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        request = answer.continued(answer.new_leg(member.name, member.promise))
+        try:
+            reads = await member.engines.submit([request], partial(_note, heard))
+        except EngineDied:
+            return False
+        while self.holds and not heard.done():
+            await asyncio.wait({heard}, timeout=LOOK_S)
+        await reads.close()
+        if not self.holds or not heard.done():
+            return False
+        if not _is_token(event := heard.result()):
+            self.leg.num_unread += not isinstance(event, (QueueFull, EngineDied))
+            return False
+        self.dispatch.read(answer, member, hashes)
+        return True
+
+
+async def _taken(lock: asyncio.Lock) -> bool:
+    """Wait for a turn; False if none came in time."""
     try:
-        reads = await member.engines.submit([request], partial(_heard, told))
-    except EngineDied:
+        async with asyncio.timeout(TURN_S):
+            return await lock.acquire()
+    except TimeoutError:
         return False
-    while leg in answer.legs and member.alive and not told.done():
-        await asyncio.wait({told}, timeout=LOOK_S)
-    await reads.close()
-    if leg not in answer.legs or not told.done() or not told.result():
-        return False
-    dispatch.read(answer, member, hashes)
-    return True
 
 
 async def warm_up(member: Member) -> None:
     """Have a replica make its vocabulary for grammars, for which all its rows would wait."""
-    told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+    name = f"{WARMING.request_id}-{secrets.token_hex(4)}"  # another front may have the same done
     member.warms = True
     try:
-        warms = await member.engines.submit([WARMING], partial(_heard, told))
-        await asyncio.wait({told}, timeout=WARM_S)
+        warms = await member.engines.submit([replace(WARMING, request_id=name)], partial(_note, heard))
+        await asyncio.wait({heard}, timeout=WARM_S)
         await warms.close()
     except EngineDied:
         pass
@@ -118,11 +148,12 @@ async def warm_up(member: Member) -> None:
         member.warms = False
 
 
-def _heard(told: asyncio.Future[bool], event: Event) -> None:
-    """Note a token, or an end without one; a step that begins is neither."""
-    if told.done():
-        return
-    if not isinstance(event, tuple):
-        told.set_result(False)
-    elif event[1].token_ids or event[1].finish_reason is not None:
-        told.set_result(event[1].finish_reason in (None, "stop", "length"))
+def _note(heard: asyncio.Future[Event], event: Event) -> None:
+    """Note the first token, or an end without one; a step that begins is neither."""
+    begins = isinstance(event, tuple) and not (event[1].token_ids or event[1].finish_reason)
+    if not heard.done() and not begins:
+        heard.set_result(event)
+
+
+def _is_token(event: Event) -> bool:
+    return isinstance(event, tuple) and event[1].finish_reason in (None, "stop", "length")

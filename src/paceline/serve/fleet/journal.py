@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEATH = "death"
 BROKEN = "broken"
 FAULTS = frozenset({DEATH, BROKEN})  # reasons to blame a request
-MOST_UNREAD = 3  # replicas that could not read an answer, after which it stays where it is written
+MOST_UNREAD = 3  # readings that told no token, after which an answer stays where it is written
 MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
 HANG = "hang"  # is one only if the process was then replaced
 LINE = "line"  # to its replica broke
@@ -64,13 +64,13 @@ class AnswerLeg:
     started: bool = False  # it took part in a step
     spoke: bool = False  # it has told an outcome
     gave: bool = False  # one that was ahead
-    leaves: bool = False  # another replica reads the answer, to go on with it
-    num_unread: int = 0  # such replicas that could not
+    being_read: bool = False  # another replica reads the answer, to go on with it
+    num_unread: int = 0  # readings that told no token
 
     @property
-    def stays(self) -> bool:
+    def is_kept(self) -> bool:
         """True while a replica that leaves should go on with it."""
-        return self.leaves or self.num_unread >= MOST_UNREAD
+        return self.being_read or self.num_unread >= MOST_UNREAD
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +95,7 @@ class OngoingAnswer:
     num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
     hung: set[tuple[str, int]] = field(default_factory=set)  # that were silent with it; no strikes while they live
     broken: bool = False  # a replica found no finite logit
+    aborted: bool = False  # its replicas were told to end it
     refused: PacelineError | None = None  # by a replica that is full
     full: set[str] = field(default_factory=set)  # such replicas
     waits: bool = False  # for a replica
@@ -116,7 +117,7 @@ class OngoingAnswer:
         return leg
 
     def new_leg(self, replica: str, promise: str) -> AnswerLeg:
-        """Return a leg that does not count: its replica reads what the client has."""
+        """Return a leg that is not among `legs`."""
         name = self.request.request_id
         if self.num_begun:
             name += f"{LEG_MARK}{self.num_begun}"

@@ -51,6 +51,7 @@ class Member:
     cores: frozenset[int] = frozenset()
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
+    moves_s: float = 0.0  # time.monotonic() from which its answers are moved then
     behind: bool = False  # it takes none until it has the weights of the fleet's last update
     warms: bool = False  # it makes what grammars need; it takes requests if no other can
     freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
@@ -84,9 +85,14 @@ class Member:
         return not self.draining and not self.behind and self.engines.ready is not None
 
     @property
+    def able(self) -> bool:
+        """True if it may be sent requests, and would answer."""
+        return self.serves and not self.silent
+
+    @property
     def alive(self) -> bool:
         """True if it should be sent requests."""
-        return self.serves and not (self.silent or self.freed or self.warms)
+        return self.able and not (self.freed or self.warms)
 
     @property
     def state(self) -> str:
@@ -156,6 +162,16 @@ class Member:
         """Count a leg that begins."""
         self.num_legs += 1
         self.backlog += leg.backlog
+
+    def begin_reading(self, tokens: int) -> None:
+        """Count an answer of another replica that it reads, or will."""
+        self.num_legs += 1
+        self.backlog += tokens
+
+    def end_reading(self, tokens: int) -> None:
+        """Count a reading that has ended."""
+        self.num_legs -= 1
+        self.backlog -= tokens
 
     def heard(self, leg: AnswerLeg) -> None:
         """Note a message about a leg: its prompt is computed once it spoke."""

@@ -98,7 +98,7 @@ class Drain:
         """Drain a replica."""
         found = ask(args, "POST", "/v1/fleet/drain", {"replica": args.replica, "undo": args.undo})
         back = f"replica {args.replica} takes requests again"
-        say(back if args.undo else f"replica {args.replica} drains; answers moved: {found['moved']}")
+        say(back if args.undo else f"replica {args.replica} drains; answers to move: {found['moved']}")
         return 0
 
 

@@ -113,6 +113,7 @@ class Ready(Message, frozen=True):
     settled: Settled | None = None
     prefill_tokens: int = 512  # of prompts in one pass, at most
     num_weights: int = 0  # of the model
+    keeps_pages: bool = True  # a prompt's KV is there for those that begin alike
 
     @property
     def law(self) -> str:

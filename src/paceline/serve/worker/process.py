@@ -287,6 +287,7 @@ def _ready(built: Built, promise: str) -> Ready:
         settled=built.settled,
         prefill_tokens=built.engine.scheduler.limits.prefill_tokens,
         num_weights=num_weights(built.engine.target.config),
+        keeps_pages=built.engine.scheduler.pool.caching,
     )
 
 
