@@ -1,4 +1,4 @@
-"""`paceline train features`, `eagle3` and `peagle`: heads of several depths, and what they read."""
+"""`paceline train features`, `eagle3` and `peagle`."""
 
 from __future__ import annotations
 

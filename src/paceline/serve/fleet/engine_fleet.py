@@ -424,10 +424,10 @@ class EngineFleet:
     def _look_at(self, member: Member) -> None:
         self._level(member)
         gone = (member.name, member.incarnation)
-        if member.replaced():
+        if member.note_replaced():
             self._dispatch.forget(member.name)
             self._legs.blame(gone)
-        if member.loaded():
+        if member.note_loaded():
             tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
             if self._legs.journal.had_grammar:
                 self.spawn(warm_up(member))

@@ -186,7 +186,7 @@ class Member:
         self.backlog -= leg.backlog
         leg.backlog = 0
 
-    def replaced(self) -> bool:
+    def note_replaced(self) -> bool:
         """Return True once after its process has been replaced by a fresh one."""
         if self.engines.restarts == self.incarnation:
             return False
@@ -195,7 +195,7 @@ class Member:
         self.draining, self.by_signal = self.draining and not self.by_signal, False
         return True
 
-    def loaded(self) -> bool:
+    def note_loaded(self) -> bool:
         """Return True once after an engine has become ready."""
         if self.ready is None or self.engines.restarts == self.known:
             return False
