@@ -1,4 +1,4 @@
-"""A joined cluster: its head dies and comes back, and a command that joined it is killed."""
+"""A joined cluster: its head dies and comes back; commands that joined it are killed, and end as others begin."""
 
 from __future__ import annotations
 
@@ -192,5 +192,9 @@ def test_the_engines_of_a_killed_command_end(cluster: Cluster, tmp_path: Path) -
     time.sleep(5)
     assert len(cluster.hosts()) == 1, "the other command's engine stays, and Ray starts none anew"
     second.terminate()
+    third = serving(cluster, model, free_port(), 1)  # it begins while the other one ends
     assert second.wait(60) == 0
+    assert len(cluster.hosts()) == 1
+    third.terminate()
+    assert third.wait(60) == 0
     assert cluster.hosts() == []

@@ -414,7 +414,6 @@ def test_what_was_not_deployed_is_not_removed(
     monkeypatch.setattr(serve_command, "start_local_ray", lambda _, folder, **__: folders.append(Path(folder)))
     monkeypatch.setattr(serve_command, "deploy", refused)
     monkeypatch.setattr(serve_command, "_engines", lambda *_: EngineFleet(ReplicaOptions()))
-    monkeypatch.setattr(serve_command, "_command_actor", lambda _: None)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["serve", "--on", "ray", "--port", "0"]) == 2

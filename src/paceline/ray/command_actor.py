@@ -1,18 +1,23 @@
-"""Actor that ends with the command that placed engines; a killed command leaves none."""
+"""Actors of commands in a cluster: engines end with theirs, and commands see each other."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.util import list_named_actors
 
 import ray
 from paceline.ray.line import NAMESPACE
 from ray import serve
 
 AGAIN_S = 5.0  # before an actor that could not be reached is looked for again
+ENDING = "ends-serve"  # actor of a command that ends Ray Serve
+ENDS_S, LOOK_S = 60.0, 0.2  # for that at most, and between two looks
 log = logging.getLogger(__name__)
 
 
@@ -27,6 +32,31 @@ class CommandActor:
 def make_command_actor(application: str) -> Any:
     """Return an application's actor, which lives while this process and the handle do."""
     return ray.remote(CommandActor).options(name=application, namespace=NAMESPACE, num_cpus=0).remote()
+
+
+def wait_for_ending() -> None:
+    """Wait while another command ends Ray Serve. The own actor must be there before."""
+    end_s = time.monotonic() + ENDS_S
+    while ENDING in _commands() and time.monotonic() < end_s:
+        time.sleep(LOOK_S)
+
+
+def end_serve(application: str) -> None:
+    """End Ray Serve unless a command needs it. application: of this one, which needs it no more.
+
+    A command that begins meanwhile is seen here, or it sees the actor made here and waits.
+    """
+    with suppress(ValueError):  # another command does the same
+        actor = make_command_actor(ENDING)
+        if not serve.status().applications and _commands() <= {ENDING, application}:
+            serve.shutdown()
+        ray.kill(actor)
+
+
+def _commands() -> set[str]:
+    """Return the names of all commands' actors; those of engines have a colon."""
+    named = list_named_actors(all_namespaces=True)
+    return {one["name"] for one in named if one["namespace"] == NAMESPACE and ":" not in one["name"]}
 
 
 async def end_with_command(application: str) -> None:

@@ -62,23 +62,25 @@ def run(args: Namespace) -> int:
         raise ConfigError("--on ray needs Ray: pip install 'paceline[ray]'")
     begin_logs(args)
     chat, began_s = chat_options(args), getattr(args, "began_s", time.monotonic())
-    with _joined_or_started() as joined, suppress(KeyboardInterrupt):  # models may take long to load
-        place = partial(deploy, http.fleet.replicas, engine, args.threads, joined=joined)
-        asyncio.run(_serve(http, chat, place, began_s))
+    name = f"{APPLICATION}-{secrets.token_hex(4)}"
+    with _joined_or_started(name) as joined, suppress(KeyboardInterrupt):  # models may take long to load
+        place = partial(deploy, http.fleet.replicas, engine, args.threads, name, joined=joined)
+        asyncio.run(_serve(http, chat, name, place, began_s))
     return 0
 
 
-async def _serve(http: HttpConfig, chat: ChatOptions, place: Callable[[str], Placed], began_s: float) -> None:
+async def _serve(
+    http: HttpConfig, chat: ChatOptions, application: str, place: Callable[[], Placed], began_s: float
+) -> None:
     """Place engines, and serve HTTP until told to stop.
 
     place: as `deploy`, which may take long, so the port is taken and all flags are read before.
     """
-    application = f"{APPLICATION}-{secrets.token_hex(4)}"
     server = HttpServer(http, lambda _: _engines(http, application), chat)
     with _removed_at_end(application):
         try:
             server.hold()
-            placed = place(application)
+            placed = place()
         except BaseException:
             server.abandon()
             raise
@@ -93,23 +95,15 @@ def _engines(http: HttpConfig, application: str) -> Engines:
 
 @contextmanager
 def _removed_at_end(application: str) -> Iterator[None]:
-    """Remove an application, if there is one, when the block or this process ends."""
+    """Remove an application, if there is one, when the block ends."""
     from ray import serve
 
-    actor = _command_actor(application)
     try:
         yield
     finally:
         with _failures_logged():
             if application in serve.status().applications:
                 serve.delete(application)
-        del actor  # not before: engines end with it
-
-
-def _command_actor(application: str) -> Any:
-    from paceline.ray.command_actor import make_command_actor
-
-    return make_command_actor(application)
 
 
 @contextmanager
@@ -136,10 +130,10 @@ def _interrupt(*_: object) -> None:
 
 
 @contextmanager
-def _joined_or_started() -> Iterator[bool]:
+def _joined_or_started(application: str) -> Iterator[bool]:
     """Join the cluster that `RAY_ADDRESS` names, or start Ray for this block.
 
-    Yields True if it was joined.
+    Yields True if it was joined. application: name of what is placed there.
     """
     joined = bool(os.environ.get(ADDRESS))
     with nullcontext() if joined else ray_folder() as folder:
@@ -147,41 +141,54 @@ def _joined_or_started() -> Iterator[bool]:
             start_local_ray(len(usable_cores()), str(folder), log_to_driver=False)
         import ray
 
-        if joined:
-            _join()
-        ran = joined and _serve_runs()
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
-            signal.signal(number, _interrupt)
+        block = _as_guest(application) if joined else _as_host()
         try:
-            yield joined
+            with block:
+                for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set handlers of its own
+                    signal.signal(number, _interrupt)
+                yield joined
         finally:
-            with _failures_logged():
-                _end_serve(joined=joined, ran=ran)
             ray.shutdown()
 
 
-def _join() -> None:
-    """Join the cluster. Raises `ConfigError`."""
+@contextmanager
+def _as_host() -> Iterator[None]:
+    """End Ray Serve behind a block on a Ray of our own."""
+    from ray import serve
+
+    try:
+        yield
+    finally:
+        with _failures_logged():
+            serve.shutdown()
+
+
+@contextmanager
+def _as_guest(application: str) -> Iterator[None]:
+    """Join the cluster for a block; end Ray Serve if it did not run before and nobody needs it.
+
+    Raises `ConfigError`.
+    """
     import ray
 
     try:
         ray.init(log_to_driver=False)
     except ConnectionError as error:
         raise ConfigError(f"{ADDRESS} is {os.environ.get(ADDRESS)}, where no cluster answers: {error}") from None
-
-
-def _serve_runs() -> bool:
     from ray.serve.context import _get_global_client
 
-    return _get_global_client(raise_if_no_controller_running=False) is not None
+    from paceline.ray.command_actor import end_serve, make_command_actor, wait_for_ending
 
-
-def _end_serve(*, joined: bool, ran: bool) -> None:
-    """End Ray Serve if it serves nobody else. ran: it did before."""
-    from ray import serve
-
-    if not joined or not (ran or serve.status().applications):
-        serve.shutdown()
+    actor = make_command_actor(application)
+    wait_for_ending()
+    ran = _get_global_client(raise_if_no_controller_running=False) is not None
+    try:
+        yield
+    finally:
+        ray.kill(actor)
+        with _failures_logged():
+            if not ran:
+                end_serve(application)
 
 
 Placed = tuple[StartupChoice, ...]  # where engines are
@@ -206,7 +213,7 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
         log.warning("the engines wait for cores that others use; `serve status` shows who serves")
     serve.start(proxy_location="Disabled")  # no effect on one that runs already
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
-    _run(engines(engine, {"num_replicas": replicas}, cpus, owned=True), application)
+    _run(engines(engine, {"num_replicas": replicas}, cpus, owned=joined), application)
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     return (
