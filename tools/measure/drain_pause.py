@@ -37,7 +37,10 @@ def stream(url: str, body: dict[str, Any], pieces_s: list[float], usages: list[d
 
 
 def pause_s(url: str, way: str, body: dict[str, Any]) -> float:
-    """Return the longest gap of a stream after it is drained or moved. Raises `ConfigError` if it did not move."""
+    """Return the longest gap of a stream after it is drained or moved.
+
+    Raises `ConfigError` if it did not move.
+    """
     pieces_s: list[float] = []
     usages: list[dict[str, Any]] = []
     reader = Thread(target=stream, args=(url, body, pieces_s, usages))

@@ -35,16 +35,20 @@ def make_command_actor(application: str) -> Any:
 
 
 def wait_for_ending() -> None:
-    """Wait while another command ends Ray Serve. The own actor must be there before."""
+    """Wait while another command ends Ray Serve.
+
+    The own actor must be there before.
+    """
     end_s = time.monotonic() + ENDS_S
     while ENDING in _commands() and time.monotonic() < end_s:
         time.sleep(LOOK_S)
 
 
 def end_serve(application: str) -> None:
-    """End Ray Serve unless a command needs it. application: of this one, which needs it no more.
+    """End Ray Serve unless a command needs it.
 
-    A command that begins meanwhile is seen here, or it sees the actor made here and waits.
+    application: of this command, which needs it no more. A command that begins meanwhile is seen here, or it sees
+    the actor made here and waits.
     """
     with suppress(ValueError):  # another command does the same
         actor = make_command_actor(ENDING)
@@ -54,9 +58,10 @@ def end_serve(application: str) -> None:
 
 
 def _commands() -> set[str]:
-    """Return the names of all commands' actors; those of engines have a colon."""
+    """Return the names of all commands' actors."""
     named = list_named_actors(all_namespaces=True)
-    return {one["name"] for one in named if one["namespace"] == NAMESPACE and ":" not in one["name"]}
+    ours = (one["name"] for one in named if one["namespace"] == NAMESPACE)
+    return {name for name in ours if ":" not in name}  # those of engines have one
 
 
 async def end_with_command(application: str) -> None:

@@ -165,9 +165,9 @@ def _as_host() -> Iterator[None]:
 
 @contextmanager
 def _as_guest(application: str) -> Iterator[None]:
-    """Join the cluster for a block; end Ray Serve if it did not run before and nobody needs it.
+    """Join the cluster for a block.
 
-    Raises `ConfigError`.
+    Ends Ray Serve if it did not run before and nobody needs it. Raises `ConfigError`.
     """
     import ray
 

@@ -280,8 +280,7 @@ class EngineFleet:
             if not answer.waits or answer.deadline_s is None:
                 continue
             found = now_s >= answer.retry_s and self._dispatch.can_place(answer, silent=True)
-            late = now_s >= answer.deadline_s and (answer.refused is not None or not found)
-            if late or answer.aborted:
+            if answer.aborted or (now_s >= answer.deadline_s and (answer.refused is not None or not found)):
                 self._legs.fail(answer, answer.refused or EngineDied(RESTARTING))
             elif found:
                 answer.waits = False
