@@ -17,11 +17,11 @@ from tools.measure.overlap_roofline import (
     fitted_launch_s,
     pair_of,
 )
+from tools.measure.roofline import fit, pass_s
 
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.online_cost import OnlineCost
 from paceline.sim.baselines import Static
-from paceline.sim.roofline import fit, pass_s
 from paceline.sim.simulator import OverlapSimulator, SimulatedReplica, Simulator, Workload
 
 

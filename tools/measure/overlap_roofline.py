@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.serve.terminal.output_files import check_picture
-from paceline.sim.roofline import Hardware, ModelPair, ModelSizes, fit
 from tools.entry import exit_status
+from tools.measure.roofline import Hardware, ModelPair, ModelSizes, fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
