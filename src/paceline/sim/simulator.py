@@ -72,12 +72,6 @@ class Simulated:
         found: NDArray[float64] = (self.end_s - self.first_token_s) / after
         return found
 
-    def goodput(self, ttft_s: float, tpot_s: float) -> float:
-        """Return the requests per second within both limits, one-token answers by TTFT alone."""
-        slow = self.tpot_s > tpot_s
-        good = (self.first_token_s - self.workload.arrival_s <= ttft_s) & ~slow
-        return float(good.sum() / (self.end_s.max() - self.workload.arrival_s[0]))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedStep:
