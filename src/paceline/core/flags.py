@@ -13,9 +13,10 @@ from paceline.core.errors import ConfigError, suggest
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from argparse import _ArgumentGroup as ArgumentGroup
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 OptionsT = TypeVar("OptionsT")
+NumberT = TypeVar("NumberT", int, float)
 MAX_SHOWN = 64  # characters of an unknown key
 
 
@@ -42,13 +43,18 @@ def of_flags(kind: type[OptionsT], args: Namespace, **others: Any) -> OptionsT:
 
 def numbers_of(flag: str, text: str, low: int, high: int) -> tuple[int, ...]:
     """Return the numbers of a flag's list, each once. Raises `ConfigError`."""
-    try:
-        found = tuple(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError:
-        found = ()
+    found = tuple(dict.fromkeys(listed(text, int)))
     if not found or not all(low <= number <= high for number in found):
         raise ConfigError(f"{flag} must be numbers between {low} and {high} such as 1,4,16, not {text!r}")
     return found
+
+
+def listed(text: str, kind: Callable[[str], NumberT]) -> tuple[NumberT, ...]:
+    """Return the numbers of a list such as 1,4,16; none if one is malformed."""
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError:
+        return ()
 
 
 def json_of(flag: str, given: str | Mapping[str, Any], known: Collection[str], wanted: str) -> dict[str, Any]:

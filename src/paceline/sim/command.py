@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import listed, numbers_of
 from paceline.core.params import MAX_SEED
 from paceline.sim import fleet_command
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 ALL = ("off", *(f"static:{k}" for k in (1, 3, 5)), "table", "average", "turbospec", "ours")
 POLICIES = "off, static:K, table, average, turbospec, ours"
 USUAL_ROWS = "1,4,16,64,256"
-MAX_REPLICAS = 4096
+MAX_REPLICAS, MAX_ROWS = 4096, 1024
 MAX_DEPTH = 16  # drafts of a row, at most
 
 
@@ -94,7 +95,7 @@ def run(args: Namespace) -> int:
 
     _check(args)
     profile = _profile(args)
-    policies, sizes = args.policy or ALL, _sizes(args.rows)
+    policies, sizes = args.policy or ALL, numbers_of("--rows", args.rows, 1, MAX_ROWS)
     for name in policies:
         policy_of(name, profile, 1)  # a wrong name is refused before anything runs
     if args.route:
@@ -125,9 +126,9 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _run_fleet(args: Namespace, profile: Profile, sizes: list[int]) -> int:
+def _run_fleet(args: Namespace, profile: Profile, sizes: tuple[int, ...]) -> int:
     """Simulate a fleet of one policy; rows are 64 where they are not given."""
-    rows, policies = [64] if args.rows == USUAL_ROWS else sizes, args.policy or ["ours"]
+    rows, policies = (64,) if args.rows == USUAL_ROWS else sizes, args.policy or ["ours"]
     if len(rows) != 1 or len(policies) != 1 or args.overlap != "off":
         raise ConfigError("--route: give one number of --rows and one --policy, and no --overlap")
     return fleet_command.run(args, profile, rows[0], partial(policy_of, policies[0], profile, rows[0]))
@@ -169,10 +170,9 @@ def _profile(args: Namespace) -> Profile:
 
 def _shares(text: str) -> tuple[float, ...]:
     """Read the share of drafts kept at depth 1, 2, ... Raises `ConfigError`."""
-    try:
-        shares = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--acceptance must be shares such as 0.7,0.5,0.3, not {text!r}") from None
+    shares = listed(text, float)
+    if not shares:
+        raise ConfigError(f"--acceptance must be shares such as 0.7,0.5,0.3, not {text!r}")
     if not all(0 <= share <= 1 for share in shares) or any(b > a for a, b in pairwise(shares)):
         raise ConfigError(
             "--acceptance: shares of all drafts kept at depth 1, 2, ... lie between 0 and 1 and never rise"
@@ -216,16 +216,6 @@ def _drafts_of(profile: Profile) -> str:
     free = not any(drafter.max_depth for drafter in profile.cost.drafters)
     whose = f", drafts of {profile.drafters[0]}" if profile.drafters else ", drafts"
     return f"{whose}{' that cost nothing' if free else ''}"
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--rows must be numbers such as 1,16,64, not {text!r}") from None
-    if not all(1 <= size <= 1024 for size in sizes):
-        raise ConfigError("--rows must be between 1 and 1024")
-    return sizes
 
 
 def _simulate(args: Namespace, profile: Profile, rows: int, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import listed
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -192,10 +193,7 @@ def _objective(args: Namespace) -> ScalingObjective | None:
 
 
 def _numbers(name: str, text: str, low: float, high: float) -> tuple[float, ...]:
-    try:
-        values = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        values = ()
+    values = listed(text, float)
     if not values or not all(low <= value <= high for value in values):
         raise ConfigError(f"{name} {text}: write numbers between {low:g} and {high:g}")
     return values

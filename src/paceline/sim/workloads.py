@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import listed
 from paceline.sim.fleet_traces import MAX_REQUEST_TOKENS, read_fleet_trace
 from paceline.sim.simulator import Workload, mixed_ease
 
@@ -33,8 +34,10 @@ def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[
     spec: `closed`, all at once; `poisson:RATE`, a second; `bursts:RATE,SIZE`.
     """
     kind, _, numbers = spec.partition(":")
-    values = _numbers(spec, numbers)
-    if kind == "closed" and not values:
+    values = listed(numbers, float)
+    if not all(0 < value < np.inf for value in values):
+        values = ()
+    if kind == "closed" and not numbers:
         return np.zeros(num_requests)
     if kind == "poisson" and len(values) == 1:
         return np.cumsum(rng.exponential(1 / values[0], num_requests))
@@ -43,16 +46,6 @@ def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[
         starts = np.cumsum(rng.exponential(size / rate, -(-num_requests // int(size))))
         return np.repeat(starts, int(size))[:num_requests]
     raise ConfigError(f"--arrivals {spec}: write closed, poisson:RATE or bursts:RATE,SIZE, numbers above 0")
-
-
-def _numbers(spec: str, text: str) -> list[float]:
-    try:
-        values = [float(word) for word in text.split(",") if word]
-    except ValueError:
-        raise ConfigError(f"--arrivals {spec}: {text!r} are not numbers") from None
-    if not all(np.isfinite(v) and v > 0 for v in values):
-        raise ConfigError(f"--arrivals {spec}: numbers must be above 0")
-    return values
 
 
 def make(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import ConfigError
+from paceline.core.flags import listed
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
 from paceline.model.heads.checkpoint import head_config
 from paceline.train.block_recipe import BlockHeadChoices, BlockHeadRecipe
@@ -137,10 +138,7 @@ def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
     """Return the target's layers that the head's begin as. Raises `ConfigError`."""
     if not args.copy:
         return ()
-    try:
-        layers = tuple(int(word) for word in args.copy.split(","))
-    except ValueError:
-        layers = ()
+    layers = listed(args.copy, int)
     if len(layers) != args.layers or not all(0 <= n < target.config.num_layers for n in layers):
         raise ConfigError(
             f"--copy must be {args.layers} of the target's {target.config.num_layers} layers, such as "

@@ -13,6 +13,7 @@ from torch.nn import functional
 from paceline.backend.reference.attention import cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ACTIVATIONS, linear, rms_norm
 from paceline.core.errors import ConfigError, UnsupportedModel
+from paceline.core.flags import listed
 from paceline.model.config import layer_shapes
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.cut_model import SHARED, load_cut_model
@@ -169,10 +170,7 @@ def can_be_cut(config: ModelConfig) -> bool:
 
 def choose_layers(text: str, num_layers: int) -> list[int]:
     """Return the layers that `--layers` names: a list, or how many, evenly spread. Raises `ConfigError`."""
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
+    numbers = listed(text, int)
     if len(numbers) == 1 and 2 <= numbers[0] <= num_layers:
         count = numbers[0]
         return [round(i * (num_layers - 1) / (count - 1)) for i in range(count)]
@@ -181,4 +179,4 @@ def choose_layers(text: str, num_layers: int) -> list[int]:
             f"--layers must be how many of the target's {num_layers} layers, at least 2, or a list such as "
             f"0,1,{num_layers - 1}; not {text!r}"
         )
-    return numbers
+    return list(numbers)

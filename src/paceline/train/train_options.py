@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.flags import add_flags, of_flags
+from paceline.core.flags import add_flags, listed, of_flags
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
@@ -156,10 +156,9 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
     """Return the taps of `--taps`; one default serves all heads, so they share feature files."""
     if args.taps is None:
         return EAGLE3.default_taps(target.config.num_layers)
-    try:
-        taps = tuple(int(word) for word in args.taps.split(","))
-    except ValueError:
-        raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}") from None
+    taps = listed(args.taps, int)
+    if not taps:
+        raise ConfigError(f"--taps must be layers such as 2,15,27, not {args.taps!r}")
     if len(taps) > MAX_TAPS:
         raise ConfigError(f"--taps has {len(taps)} layers; a head reads at most {MAX_TAPS}")
     if not all(0 <= tap <= target.config.num_layers for tap in taps):
