@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ def acceptance_by_position(stats: Stats) -> list[float]:
     """Return the share of the verified drafts that were kept, by position, of all drafters."""
     counts = stats.drafters.values()
     verified, accepted = _sums(c.verified_at for c in counts), _sums(c.accepted_at for c in counts)
-    accepted += [0] * (len(verified) - len(accepted))
-    return [round(a / v, 4) if v else 0.0 for a, v in zip(accepted, verified, strict=False)]
+    return [round(a / v, 4) if v else 0.0 for a, v in zip_longest(accepted, verified, fillvalue=0)]
 
 
 def k_by_drafter(stats: Stats) -> dict[str, list[int]]:
@@ -129,12 +129,7 @@ def _exactly(at_least: Sequence[int]) -> list[int]:
 
 
 def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
-    sums: list[int] = []
-    for counts in lists:
-        sums += [0] * (len(counts) - len(sums))
-        for index, count in enumerate(counts):
-            sums[index] += count
-    return sums
+    return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
