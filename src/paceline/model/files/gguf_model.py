@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from paceline.core.errors import BadModelFile, UnsupportedModel, suggest
 from paceline.model.config import Heads, ModelConfig, Rope, RopeScaling, Sliding, plain_layers, tensor_shapes
@@ -18,6 +18,7 @@ from paceline.model.files.gguf_tokenizer import (
     tokenizer_digest,
     tokenizer_from_gguf,
 )
+from paceline.model.files.json_reader import JsonReader
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
 from paceline.model.template_source import TemplateSource
@@ -95,20 +96,20 @@ MAX_LAYERS = 1 << 10
 _BIAS_SUFFIX = "_bias"
 
 
-class _GgufReader:
+class _GgufReader(JsonReader):
     """Typed reads of the metadata under the architecture's prefix."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
+        prefix = f"{arch}."
+        own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+        super().__init__(own, f"{file.path}: {prefix}")
         self.file = file
-        self.arch = arch
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if isinstance(value, list) and len(set(map(str, value))) == 1:
-            value = value[0]  # per layer, but the same in all
-        if type(value) is not int:
-            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be one integer")
-        return value
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # per layer, but the same in all
+            return JsonReader({key: value[0]}, self.where).integer(key)
+        return super().integer(key, default)
 
     def integers(self, key: str, length: int, default: int) -> list[int]:
         """Return one for each layer; a file may tell one for all."""
@@ -116,37 +117,19 @@ class _GgufReader:
         if not isinstance(value, list):
             return length * [self.integer(key, default)]
         if len(value) != length or not all(type(v) is int for v in value):
-            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} must have an integer for each layer")
+            raise BadModelFile(f"{self.where}{key} must have an integer for each layer")
         return value
 
     def num_layers(self) -> int:
         """Return the layers of the target; files count those of MTP, behind them, too."""
         return min(self.integer("block_count"), MAX_LAYERS) - max(self.integer("nextn_predict_layers", 0), 0)
 
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if type(value) not in (int, float):
-            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be a number")
-        return float(value)
-
-    def factor(self, key: str) -> float | None:
-        return None if self._get(key, None) is None else self.number(key)
-
     def flags(self, key: str) -> list[bool] | None:
         value = self._get(key, None)
         return value if isinstance(value, list) and all(type(v) is bool for v in value) else None
 
-    def flag(self, key: str, *, default: bool) -> bool:
-        value = self._get(key, default)
-        if type(value) is not bool:
-            raise BadModelFile(f"{self.file.path}: {self.arch}.{key} = {str(value)[:80]} must be true or false")
-        return value
-
     def word(self, key: str, default: str) -> str:
         return str(self._get(key, default))[:80]
-
-    def _get(self, key: str, default: Any) -> Any:
-        return self.file.metadata.get(f"{self.arch}.{key}", default)
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:

@@ -131,7 +131,7 @@ def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None =
     if facts.normed_heads and values.get("use_qk_norm") is True:
         facts = family(facts.normed_heads)
     renamed = {key: values.get(there) for key, there in facts.keys.items()}
-    read = JsonReader({**facts.defaults, **values, **renamed}, "config.json")
+    read = JsonReader({**facts.defaults, **values, **renamed}, "config.json: ")
     _refuse_unsupported(values, facts)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     sliding = _sliding(read, facts)
@@ -319,7 +319,7 @@ def _global_heads(read: JsonReader, sliding: Sliding | None) -> Heads | None:
         raise UnsupportedModel(
             "per_layer_config in config.json may change the heads of all full layers alone, alike"
         )
-    heads = JsonReader(given[0], "config.json's per_layer_config")
+    heads = JsonReader(given[0], "config.json's per_layer_config: ")
     return Heads(heads.integer("num_key_value_heads"), heads.integer("head_dim"))
 
 
@@ -407,7 +407,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             hint = pickles if any(folder.glob("*.bin")) else ""
             raise ModelNotFound(f"{folder} holds no model.safetensors, sharded or not{hint}")
         return open_safetensors(files[0])
-    wanted = JsonReader(read_json(index), index.name).table("weight_map")
+    wanted = JsonReader(read_json(index), f"{index.name}: ").table("weight_map")
     names = {str(name) for name in wanted.values()}
     if len(names) > MAX_SHARDS:
         raise BadModelFile(f"{index} names {len(names)} files; at most {MAX_SHARDS} are read")

@@ -12,6 +12,7 @@ class JsonReader:
     """Typed reads of an object; null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
+        """where: begins every error, right before the key."""
         self.values = values
         self.where = where
 
@@ -19,7 +20,7 @@ class JsonReader:
         """Return a whole number. Raises `BadModelFile`."""
         value = self._get(key, default)
         if type(value) is not int:
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an integer")
+            raise BadModelFile(f"{self.where}{key} = {repr(value)[:80]} must be an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -27,7 +28,7 @@ class JsonReader:
         value = self._get(key, default)
         # JSON integers may exceed every float, and float() would raise.
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise BadModelFile(f"{self.where}: {key} = {str(value)[:80]} must be a finite number")
+            raise BadModelFile(f"{self.where}{key} = {repr(value)[:80]} must be a finite number")
         return float(value)
 
     def factor(self, key: str) -> float | None:
@@ -38,14 +39,14 @@ class JsonReader:
         """Return true or false. Raises `BadModelFile`."""
         value = self._get(key, default)
         if type(value) is not bool:
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be true or false")
+            raise BadModelFile(f"{self.where}{key} = {repr(value)[:80]} must be true or false")
         return value
 
     def table(self, key: str) -> dict[str, Any]:
         """Return an object, empty where there is none. Raises `BadModelFile`."""
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise BadModelFile(f"{self.where}: {key} = {value!r} must be an object")
+            raise BadModelFile(f"{self.where}{key} = {repr(value)[:80]} must be an object")
         return value
 
     def _get(self, key: str, default: Any) -> Any:

@@ -36,7 +36,7 @@ def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
 
     theta: where the table does not tell it. read: the file's other keys.
     """
-    inner = JsonReader(table, "config.json's RoPE settings")
+    inner = JsonReader(table, "config.json's RoPE settings: ")
     kind = str(table.get("rope_type", table.get("type", "default")))[:80]
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
