@@ -40,8 +40,17 @@ CHAINS_ONLY = "%s drafts chains: branches go with the law coupled, on the backen
 _VOCABULARY = 8192  # tokens written with a target's head by default: all would cost more than the layers
 
 
+class ReadsTaps:
+    """Facts of all drafters with a head."""
+
+    __slots__ = ()
+    keeps_for_pages: ClassVar[bool] = True  # keys and values, and the target's taps
+    stands_alone: ClassVar[bool] = False  # heads read the target's taps and embedding
+    reads: ClassVar[str] = "the target's hidden states"  # in every pass
+
+
 @dataclass(frozen=True, slots=True)
-class HeadOptions:
+class HeadOptions(ReadsTaps):
     """Options of all heads."""
 
     name: ClassVar[str]
@@ -56,21 +65,6 @@ class HeadOptions:
         """Return the size of the head; an embedding of its own is not counted."""
         config = head_config(self.folder(target), target.config)
         return sum(prod(shape) for shape in head_shapes(config).values())
-
-    @property
-    def keeps_for_pages(self) -> bool:
-        """True: keys and values, and the target's taps."""
-        return True
-
-    @property
-    def stands_alone(self) -> bool:
-        """False: heads read the target's taps and embedding."""
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Say what a head reads in every pass."""
-        return "the target's hidden states"
 
     def folder(self, target: Target | LoadedModel) -> Path:
         """Return where the head's files lie. Raises `ModelError`, or `ConfigError` if none ships."""
@@ -180,7 +174,7 @@ def _narrow(options: EagleConfig | BlockHeadConfig, head: Head, target: Target) 
 
 
 @dataclass(frozen=True, slots=True)
-class MtpConfig:
+class MtpConfig(ReadsTaps):
     """`mtp`: the target's own MTP layer, `k` drafts among the `vocabulary` lowest ids."""
 
     name: ClassVar[str] = MTP.name
@@ -197,21 +191,6 @@ class MtpConfig:
         """Return the size of the layer; embedding and output matrix are the target's."""
         config = _head_within(load_mtp(target)).config
         return sum(prod(shape) for shape in head_shapes(config).values())
-
-    @property
-    def keeps_for_pages(self) -> bool:
-        """True: keys and values, and the target's taps."""
-        return True
-
-    @property
-    def stands_alone(self) -> bool:
-        """False: it reads the target's taps and embedding."""
-        return False
-
-    @property
-    def reads(self) -> str:
-        """Say what it reads in every pass."""
-        return "the target's hidden states"
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError` if the target's files have no such layer."""
