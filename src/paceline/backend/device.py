@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.core.system import usable_cores
+from paceline.core.system import core_groups, usable_cores
 
 SAME = "same"  # as the target
 CPU = "cpu"
@@ -27,8 +28,9 @@ class Device:
         kind, _, which = text.partition(":")
         if kind != CPU:
             return cls(torch_name=text)
-        cores = _cores(which)
-        usable = usable_cores()
+        cores, usable = frozenset[int](), usable_cores()
+        with suppress(ConfigError):  # whose words are for another flag
+            cores = cores.union(*core_groups(which))
         if not cores or not cores <= usable:
             raise ConfigError(
                 f"--draft-device {text}: write {CPU}:2-3 or {CPU}:2,5 with cores that this process may use, "
@@ -62,13 +64,3 @@ class DeviceDefaults(NamedTuple):
     kv_share: float  # of the device's free memory, for the target's KV
     kv_share_with_drafters: float  # their weights, KV and taps need memory, too
     max_len: int = 8192  # tokens of prompt and answer of one request
-
-
-def _cores(text: str) -> frozenset[int]:
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and len(last or first) < 6):
-            return frozenset()
-        cores.update(range(int(first), int(last or first) + 1))
-    return frozenset(cores)
