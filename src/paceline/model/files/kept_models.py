@@ -31,7 +31,6 @@ class KeptModel:
     path: Path
     num_bytes: int
     note: str = ""
-    from_hub: bool = False
 
     @property
     def users(self) -> tuple[int, ...]:
@@ -102,7 +101,7 @@ def _of_hub() -> Iterator[KeptModel]:
         return
     for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
         if repo.repo_type == "model":
-            yield KeptModel(repo.repo_id, repo.repo_path, repo.size_on_disk, "Hugging Face hub", from_hub=True)
+            yield KeptModel(repo.repo_id, repo.repo_path, repo.size_on_disk, "Hugging Face hub")
 
 
 def _users(path: Path) -> Iterator[int]:
