@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from paceline.backend.reference.attention import KVStore, attend, cos_sin, plan_tiles, rotate, rotation_of
+from paceline.backend.reference.attention import KVStore, cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ReferenceDecoder, check_draft_type, linear, rms_norm, to_numpy
-from paceline.backend.reference.head import ReferenceHead, last_norm, run_layers
+from paceline.backend.reference.head import ReferenceHead, last_norm
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
@@ -59,29 +59,9 @@ class ReferenceBlockHead(ReferenceHead):
 
     def _run_block(self, request: PassRequest) -> PassResult:
         """Return the normed states of the wanted queries; nothing is chosen yet."""
-        packed, c = request.packed, self.config.layers
-        assert isinstance(request.kv, KVStore)
-        data = request.kv.data
-        slots, positions = self._places(packed)
-        tiles = plan_tiles(_seeing_all(packed), c.num_heads // c.num_kv_heads, self._device)
-
-        def paged(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            data[layer][0].index_copy_(0, slots, key)
-            data[layer][1].index_copy_(0, slots, value)
-            return attend(query, data[layer], tiles)
-
-        embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)
-        hidden = run_layers(self.config, self._weights, embedded, embedded, positions, paged)
-        wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
+        wanted = self._wanted_states(request, None, _seeing_all(request.packed))
         states = to_numpy(last_norm(self.config, self._weights, wanted))
         return PassResult(np.empty(0, np.int64), hidden=states)
-
-    def _places(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return slots and positions of a pass."""
-        return (
-            torch.from_numpy(packed.slots).to(self._device),
-            torch.from_numpy(packed.positions).to(self._device),
-        )
 
     @torch.inference_mode()
     def relay(self, request: RelayRequest) -> PassResult:

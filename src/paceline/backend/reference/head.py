@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import FedBack, Packed, PassRequest, PassResult, Pending, RelayRequest
     from paceline.core.nouns import SamplingSpec
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
@@ -112,11 +112,22 @@ class ReferenceHead:
 
     @torch.inference_mode()
     def _run(self, request: PassRequest) -> PassResult:
+        features = self._take(self._features(request))
+        wanted = self._wanted_states(request, features, request.packed)
+        logits, fed_back = read_out(self.config, self._weights, wanted)
+        result = self._choose(logits, request.specs, wants_second=request.wants_second)
+        return replace(result, hidden=to_numpy(fed_back))
+
+    def _wanted_states(self, request: PassRequest, features: torch.Tensor | None, seen: Packed) -> torch.Tensor:
+        """Store the keys and values of a pass; return its wanted states, [num_wanted, width].
+
+        features: [num_tokens, width]; None: the embeddings. seen: the pass, with what each token sees.
+        """
         packed, c = request.packed, self.config.layers
         assert isinstance(request.kv, KVStore)
         data = request.kv.data
-        slots = torch.from_numpy(packed.slots).to(self._device)
-        tiles = plan_tiles(packed, c.num_heads // c.num_kv_heads, self._device)
+        slots, positions = self._places(packed)
+        tiles = plan_tiles(seen, c.num_heads // c.num_kv_heads, self._device)
 
         def paged(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             data[layer][0].index_copy_(0, slots, key)
@@ -124,13 +135,16 @@ class ReferenceHead:
             return attend(query, data[layer], tiles)
 
         embedded = functional.embedding(torch.from_numpy(packed.token_ids).to(self._device), self._embed)
-        positions = torch.from_numpy(packed.positions).to(self._device)
-        features = self._take(self._features(request))
+        features = embedded if features is None else features
         hidden = run_layers(self.config, self._weights, embedded, features, positions, paged)
-        wanted = hidden[torch.from_numpy(packed.wanted).to(self._device)]
-        logits, fed_back = read_out(self.config, self._weights, wanted)
-        result = self._choose(logits, request.specs, wants_second=request.wants_second)
-        return replace(result, hidden=to_numpy(fed_back))
+        return hidden[torch.from_numpy(packed.wanted).to(self._device)]
+
+    def _places(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots and positions of a pass."""
+        return (
+            torch.from_numpy(packed.slots).to(self._device),
+            torch.from_numpy(packed.positions).to(self._device),
+        )
 
     def _features(self, request: PassRequest) -> NDArray[floating]:
         """Return the features beside the tokens of a pass, [num_tokens, width]; of guesses in float32."""
