@@ -196,15 +196,10 @@ class DrafterChoice:
         if view.requested:
             return self.choose_row_by_row(view, at, weights)
         view = self._with_assigned(view, at)
-        return self._plan_in_one_call(view, at) or choose_row_by_row(self, view, at, weights)
+        return self.choose_in_one_call(view, at) or choose_row_by_row(self, view, at, weights)
 
     def choose_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
-        """Choose in one compiled call; None where requests name drafters, or prices are a table."""
-        if view.requested:
-            return None
-        return self._plan_in_one_call(self._with_assigned(view, at), at)
-
-    def _plan_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
+        """Choose in one compiled call; None if prices are a table."""
         if len(self.models) > 1:
             self.prices.renew(self.cost, view, at.step)
         return self.cost.plan_in_one_call(view, self.known(view, at), self.assignment.row_drafter)
