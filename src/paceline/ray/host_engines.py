@@ -74,6 +74,7 @@ class HostEngines:
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
         self.on_draining: Callable[[], None] | None = None
         self._watches = False  # the engine notes its steps
         self._open = OpenAnswers()
@@ -153,10 +154,13 @@ class HostEngines:
 
     def _loaded(self, message: EngineUp) -> None:
         self.ready = message.ready
-        if not self.first_ready.done():
+        is_first = not self.first_ready.done()
+        if is_first:
             self._first_restarts = message.restarts
             self.first_ready.set_result(message.ready)
-        self.restarts = message.restarts - self._first_restarts
+        before, self.restarts = self.restarts, message.restarts - self._first_restarts
+        if self.on_ready is not None and (is_first or self.restarts != before):  # else its line is attached again
+            self.on_ready()
         if self._watches:
             self._line.send([Watch(on=True)])
 

@@ -86,7 +86,6 @@ class Engines(Protocol):
 
     on_snapshot: Callable[[Snapshot], None] | None  # called with each
     on_language: Callable[[Language], None] | None  # called while an engine loads
-    on_draining: Callable[[], None] | None  # called when an engine is told, by a signal, to take no more requests
 
     @property
     def commands(self) -> Commanded:
@@ -136,3 +135,10 @@ class Engines(Protocol):
 
     def abandon(self) -> None:
         """End the engines at once, from outside a task; nothing else may be called then."""
+
+
+class ReplicaEngine(Engines, Protocol):
+    """One engine that a fleet has."""
+
+    on_ready: Callable[[], None] | None  # called when it has loaded, before it is sent anything
+    on_draining: Callable[[], None] | None  # called when it is told, by a signal, to take no more requests

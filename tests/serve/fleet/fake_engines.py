@@ -105,6 +105,7 @@ class FakeEngines:
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Any], None] | None = None
+        self.on_ready: Callable[[], None] | None = None
         self.on_draining: Callable[[], None] | None = None
         self.ready: Ready | None = None
         self.rows: dict[str, Row] = {}
@@ -214,6 +215,8 @@ class FakeEngines:
     def revive(self) -> None:
         self.restarts += 1
         self.load()
+        if self.on_ready is not None:
+            self.on_ready()
 
 
 def request_of(name: str, max_tokens: int = 12, prompt: int = 5, seed: int = 3, **more: Any) -> Request:

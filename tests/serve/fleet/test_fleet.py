@@ -19,6 +19,7 @@ from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
+from paceline.serve.fleet import member as member_module
 from paceline.serve.fleet import tail as tail_module
 from paceline.serve.fleet.engine_fleet import TOGETHER_S, EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
@@ -406,7 +407,7 @@ def test_draining_moves_rows_and_takes_no_new_ones() -> None:
 
 
 def test_a_signal_to_one_replica_moves_its_rows_and_one_to_all_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "DRAIN_WAIT_S", 0.05)
+    monkeypatch.setattr(member_module, "DRAIN_WAIT_S", 0.05)
 
     async def scenario() -> None:
         async with fleet_of(2) as bench:
@@ -972,7 +973,7 @@ def test_an_answer_that_no_replica_takes_any_more_is_told_why() -> None:
 def test_with_resume_off_who_is_only_left_finishes_what_it_began(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "DRAIN_WAIT_S", 0.0)
+    monkeypatch.setattr(member_module, "DRAIN_WAIT_S", 0.0)
 
     async def scenario() -> None:
         async with fleet_of(2, resume="off", route="round-robin") as bench:

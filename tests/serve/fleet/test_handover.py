@@ -13,7 +13,7 @@ from paceline.core.errors import QueueFull
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import Grammar
 from paceline.core.request_nouns import Outcome
-from paceline.serve.fleet import engine_fleet, handover
+from paceline.serve.fleet import handover, member
 from paceline.serve.fleet.handover import LITTLE, LOOK_S, MOST_READS, WARMING
 from paceline.serve.fleet.journal import MOST_UNREAD
 from paceline.serve.fleet.member import SILENT_S, TICK_S
@@ -124,7 +124,6 @@ def test_nobody_reads_an_answer_that_has_ended() -> None:
 def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
-            await asyncio.sleep(2 * TICK_S)  # both are known to have loaded, without any grammar
             request = request_of("r", max_tokens=6)
             params = replace(request.params, grammar=Grammar("regex", "a+"))
             await bench.ask(replace(request, params=params))
@@ -132,7 +131,7 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
             assert not other.submitted
             other.die()
             other.revive()
-            await until(lambda: other.rows)
+            await settle()  # and not only at the next look, before which it could get requests
             assert {m.state for m in bench.fleet.members.values()} == {"up", "warming"}
             (warming,) = other.submitted  # and not the request, which may have been its end
             assert warming.params == WARMING.params
@@ -174,7 +173,7 @@ def test_a_reading_is_tried_again_when_the_replica_was_full_or_died(
     how: str, signal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "AGAIN_S", 0.0)
-    monkeypatch.setattr(engine_fleet, "DRAIN_WAIT_S", 0.0)
+    monkeypatch.setattr(member, "DRAIN_WAIT_S", 0.0)
 
     async def scenario() -> None:
         async with fleet_of(2) as bench:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from paceline.core.request_nouns import Request
-    from paceline.serve.engines import Engines, Event, OnEvent
+    from paceline.serve.engines import Event, OnEvent, ReplicaEngine
     from paceline.serve.fleet.fleet_options import ReplicaOptions
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
     from paceline.serve.worker.messages import Language, Ready, Snapshot
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
 AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
 FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
-DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 
 
 class EngineFleet:
@@ -57,7 +56,6 @@ class EngineFleet:
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
-        self.on_draining: Callable[[], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
         self._legs = Legs(self.members, self.spawn)
         self.commands = FleetCommands(self.members, self._legs.journal.open)
@@ -68,13 +66,16 @@ class EngineFleet:
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
         self.spawn(self._watch_replicas())
 
-    def add(self, name: str, engines: Engines, cores: frozenset[int] = frozenset()) -> Member:
+    def add(self, name: str, engines: ReplicaEngine, cores: frozenset[int] = frozenset()) -> Member:
         """Take a replica in, which may still load."""
         member = self.members[name] = Member(name, engines, cores, incarnation=engines.restarts)
         engines.on_snapshot = partial(self._took_snapshot, member)
-        engines.on_draining = partial(self._told_draining, member)
+        engines.on_ready = partial(self._is_ready, member)
+        engines.on_draining = member.note_draining
         engines.on_language = self._language
         engines.first_ready.add_done_callback(partial(self._loaded, member))
+        if engines.ready is not None:
+            self._is_ready(member)
         if self._watches:
             self.spawn(engines.watch(on=True))
         self._level(member)
@@ -426,10 +427,6 @@ class EngineFleet:
         if member.note_replaced():
             self._dispatch.forget(member.name)
             self._legs.blame(gone)
-        if member.note_loaded():
-            tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
-            if self._legs.journal.had_grammar:
-                self.spawn(warm_up(member))
         if member.draining and member.num_legs and time.monotonic() >= member.moves_s:
             self._move_all(member, "drain")
         hangs = member.silent or member.ready is None  # one that has ended has no answers
@@ -473,18 +470,17 @@ class EngineFleet:
             if self.on_snapshot is not None:
                 self.on_snapshot(whole)
 
-    def _told_draining(self, member: Member) -> None:
-        """Move a replica's answers, unless all replicas are told the same.
-
-        In that case each finishes its own.
-        """
-        if not member.draining:  # an operator's drain outlives the process
-            member.draining = member.by_signal = True
-            member.moves_s = time.monotonic() + DRAIN_WAIT_S
-
     def _language(self, language: Language) -> None:
         if self.on_language is not None and not self.first_ready.done():
             self.on_language(language)
+
+    def _is_ready(self, member: Member) -> None:
+        """Take in an engine that has loaded; what grammars need is made before it serves."""
+        member.note_ready()
+        tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
+        if self._legs.journal.had_grammar:
+            member.warms = True
+            self.spawn(warm_up(member))
 
     def _loaded(self, member: Member, done: asyncio.Future[Ready]) -> None:
         """Note that a replica has loaded, or cannot."""

@@ -134,10 +134,12 @@ async def _taken(lock: asyncio.Lock) -> bool:
 
 
 async def warm_up(member: Member) -> None:
-    """Have a replica make its vocabulary for grammars, for which all its rows would wait."""
+    """Have a replica make its vocabulary for grammars, for which all its rows would wait.
+
+    The replica is out of service until then.
+    """
     heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
     name = f"{WARMING.request_id}-{secrets.token_hex(4)}"  # another front may have the same done
-    member.warms = True
     try:
         warms = await member.engines.submit([replace(WARMING, request_id=name)], partial(_note, heard))
         await asyncio.wait({heard}, timeout=WARM_S)

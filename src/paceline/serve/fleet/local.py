@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.engine.assembly.config import EngineConfig, Settled
-    from paceline.serve.engines import Engines
+    from paceline.serve.engines import ReplicaEngine
     from paceline.serve.fleet.fleet_options import ReplicaOptions
 
-    NewEngine = Callable[[EngineConfig, frozenset[int]], Engines]
+    NewEngine = Callable[[EngineConfig, frozenset[int]], ReplicaEngine]
 
 
 def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEngine) -> EngineFleet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from paceline.engine.stats import Stats
-    from paceline.serve.engines import Engines
+    from paceline.serve.engines import ReplicaEngine
     from paceline.serve.fleet.journal import AnswerLeg
     from paceline.serve.worker.messages import Ready
 
@@ -30,6 +31,7 @@ SILENT_S = 2.0  # without a message, though an idle replica sends some, and it c
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer ...
 SILENT_CHUNKS = 3  # ... or so many predicted passes over prompts: nothing is told during one
 TICK_S = 0.1  # between two looks at the replicas
+DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
 
 
 class Costs(NamedTuple):
@@ -47,7 +49,7 @@ class Member:
     """A replica. Its process may end and come back under the same name."""
 
     name: str
-    engines: Engines
+    engines: ReplicaEngine
     cores: frozenset[int] = frozenset()
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
@@ -58,7 +60,6 @@ class Member:
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
     incarnation: int = 0  # restarts that the fleet has seen
-    known: int = -1  # restarts before the engine that the fleet has last seen ready
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
     num_resumed: int = 0  # answers that it went on with
@@ -195,12 +196,18 @@ class Member:
         self.draining, self.by_signal = self.draining and not self.by_signal, False
         return True
 
-    def note_loaded(self) -> bool:
-        """Return True once after an engine has become ready."""
-        if self.ready is None or self.engines.restarts == self.known:
-            return False
-        self.known, self.measured = self.engines.restarts, self._measured()
-        return True
+    def note_draining(self) -> None:
+        """Take a signal to end: its answers move, unless all replicas are told the same.
+
+        In that case each finishes its own.
+        """
+        if not self.draining:  # an operator's drain outlives the process
+            self.draining = self.by_signal = True
+            self.moves_s = time.monotonic() + DRAIN_WAIT_S
+
+    def note_ready(self) -> None:
+        """Take what an engine that has loaded says of its costs."""
+        self.measured = self._measured()
 
     def _beat(self) -> None:
         self.silent_s, self.silent = 0.0, False

@@ -64,6 +64,7 @@ class _Setup:
     config: EngineConfig
     cores: frozenset[int]
     watchdog_s: float
+    on_progress: Callable[[Progress], None] | None
     prepare: Callable[[Ready], Awaitable[object]] | None
     patient: bool
 
@@ -98,17 +99,17 @@ class EngineClient:
         process; none: all that this one may use. begun: the first process, if it has begun already. patient: try
         again if the first process cannot load, which may be for want of memory now.
         """
-        self._setup = _Setup(config, cores, watchdog_s, prepare, patient)
+        self._setup = _Setup(config, cores, watchdog_s, on_progress, prepare, patient)
         self.restarts = 0
         self.snapshot: Snapshot | None = None  # newest counters, of the running engine or of the last one
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None  # called with each
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
+        self.on_ready: Callable[[], None] | None = None  # called when an engine has loaded
         self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
         self._open = OpenAnswers()
         self.commands = CommandSender(self._send_to_ready, self._open.ids)
         self._watches = False  # the engine notes its steps
-        self._on_progress = on_progress
         self._context = zmq.Context()
         self._engine: EngineProcess | None = None
         self._stopping = False
@@ -295,8 +296,8 @@ class EngineClient:
                 self._open.reject(message)
             case Snapshot():
                 self._snapshot(message)
-            case Progress() if self._on_progress is not None and engine.ready is None:
-                self._on_progress(message)  # of an engine that is ready, it is a sign of life only
+            case Progress() if self._setup.on_progress is not None and engine.ready is None:
+                self._setup.on_progress(message)  # of an engine that is ready, it is a sign of life only
             case Language() if self.on_language is not None:
                 self.on_language(message)
             case Draining() if self.on_draining is not None:
@@ -319,6 +320,8 @@ class EngineClient:
             self._setup = replace(self._setup, config=message.settled.pin(self._setup.config))
         if not self.first_ready.done():
             self.first_ready.set_result(message)
+        if self.on_ready is not None:
+            self.on_ready()
 
     def _obeyed(self, engine: EngineProcess, message: Obeyed) -> None:
         if engine.ready is not None and message.promise != engine.ready.promise:
