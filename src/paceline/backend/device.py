@@ -29,7 +29,7 @@ class Device:
         if kind != CPU:
             return cls(torch_name=text)
         cores, usable = frozenset[int](), usable_cores()
-        with suppress(ConfigError):  # whose words are for another flag
+        with suppress(ConfigError):  # its message names --cores
             cores = cores.union(*core_groups(which))
         if not cores or not cores <= usable:
             raise ConfigError(

@@ -1,15 +1,18 @@
-"""Actors of commands in a cluster: engines end with theirs, and commands see each other."""
+"""Actors of commands in a cluster.
+
+A command's engines end with its actor. Other commands see it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import ray
 from paceline.ray.line import NAMESPACE
@@ -30,17 +33,25 @@ class CommandActor:
 
 
 def make_command_actor(application: str) -> Any:
-    """Return an application's actor, which lives while this process and the handle do."""
-    return ray.remote(CommandActor).options(name=application, namespace=NAMESPACE, num_cpus=0).remote()
+    """Return an application's actor, which lives while this process and the handle do.
+
+    It is on this machine: no other one's loss ends it. Raises `ValueError` if the name is taken.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"name": application, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1}
+    return ray.remote(CommandActor).options(scheduling_strategy=here, **options).remote()
 
 
 def wait_for_ending() -> None:
     """Wait while another command ends Ray Serve.
 
-    The own actor must be there before.
+    Make this command's own actor first.
     """
     end_s = time.monotonic() + ENDS_S
-    while ENDING in _commands() and time.monotonic() < end_s:
+    while ENDING in _commands():
+        if time.monotonic() > end_s:
+            log.warning("another command has been ending Ray Serve for %.0f s; it is not waited for", ENDS_S)
+            return
         time.sleep(LOOK_S)
 
 
@@ -50,11 +61,13 @@ def end_serve(application: str) -> None:
     application: of this command, which needs it no more. A command that begins meanwhile is seen here, or it sees
     the actor made here and waits.
     """
-    with suppress(ValueError):  # another command does the same
+    try:
         actor = make_command_actor(ENDING)
-        if not serve.status().applications and _commands() <= {ENDING, application}:
-            serve.shutdown()
-        ray.kill(actor)
+    except ValueError:  # another command does the same
+        return
+    if not serve.status().applications and _commands() <= {ENDING, application}:
+        serve.shutdown()
+    ray.kill(actor)
 
 
 def _commands() -> set[str]:

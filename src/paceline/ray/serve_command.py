@@ -185,8 +185,8 @@ def _as_guest(application: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.kill(actor)
         with _failures_logged():
+            ray.kill(actor)
             if not ran:
                 end_serve(application)
 

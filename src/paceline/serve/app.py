@@ -225,7 +225,8 @@ def routes_of(state: AppState) -> list[Route]:
     async def about_tokenizer(_: HttpRequest) -> Response:
         return json_response(tokenizer_info(await state.serving()))
 
-    replicas = state.client.replicas if isinstance(state.client, EngineFleet) else None
+    fleet = state.client if isinstance(state.client, EngineFleet) else None
+    replicas = None if fleet is None else lambda: fleet.tables()["replicas"]
     live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
     return [
         Route("/health", health, methods=["GET"]),

@@ -140,5 +140,5 @@ class Engines(Protocol):
 class ReplicaEngine(Engines, Protocol):
     """One engine that a fleet has."""
 
-    on_ready: Callable[[], None] | None  # called when it has loaded, before it is sent anything
+    on_ready: Callable[[], None] | None  # called each time that its process has loaded
     on_draining: Callable[[], None] | None  # called when it is told, by a signal, to take no more requests

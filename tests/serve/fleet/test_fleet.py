@@ -445,8 +445,11 @@ def test_an_operator_moves_an_answer() -> None:
             await bench.fleet.move("r", there)
             await settle()
             assert bench.writer("r") is not writer
-            assert bench.fleet.requests() == [{"request": "r", "replica": there, "tokens": 3, "legs": 1}]
-            assert [line["resumes"] for line in bench.fleet.replicas()] == [int(there == "0"), int(there == "1")]
+            assert bench.fleet.tables()["requests"] == [{"request": "r", "replica": there, "tokens": 3, "legs": 1}]
+            assert [line["resumes"] for line in bench.fleet.tables()["replicas"]] == [
+                int(there == "0"),
+                int(there == "1"),
+            ]
             await bench.finish(request)
 
     run(scenario)

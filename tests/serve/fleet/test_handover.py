@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace as with_fields
 
-from paceline.core.errors import QueueFull
+from paceline.core.errors import QueueFull, RequestError
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import Grammar
 from paceline.core.request_nouns import Outcome
 from paceline.serve.fleet import handover, member
+from paceline.serve.fleet.engine_fleet import TOGETHER_S
 from paceline.serve.fleet.handover import LITTLE, LOOK_S, MOST_READS, WARMING
 from paceline.serve.fleet.journal import MOST_UNREAD
 from paceline.serve.fleet.member import SILENT_S, TICK_S
@@ -143,6 +144,25 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
     run(scenario)
 
 
+def test_idle_replicas_make_what_grammars_need_once_the_fleet_has_had_one() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            request = request_of("r", max_tokens=6)
+            params = replace(request.params, grammar=Grammar("regex", "a+"))
+            await bench.ask(replace(request, params=params))
+            writer = bench.writer("r")
+            (other,) = [fake for fake in bench.fakes if fake is not writer]
+            await until(lambda: other.rows)
+            assert other.submitted[-1].params == WARMING.params
+            assert len(writer.submitted) == 1  # its rows would wait
+            other.say(other.submitted[-1].request_id)
+            await until(lambda: all(member.alive for member in bench.fleet.members.values()))
+            await asyncio.sleep(3 * TICK_S)
+            assert len(other.submitted) == 1
+
+    run(scenario)
+
+
 def test_an_answer_stays_where_it_is_written_if_no_reading_tells_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "AGAIN_S", 0.0)
 
@@ -210,16 +230,34 @@ def test_an_answer_that_is_aborted_while_it_is_read_does_not_move() -> None:
     run(scenario)
 
 
-def test_an_aborted_answer_goes_on_nowhere_if_its_replica_dies() -> None:
+@pytest.mark.parametrize("how", ["dies", "hangs", "all die", "is moved"])
+def test_an_aborted_answer_goes_on_nowhere_and_ends_with_what_its_client_has(how: str) -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
             heard = await bench.ask(REQUEST)
             writer = bench.writer("r")
             writer.say("r", 3)
-            await bench.fleet.commands.abort(lambda _: True)
-            writer.die()
-            await until(lambda: heard.error is not None)
+            here = bench.fakes.index(writer)
+            if how == "all die":
+                for fake in bench.fakes:
+                    fake.die()
+                await asyncio.sleep(2 * TOGETHER_S)
+            assert await bench.fleet.commands.abort(lambda _: True) == 1
+            if how == "dies":
+                writer.die()
+            elif how == "hangs":
+                bench.fleet.members[str(here)].silent_s = SILENT_S + TICK_S
+            elif how == "is moved":
+                with pytest.raises(RequestError, match="cannot go on"):
+                    await bench.fleet.move("r", str(1 - here))
+                writer.tell(Outcome("r", (), "", finish_reason="abort", start=3))
+            await until(lambda: heard.last is not None)
+            assert heard.last is not None and heard.last.finish_reason == "abort"
+            if how != "is moved":
+                assert heard.last.figures is not None
+                assert (heard.last.start, heard.last.figures.completion_tokens) == (3, 3)
             assert bench.fleet.num_open == 0
+            assert not any(fake.rows for fake in bench.fakes if fake is not writer)
 
     run(scenario)
 
@@ -291,7 +329,7 @@ def test_a_replica_that_warms_takes_what_no_other_can(why: str) -> None:
             writer = bench.writer("r")
             writer.say("r", 3)
             name = bench.fakes.index(writer)
-            bench.fleet.members[str(1 - name)].warms = True
+            bench.fleet.members[str(1 - name)].warms = 1
             if why == "broken":
                 writer.tell(Outcome("r", (), "", finish_reason="error", error="no finite logit", start=3))
             else:

@@ -186,7 +186,7 @@ class GenerateFormat:
             "seed": request.seed,
             "choice": request.choice,
         }
-        if figures:
+        if figures and figures.weights:
             about["weight_version"] = figures.weights[-1][1]
             about["weight_versions"] = [{"start": start, "version": version} for start, version in figures.weights]
             about["spec_accept_length"] = round(figures.acceptance_length, 4)

@@ -43,7 +43,7 @@ class Dispatch:
         if found is None and silent:
             found = self._chosen(answer, without, silent=True, promise=answer.promise)
         if found is None and answer.promise and self._any_promise:
-            found = self._chosen(answer, without, silent=False, promise="")
+            found = self._chosen(answer, without, silent=silent, promise="")
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 

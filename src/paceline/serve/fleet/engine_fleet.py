@@ -50,8 +50,7 @@ class EngineFleet:
 
     def __init__(self, options: ReplicaOptions) -> None:
         """Begin without replicas; see `add`. Call in a running event loop."""
-        self.options = options
-        self.members: dict[str, Member] = {}
+        self.options, self.members = options, dict[str, Member]()
         self.metrics = FleetMetrics(self.members)
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.on_snapshot: Callable[[Snapshot], None] | None = None
@@ -187,7 +186,7 @@ class EngineFleet:
         member, answer = self._member(name), self._legs.journal.open.get(request_id)
         if answer is None:
             raise RequestError(f"no request {request_id[:128]!r} is open; `paceline fleet` lists them", "request")
-        if not member.alive or answer.promise not in ("", member.promise):
+        if not member.alive or answer.promise not in ("", member.promise) or answer.aborted:
             raise RequestError(f"replica {name} cannot go on with this answer now", "replica")
         if not answer.legs or any(leg.replica == name for leg in answer.legs):
             raise RequestError(f"replica {name} writes this answer already, or it waits for one", "request")
@@ -199,13 +198,10 @@ class EngineFleet:
         if not await self._begin_leg(answer, member, why):
             await self._place(answer, why)
 
-    def replicas(self) -> list[dict[str, Any]]:
-        """Return the table of replicas."""
-        return [member.figures() for member in self.members.values()]
-
-    def requests(self) -> list[dict[str, Any]]:
-        """Return the table of open requests."""
-        return self._legs.journal.figures()
+    def tables(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the tables of replicas and of open requests."""
+        replicas = [member.figures() for member in self.members.values()]
+        return {"replicas": replicas, "requests": self._legs.journal.figures()}
 
     def _member(self, name: str) -> Member:
         if name not in self.members:
@@ -223,7 +219,7 @@ class EngineFleet:
             await asyncio.sleep(TOGETHER_S)
         tried = set(answer.full)
         while self._legs.is_open(answer) and not answer.legs:
-            found = self._dispatch.choose(answer, tried, silent=True)
+            found = None if answer.aborted else self._dispatch.choose(answer, tried, silent=True)
             if found is None:
                 self._wait(answer, why)
                 return
@@ -327,23 +323,22 @@ class EngineFleet:
             self._send_on(answer, leg, news)
 
     def _send_on(self, answer: OngoingAnswer, leg: AnswerLeg, news: Outcome) -> None:
-        member = self.members[leg.replica]
         if answer.lost_s is not None:
             self.metrics.resume_s.observe(time.monotonic() - answer.lost_s)
             answer.lost_s = None
         self._legs.put(answer, news)
         if news.finish_reason is not None:
-            self._finished(answer, leg, member)
+            self._finished(answer, leg)
         elif len(answer.legs) > 1:
             self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
-    def _finished(self, answer: OngoingAnswer, leg: AnswerLeg, member: Member) -> None:
+    def _finished(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
         self._settle(answer, leg, tokens_ahead=0)
-        self._dispatch.ended(answer, member)
+        self._dispatch.ended(answer, self.members[leg.replica])
         self._legs.end(answer, leg)
         self._legs.forget(answer)
         if self.options.audit and not answer.inexact and answer.request.keeps_text:  # it can be written again
-            self._audits.offer(Audit(answer.request, tuple(answer.told), member.name, answer.promise))
+            self._audits.offer(Audit(answer.request, tuple(answer.told), leg.replica, answer.promise))
 
     def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
         """Stop the other replica of an answer once one is ahead by so many tokens."""
@@ -369,7 +364,8 @@ class EngineFleet:
         if answer.legs:  # the other one of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
-        if self._ends(answer, why) or (why == "broken" and not self._dispatch.can_place(answer, silent=True)):
+        stuck = why == "broken" and not self._dispatch.can_place(answer, silent=True)
+        if answer.aborted or self._ends(answer, why) or stuck:
             self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
             self._legs.give_up(answer)
@@ -395,7 +391,9 @@ class EngineFleet:
 
         Not if the replica is only left, and nothing was told.
         """
-        return answer.aborted or (self.options.resume == "off" and (bool(answer.told) or why not in LEAVES))
+        if answer.aborted:
+            return why in MOVES  # its replica has been told
+        return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
 
     # Watching replicas -------------------------------------------------------------------------------
 
@@ -429,6 +427,8 @@ class EngineFleet:
             self._legs.blame(gone)
         if member.draining and member.num_legs and time.monotonic() >= member.moves_s:
             self._move_all(member, "drain")
+        if not member.num_legs:
+            self._warm(member)
         hangs = member.silent or member.ready is None  # one that has ended has no answers
         if hangs and member.num_legs and (count := self._move_all(member, HANG)):
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
@@ -436,8 +436,8 @@ class EngineFleet:
     def _move_all(self, member: Member, why: str) -> int:
         """Move the answers that another replica can go on with; return their number.
 
-        One that is still written moves once it has been read, if its pages are kept. With --resume off those of
-        which something was told stay: the replica may well finish them.
+        An answer that is still written moves once another replica has read it; that needs kept pages. With
+        --resume off those of which something was told stay: the replica may well finish them.
         """
         count = 0
         keeps = why in MOVES and (ready := self.ready) is not None and ready.keeps_pages
@@ -478,8 +478,12 @@ class EngineFleet:
         """Take in an engine that has loaded; what grammars need is made before it serves."""
         member.note_ready()
         tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
-        if self._legs.journal.had_grammar:
-            member.warms = True
+        self._warm(member)
+
+    def _warm(self, member: Member) -> None:
+        """Have a replica make what grammars need, once, if the fleet has had one."""
+        if self._legs.journal.had_grammar and not member.warmed and member.serves:
+            member.warmed, member.warms = True, member.warms + 1
             self.spawn(warm_up(member))
 
     def _loaded(self, member: Member, done: asyncio.Future[Ready]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
@@ -58,7 +59,8 @@ class FleetCommands:
         for answer in found:
             answer.aborted = True  # no other replica goes on with it
         for member in tuple(self._members.values()):
-            await member.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id)))
+            with suppress(EngineDied):  # the answers of one that has ended go on nowhere else
+                await member.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id)))
         return len(found)
 
     async def send(self, command: Command) -> Obeyed:

@@ -48,7 +48,7 @@ def fleet_routes(fleet: EngineFleet) -> list[Route]:
     """Return the routes. Of a file's keys only those of role `admin` may use them."""
 
     async def figures(_: HttpRequest) -> Response:
-        return json_response({"replicas": fleet.replicas(), "requests": fleet.requests()})
+        return json_response(fleet.tables())
 
     async def drain(request: HttpRequest) -> Response:
         body = await _body(request, DrainBody)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.1  # between two looks if the answer is still written
 MOST_READS = 4  # each is of what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
-TURN_S = 2.0  # that an answer waits for a replica that reads others
+TURN_S = 2.0  # how long an answer waits while its next replica reads others
 AGAIN_S = 1.0  # before another replica is asked to read
 WARM_S = 30.0  # for a vocabulary
 WARMING = Request("warms-grammars", (0,), SamplingParams(max_tokens=1, grammar=Grammar("regex", "a")), 0)
@@ -147,7 +147,7 @@ async def warm_up(member: Member) -> None:
     except EngineDied:
         pass
     finally:
-        member.warms = False
+        member.warms -= 1
 
 
 def _note(heard: asyncio.Future[Event], event: Event) -> None:

@@ -38,7 +38,7 @@ class Hedging:
         """Yield the answers that should be hedged now, and their only legs."""
         now_s = time.monotonic()
         for answer in tuple(answers) if self._budget else ():
-            leg = answer.legs[0] if len(answer.legs) == 1 and not answer.told else None
+            leg = answer.legs[0] if len(answer.legs) == 1 and not (answer.told or answer.aborted) else None
             if (
                 leg is not None
                 and not leg.spoke

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import PacelineError
-from paceline.core.figures import Spent
+from paceline.core.figures import Figures, Spent
+from paceline.core.request_nouns import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.figures import Figures
-    from paceline.core.request_nouns import Outcome, Request
+    from paceline.core.request_nouns import Request
     from paceline.serve.engines import Answers
 
 DEATH = "death"
@@ -198,6 +198,15 @@ class OngoingAnswer:
         replicas = ",".join(leg.replica for leg in self.legs)
         told = {"tokens": len(self.told), "legs": self.num_legs}
         return {"request": self.request.request_id, "replica": replicas} | told
+
+    def aborted_end(self) -> Outcome:
+        """Return the end of an aborted answer that has lost its replica.
+
+        The weights that wrote it are not known.
+        """
+        counts = Figures(len(self.request.prompt_ids), self.num_tokens, 0, 0, 0, 0, 0, 0, self.request.seed)
+        name, total = self.request.request_id, self._total(counts)
+        return Outcome(name, (), "", finish_reason="abort", start=self.num_tokens, figures=total)
 
     def _total(self, figures: Figures) -> Figures:
         """Return the counts of all replicas that wrote the answer."""

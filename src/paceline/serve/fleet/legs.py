@@ -68,9 +68,10 @@ class Legs:
         answers.put((answers.index[request_id], outcome))
 
     def fail(self, answer: OngoingAnswer, what: PacelineError | Outcome) -> None:
-        """End an answer with an error."""
+        """End an answer with an error, or as one that was aborted."""
         if not self.is_open(answer):
             return
+        what = answer.aborted_end() if answer.aborted else what
         if isinstance(what, Outcome):
             self.put(answer, what)
         else:

@@ -31,7 +31,7 @@ SILENT_S = 2.0  # without a message, though an idle replica sends some, and it c
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer ...
 SILENT_CHUNKS = 3  # ... or so many predicted passes over prompts: nothing is told during one
 TICK_S = 0.1  # between two looks at the replicas
-DRAIN_WAIT_S = 0.3  # a signal to one replica is seen apart from a signal to all within this time
+DRAIN_WAIT_S = 0.3  # within this time, signals to several replicas count as one to all
 
 
 class Costs(NamedTuple):
@@ -55,7 +55,8 @@ class Member:
     by_signal: bool = False  # ... until its process has been replaced
     moves_s: float = 0.0  # time.monotonic() from which its answers are moved then
     behind: bool = False  # it takes none until it has the weights of the fleet's last update
-    warms: bool = False  # it makes what grammars need; it takes requests if no other can
+    warmed: bool = False  # its process was told to make what grammars need
+    warms: int = 0  # such makings that have not ended; it takes requests if no other can
     freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
@@ -101,7 +102,7 @@ class Member:
         if self.engines.ready is None:
             return "down"
         said = {"draining": self.draining, "behind": self.behind, "silent": self.silent, "free": self.freed}
-        said["warming"] = self.warms
+        said["warming"] = self.warms > 0
         return next((word for word, holds in said.items() if holds), "up")
 
     @property
@@ -207,7 +208,7 @@ class Member:
 
     def note_ready(self) -> None:
         """Take what an engine that has loaded says of its costs."""
-        self.measured = self._measured()
+        self.measured, self.warmed = self._measured(), False
 
     def _beat(self) -> None:
         self.silent_s, self.silent = 0.0, False
