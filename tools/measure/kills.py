@@ -12,12 +12,12 @@ Most of a round is that wait (`waited_s` of its line), and most of a start is me
 replica after another. `paceline profile --out PROFILE`, then `--profile PROFILE`, leave that out; `auto` drafts
 as before.
 
-Each round is a line of JSON in FILE, written at once. A run that was stopped goes on behind the last line, and the
-summary is of all lines. The pause of a stream is its longest gap around the harm. Other replicas get all answers
-of the harmed one at once, and prefill what their clients have. For `kill` and `stop` a bar is for the pause less
-that prefill. For `end` and `drain` it is for the whole pause: the prefill runs while the answer is still written.
-What a token of prefill takes is measured at rest, with as many replicas up as were left. Streams that were hit
-twice are told apart.
+Each round is a line of JSON in FILE, written at once; `at_s` are the times of its harms by the machine's monotonic
+clock. A run that was stopped goes on behind the last line, and the summary is of all lines. The pause of a stream
+is its longest gap around the harm. Other replicas get all answers of the harmed one at once, and prefill what
+their clients have. For `kill` and `stop` a bar is for the pause less that prefill. For `end` and `drain` it is for
+the whole pause: the prefill runs while the answer is still written. What a token of prefill takes is measured at
+rest, with as many replicas up as were left. Streams that were hit twice are told apart.
 """
 
 from __future__ import annotations
@@ -279,6 +279,7 @@ class Rounds:
         return {
             "round": number,
             "harms": [hit.harm for hit in hits],
+            "at_s": [round(hit.at_s, 3) for hit in hits],
             "requests": len(found),
             "resumed": sum(one.usage.get("legs", 1) > 1 for one in found),
             "lost": sum(bool(one.error) or not one.ends for one in found),

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from paceline.core.errors import ConfigError, EngineDied, PacelineError, QueueFull, RequestError
 from paceline.core.params import Speculation
 from paceline.core.request_nouns import Outcome
+from paceline.core.system import usable_cores
 from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
@@ -762,6 +763,28 @@ def test_replicas_get_the_kv_that_the_first_one_chose(monkeypatch: pytest.Monkey
         await fleet.stop()
 
     run(scenario)
+
+
+def test_replicas_that_share_all_cores_have_a_thread_each() -> None:
+    def threads_of(count: int, asked: int | None = None) -> set[int | None]:
+        configs: list[EngineConfig] = []
+
+        def new_engine(config: EngineConfig, _: frozenset[int]) -> FakeEngines:
+            configs.append(config)
+            return FakeEngines()
+
+        async def scenario() -> None:
+            fleet = start_fleet(ReplicaOptions(replicas=count), EngineConfig(threads=asked), new_engine)
+            await until(lambda: len(configs) == count)
+            await fleet.stop()
+
+        run(scenario)
+        return {config.threads for config in configs}
+
+    cores = len(usable_cores())
+    assert threads_of(max(cores, 2)) == ({None} if cores > 1 else {1})
+    assert threads_of(cores + 1) == {1}
+    assert threads_of(cores + 1, asked=2) == {2}
 
 
 def test_new_requests_go_to_the_promise_key_that_most_replicas_have() -> None:

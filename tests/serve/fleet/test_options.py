@@ -78,6 +78,15 @@ def test_every_replica_has_cores_and_shares_them_only_in_want(
         assert sum(map(len, dealt)) == len(cores) == len(frozenset().union(*dealt))
 
 
+def test_more_replicas_than_cores_share_all_cores() -> None:
+    cores = usable_cores()
+    crowded = ReplicaOptions(replicas=len(cores) + 1)
+    assert crowded.dealt() == [cores] * (len(cores) + 1)
+    assert not ReplicaOptions(replicas=len(cores)).crowded
+    named = ReplicaOptions(replicas=len(cores) + 1, cores=",".join([str(min(cores))] * (len(cores) + 1)))
+    assert named.dealt() == [frozenset({min(cores)})] * (len(cores) + 1)
+
+
 def test_replicas_share_memory_and_disk_but_no_files() -> None:
     engine = EngineConfig(kv_disk="/pages", kv_disk_bytes=10 << 20, trace="trace.jsonl")
     configs = [replica_config(engine, number, 4) for number in range(4)]

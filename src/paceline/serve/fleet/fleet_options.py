@@ -56,9 +56,19 @@ class ReplicaOptions:
         if law != EXACT_LAW and (flag := next((flag for flag, used in given.items() if used), None)):
             raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
 
+    @property
+    def crowded(self) -> bool:
+        """True if replicas share all cores, as there are more of them."""
+        return self.cores == AUTO and self.replicas > len(usable_cores())
+
     def dealt(self) -> list[frozenset[int]]:
-        """Return the cores of each replica. Raises `ConfigError` for cores it cannot have."""
+        """Return the cores of each replica. Raises `ConfigError` for cores it cannot have.
+
+        Where two replicas share a core of their own, both wait for it while another replica's core is idle.
+        """
         usable = usable_cores()
+        if self.crowded:
+            return [usable] * self.replicas
         if self.cores == AUTO:
             return deal(self.replicas, usable, places(usable))
         groups = core_groups(self.cores)

@@ -31,6 +31,8 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
     """
     options.check_law(engine.law)
     first, *others = options.dealt()
+    if options.crowded:
+        engine = replace(engine, threads=engine.threads or 1)
     configs = replica_configs(engine, options.replicas)
     fleet = EngineFleet(options)
 
