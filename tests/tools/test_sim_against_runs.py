@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tools.measure.fleet_seconds import Counters, SpentSeconds
+from tools.measure.shared_cores import Handling, Slowdown
 from tools.measure.sim_against_runs import (
     SHARED_TOKENS,
     CellFigures,
@@ -34,7 +35,6 @@ from paceline.engine.assembly.build import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits
 from paceline.sim.command import of_drafter
-from paceline.sim.shared_cores import Handling, Slowdown
 from tests.engine.same_text import STAIRCASE
 
 REQUESTS = recorded(14, 1)

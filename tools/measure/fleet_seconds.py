@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 if TYPE_CHECKING:
-    from paceline.sim.shared_cores import SharedCores
+    from tools.measure.shared_cores import SharedCores
     from tools.served import RunningServer
 
 ENGINE_METRICS = "paceline_step_core_seconds_total", "paceline_step_seconds_total", "paceline_target_seconds_total"

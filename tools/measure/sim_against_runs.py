@@ -4,8 +4,8 @@
 
 Four cells: one and two replicas, 4 and 16 requests in flight, routed by seconds. Requests are a recorded list:
 prompts of four shared beginnings, answers of fixed lengths, drafts off. A client keeps so many in flight, and so
-does the simulator, with every step simulated on the cores of this machine (`sim/shared_cores.py`). It is told
-nothing of the cells. Its inputs are measured before them, so nothing else may run on the machine:
+does the simulator, with every step simulated on the cores of this machine (`shared_cores.py`). It is told nothing
+of the cells. Its inputs are measured before them, so nothing else may run on the machine:
 
 - prices of passes, of one engine alone and of two at once (`step_prices`), seconds;
 - then, of each fleet, from what its processes take under five loads that the cells do not have (`LOADS`):
@@ -49,9 +49,9 @@ from paceline.sim.fleet import FleetOptions
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import Handling, SharedMachine, Slowdown, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tools.measure.fleet_seconds import Counters, SpentSeconds
+from tools.measure.shared_cores import Handling, SharedMachine, Slowdown, run_closed
 from tools.measure.step_prices import Prices, workers
 from tools.served import start_server
 

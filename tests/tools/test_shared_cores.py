@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.measure.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, Slowdown, run_closed
 
 from paceline.control.cost import Curve, MeasuredCost, TargetCost
 from paceline.control.files import read_profile, step_cost
@@ -17,7 +18,6 @@ from paceline.sim.command import of_drafter
 from paceline.sim.fleet_runs import FleetSetup
 from paceline.sim.fleet_traces import FleetTrace
 from paceline.sim.rates import kind_of
-from paceline.sim.shared_cores import CoreJob, Handling, SharedCores, SharedMachine, Slowdown, run_closed
 from paceline.sim.simulator import SimulatedReplica
 from tests.engine.same_text import STAIRCASE
 
