@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.serve.engines import Answers
@@ -26,6 +26,7 @@ KEYS = st.sampled_from(("one", "two"))
     st.booleans(),
     st.booleans(),
 )
+@example([("silent", "one", False)], "two", "any", True, False)
 def test_asking_for_a_replica_says_whether_one_is_found(
     replicas: list[tuple[str, str, bool]], promise: str, resume: str, silent: bool, without_first: bool
 ) -> None:

@@ -51,9 +51,7 @@ class Dispatch:
         """Return whether `choose` finds a replica. The router counts no request."""
         barred = self._banned(answer).union(without)
         left = [member for name, member in self._members.items() if name not in barred]
-        if silent and any(member.serves for member in left if answer.promise in ("", member.promise)):
-            return True
-        return any(member.able and self.fits(answer, member) for member in left)
+        return any((m.serves if silent else m.able) and self.fits(answer, m) for m in left)
 
     def fits(self, answer: OngoingAnswer, member: Member) -> bool:
         """Return whether a replica's promise key allows it to go on with an answer."""
