@@ -55,6 +55,8 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
         operation=OperationOptions(rl=bool(given.get("rl")), api_key_file=Path(file) if file else None),
     )
     options.keys()
+    if options.operation.rl:
+        options.fleet.check_renewal()
     return options
 
 

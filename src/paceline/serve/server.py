@@ -99,8 +99,8 @@ class HttpConfig:
         if self.api_key is not None:
             check_key(self.api_key)
         check_exposure(self.host, self.has_keys, self.insecure)
-        if self.operation.rl and self.fleet.audit:
-            raise ConfigError("--audit compares answers of the same weights, so it goes without --rl")
+        if self.operation.rl:
+            self.fleet.check_renewal()
         if self.operation.rl and self.insecure and not self.has_keys:
             raise ConfigError(
                 "--rl lets clients replace the model, so it goes with --api-key, not with --insecure"

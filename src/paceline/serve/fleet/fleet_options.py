@@ -52,9 +52,19 @@ class ReplicaOptions:
 
     def check_law(self, law: str) -> None:
         """Raise `ConfigError` for options that need the same seed to give the same text."""
-        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0}
-        if law != EXACT_LAW and (flag := next((flag for flag, used in given.items() if used), None)):
+        if law != EXACT_LAW and (flag := self._writes_twice):
             raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
+
+    def check_renewal(self) -> None:
+        """Raise `ConfigError` for options that need the same weights throughout, which --rl does not leave."""
+        if flag := self._writes_twice:
+            raise ConfigError(f"{flag} goes without --rl: by other weights two replicas write different texts")
+
+    @property
+    def _writes_twice(self) -> str | None:
+        """The first flag given by which two replicas write one answer."""
+        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0}
+        return next((flag for flag, used in given.items() if used), None)
 
     @property
     def crowded(self) -> bool:
