@@ -14,7 +14,7 @@ from paceline.core.figures import Figures
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
 from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
-from paceline.core.weight_source import WeightSource
+from paceline.core.weight_source import FIRST_VERSION, WeightSource
 from paceline.engine.assembly.build import Built
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.owner import EngineOwner
@@ -89,6 +89,7 @@ def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) 
     """So a server knows which requests were in a step that ended the process, or that were taken into one."""
     engine = make_engine("off", PLAIN)
     heard: list[tuple[str, int, int, int]] = []  # request, tokens, the first one's place, steps so far
+    versions: list[str | None] = []
     rows = engine.target.rows
     apply, told_before = type(rows).apply, list[bool]()
 
@@ -103,6 +104,7 @@ def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) 
             if isinstance(message, OutcomeBatch):
                 steps = engine.stats().steps
                 heard.extend((o.request_id, len(o.token_ids), o.start, steps) for o in message.outcomes)
+                versions.extend(o.version for o in message.outcomes if o.request_id == "asks")
 
     asks = replace(request_of("asks"), told=(70, 80), tells_start=True)
     line = Hearing(iter([submit("does not"), None, Submit.of(asks), None, None, None, StopEngine()]))
@@ -111,6 +113,7 @@ def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) 
     of_it = [told for told in heard if told[0] == "asks"]
     ((_, tokens, start, steps), (_, next_tokens, next_start, next_steps), *_) = of_it
     assert (tokens, start, next_start) == (0, 2, 2)
+    assert versions == [FIRST_VERSION, *[None] * (len(versions) - 1)]
     assert next_tokens > 0
     assert next_steps > steps
     assert told_before == [False, True]

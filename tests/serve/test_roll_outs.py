@@ -23,6 +23,7 @@ from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig
 from tests.serve.conftest import Server, running, write_model
+from tests.serve.test_faults import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -288,8 +289,9 @@ def test_the_routes_go_with_a_key_or_this_machine_only() -> None:
     rl = OperationOptions(rl=True)
     with pytest.raises(ConfigError, match="--api-key"):
         HttpConfig(operation=rl, insecure=True)
-    with pytest.raises(ConfigError, match="--audit"):
-        HttpConfig(operation=rl, fleet=ReplicaOptions(replicas=2, audit=0.5))
+    for twice in ({"audit": 0.5}, {"hedge": "p95"}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(twice))} goes without --rl"):
+            HttpConfig(operation=rl, fleet=ReplicaOptions(replicas=2, **twice))
     HttpConfig(operation=rl, insecure=True, api_key="secret")
 
 
@@ -307,11 +309,17 @@ def test_commands_reach_every_replica(model: Path, newer: Path) -> None:
         new = [generate(client) for _ in range(4)]
         assert {answer["meta_info"]["weight_version"] for answer in new} == {"v1"}
         assert all(answer["output_ids"] == new[0]["output_ids"] != old[0] for answer in new)
-        assert post(client, "/abort_request", abort_all=True)["aborted"] == 1
-        assert [w["version"] for w in one.result()["meta_info"]["weight_versions"]] == ["default", "v1"]
-        promises = {line["promise"] for line in client.get("/v1/fleet").json()["replicas"]}
+        fleet = client.get("/v1/fleet").json()
+        promises = {line["promise"] for line in fleet["replicas"]}
         assert len(promises) == 1
         assert promises != {line["promise"] for line in replicas}
+        (crossing,) = fleet["requests"]  # began by old weights; it goes on by newer ones elsewhere, too
+        os.kill(fleet["replicas"][int(crossing["replica"])]["pid"], signal.SIGKILL)
+        assert eventually(lambda: client.get("/v1/fleet").json()["requests"][0]["legs"] == 2)
+        assert post(client, "/abort_request", abort_all=True)["aborted"] == 1
+        about = one.result()["meta_info"]
+        assert [w["version"] for w in about["weight_versions"]] == ["default", "v1"]
+        assert about["weight_versions"][0]["start"] == 0 < about["weight_versions"][1]["start"]
 
 
 def test_the_example_loses_no_token(model: Path) -> None:

@@ -107,3 +107,4 @@ class Outcome(Struct, frozen=True, eq=False, gc=False, array_like=True):
     notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked
     start: int = 0  # answer tokens before these, those told with the request included
     spent: Spent | None = None  # None: see `Spent.after`
+    version: str | None = None  # of the weights that write from `start` on; without words, if the request asks

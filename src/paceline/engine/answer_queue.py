@@ -46,9 +46,10 @@ class AnswerQueue(OutputQueue):
             response.prompt_logprobs = []
 
     def tell_start(self, request: Request) -> None:
-        """Tell, if asked to, that a request enters a step, which may end this process."""
+        """Tell, if asked to, that a request enters a step, which may end this process, and by which weights."""
         if request.tells_start and self.on_start is not None:
-            self.on_start(Outcome(request.request_id, (), "", start=len(request.told)))
+            start, version = self.responses[request.request_id].weights[-1]
+            self.on_start(Outcome(request.request_id, (), "", start=start, version=version))
 
     def renew(self, version: str) -> None:
         """Note that newer weights write from here on."""

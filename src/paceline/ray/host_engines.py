@@ -76,6 +76,7 @@ class HostEngines:
         self.on_language: Callable[[Language], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_draining: Callable[[], None] | None = None
+        self.on_renewed: Callable[[str], None] | None = None
         self._watches = False  # the engine notes its steps
         self._open = OpenAnswers()
         self._line = HostLine(host, front, self._take, self._broke)
@@ -153,7 +154,7 @@ class HostEngines:
             self._loaded(message)
 
     def _loaded(self, message: EngineUp) -> None:
-        self.ready = message.ready
+        earlier, self.ready = self.ready, message.ready
         is_first = not self.first_ready.done()
         if is_first:
             self._first_restarts = message.restarts
@@ -161,6 +162,8 @@ class HostEngines:
         before, self.restarts = self.restarts, message.restarts - self._first_restarts
         if self.on_ready is not None and (is_first or self.restarts != before):  # else its line is attached again
             self.on_ready()
+        elif self.on_renewed is not None and earlier is not None and earlier.promise != message.ready.promise:
+            self.on_renewed(earlier.promise)
         if self._watches:
             self._line.send([Watch(on=True)])
 

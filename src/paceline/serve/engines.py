@@ -142,3 +142,4 @@ class ReplicaEngine(Engines, Protocol):
 
     on_ready: Callable[[], None] | None  # called each time that its process has loaded
     on_draining: Callable[[], None] | None  # called when it is told, by a signal, to take no more requests
+    on_renewed: Callable[[str], None] | None  # called with the former promise key when newer weights write

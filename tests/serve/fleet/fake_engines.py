@@ -107,6 +107,7 @@ class FakeEngines:
         self.on_language: Callable[[Any], None] | None = None
         self.on_ready: Callable[[], None] | None = None
         self.on_draining: Callable[[], None] | None = None
+        self.on_renewed: Callable[[str], None] | None = None
         self.ready: Ready | None = None
         self.rows: dict[str, Row] = {}
         self.submitted: list[Request] = []
@@ -211,6 +212,13 @@ class FakeEngines:
     def lose_line(self) -> None:
         """Lose the line to an engine that lives; `load` attaches it again."""
         self.die(LineBroke("broke"))
+
+    def renew(self, promise: str) -> None:
+        """Write with newer weights from here on."""
+        before, self.promise = self.promise, promise
+        self.load()
+        if self.on_renewed is not None:
+            self.on_renewed(before)
 
     def revive(self) -> None:
         self.restarts += 1

@@ -819,6 +819,46 @@ def test_no_prompt_goes_to_who_came_back_with_another_key(
     run(scenario)
 
 
+def test_answers_go_on_elsewhere_behind_an_update_of_the_weights() -> None:
+    """Their replica has computed them anew by the newer weights; others can, too."""
+
+    async def scenario() -> None:
+        async with fleet_of(2, route="round-robin") as bench:
+            requests = [request_of("r"), request_of("s")]
+            for request in requests:
+                await bench.ask(request)
+                bench.writer(request.request_id).say(request.request_id, 3)
+            for fake in bench.fakes:
+                fake.renew("two")
+            dies = bench.writer("r")
+            dies.die()
+            await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+            await bench.finish(requests[0])
+            assert bench.heard["r"].last.figures.legs == 2  # type: ignore[union-attr]
+            await bench.finish(requests[1])
+
+    run(scenario)
+
+
+def test_an_answer_that_waits_takes_the_key_of_newer_weights() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            await bench.ask(request := request_of("r"))
+            (fake,) = bench.fakes
+            fake.say("r", 2)
+            fake.die()
+            await until(lambda: bench.fleet.tables()["requests"][0]["replica"] == "")
+            other = FakeEngines()
+            bench.fakes.append(other)
+            bench.fleet.add("other", other)
+            bench.fleet.drain("other")  # so that it is not asked before
+            other.renew("two")
+            bench.fleet.drain("other", undo=True)
+            await bench.finish(request)
+
+    run(scenario)
+
+
 def test_clients_are_told_the_length_that_all_replicas_take() -> None:
     async def scenario() -> None:
         async with fleet_of(3) as bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,6 +114,29 @@ class AnAnswer(RuleBasedStateMachine):
 
 AnAnswer.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 TestAnAnswer = AnAnswer.TestCase
+
+
+LEGS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab"), st.integers(0, 3), st.sampled_from("ab")))
+
+
+@given(LEGS)
+def test_versions_of_an_answer_are_those_that_wrote_each_token(legs: list[tuple[int, str, int, str]]) -> None:
+    """Each leg writes some tokens by one version, then some by another."""
+    request, wrote = request_of("r", max_tokens=1000), list[str]()
+    answer = Journal().begin(request, NO_ANSWERS)
+    for number, (count, version, more, newer) in enumerate(legs):
+        leg = answer.begin_leg(str(number))
+        for tokens, wanted in ((count, version), (more, newer)):
+            start = len(wrote)
+            assert answer.news(leg, Outcome("r", (), "", start=start, version=wanted)) is None
+            if tokens:
+                answer.news(leg, Outcome("r", tuple(range(tokens)), "", start=start))
+            wrote += [wanted] * tokens
+        answer.end_leg(leg)
+    found = answer.aborted_end().figures.weights  # type: ignore[union-attr]
+    by_token = [next(name for start, name in reversed(found) if start <= index) for index in range(len(wrote))]
+    assert by_token == wrote
+    assert all(one[0] < other[0] and one[1] != other[1] for one, other in pairwise(found))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20))

@@ -71,6 +71,7 @@ class EngineFleet:
         engines.on_snapshot = partial(self._took_snapshot, member)
         engines.on_ready = partial(self._is_ready, member)
         engines.on_draining = member.note_draining
+        engines.on_renewed = partial(self._legs.renew, member)
         engines.on_language = self._language
         engines.first_ready.add_done_callback(partial(self._loaded, member))
         if engines.ready is not None:
@@ -200,8 +201,7 @@ class EngineFleet:
 
     def tables(self) -> dict[str, list[dict[str, Any]]]:
         """Return the tables of replicas and of open requests."""
-        replicas = [member.figures() for member in self.members.values()]
-        return {"replicas": replicas, "requests": self._legs.journal.figures()}
+        return {"replicas": [m.figures() for m in self.members.values()], "requests": self._legs.journal.figures()}
 
     def _member(self, name: str) -> Member:
         if name not in self.members:

@@ -103,6 +103,7 @@ class OngoingAnswer:
     retry_s: float = 0.0  # time.monotonic() before which no replica is asked
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
+    weights: tuple[tuple[int, str], ...] = ()  # that write it, as in `Figures`
     page_hashes: tuple[bytes, ...] | None = None  # of its prompt, or more of it; None: not needed so far
 
     @property
@@ -164,6 +165,8 @@ class OngoingAnswer:
         Raises `WordsMissing`.
         """
         leg.started, self.num_unstarted = True, 0
+        if outcome.version is not None:
+            self.weights = joined(self.weights, ((outcome.start, outcome.version),))
         if not (outcome.token_ids or outcome.text or outcome.finish_reason or outcome.prompt_logprobs):
             return None  # a step of it begins
         start = outcome.start - len(self.request.told)
@@ -200,10 +203,7 @@ class OngoingAnswer:
         return {"request": self.request.request_id, "replica": replicas} | told
 
     def aborted_end(self) -> Outcome:
-        """Return the end of an aborted answer that has lost its replica.
-
-        The weights that wrote it are not known.
-        """
+        """Return the end of an aborted answer that has lost its replica."""
         counts = Figures(len(self.request.prompt_ids), self.num_tokens, 0, 0, 0, 0, 0, 0, self.request.seed)
         name, total = self.request.request_id, self._total(counts)
         return Outcome(name, (), "", finish_reason="abort", start=self.num_tokens, figures=total)
@@ -211,7 +211,17 @@ class OngoingAnswer:
     def _total(self, figures: Figures) -> Figures:
         """Return the counts of all replicas that wrote the answer."""
         whole = figures if self.spent is None else figures.behind(self.spent)
-        return replace(whole, legs=max(self.num_legs, 1), inexact=self.inexact)
+        weights = joined(self.weights, figures.weights)
+        return replace(whole, legs=max(self.num_legs, 1), inexact=self.inexact, weights=weights)
+
+
+def joined(weights: tuple[tuple[int, str], ...], then: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
+    """Return which weights wrote an answer, by what one replica says of it and then another."""
+    found = list[tuple[int, str]]()
+    for start, version in (*(one for one in weights if not then or one[0] < then[0][0]), *then):
+        if not found or found[-1][1] != version:
+            found.append((start, version))
+    return tuple(found)
 
 
 def _summed(first: Spent, then: Spent) -> Spent:

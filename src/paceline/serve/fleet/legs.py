@@ -60,6 +60,18 @@ class Legs:
         for leg in tuple(answer.legs):
             self.drop(answer, leg)
 
+    def renew(self, member: Member, before: str) -> None:
+        """Note that newer weights have changed a replica's promise key: its answers go on under the new one.
+
+        So do those that wait, once no replica has the key before.
+        """
+        for answer, leg in self.journal.on(member.name):
+            leg.promise = answer.promise = member.promise
+        if all(other.promise != before for other in self._members.values()):
+            for answer in self.journal.open.values():
+                if not answer.legs and answer.promise == before:
+                    answer.promise = member.promise
+
     def put(self, answer: OngoingAnswer, outcome: Outcome) -> None:
         """Tell the client an outcome."""
         answers, request_id = answer.answers, answer.request.request_id

@@ -107,6 +107,7 @@ class EngineClient:
         self.on_language: Callable[[Language], None] | None = None  # called while an engine loads
         self.on_ready: Callable[[], None] | None = None  # called when an engine has loaded
         self.on_draining: Callable[[], None] | None = None  # called when the engine takes no more requests
+        self.on_renewed: Callable[[str], None] | None = None  # called with the promise key before newer weights
         self._open = OpenAnswers()
         self.commands = CommandSender(self._send_to_ready, self._open.ids)
         self._watches = False  # the engine notes its steps
@@ -324,8 +325,10 @@ class EngineClient:
             self.on_ready()
 
     def _obeyed(self, engine: EngineProcess, message: Obeyed) -> None:
-        if engine.ready is not None and message.promise != engine.ready.promise:
+        if engine.ready is not None and message.promise != (before := engine.ready.promise):
             engine.ready = msgspec.structs.replace(engine.ready, promise=message.promise)
+            if self.on_renewed is not None:
+                self.on_renewed(before)
         self.commands.take(message)
 
 
