@@ -190,7 +190,7 @@ class GenerateFormat:
             about["weight_version"] = figures.weights[-1][1]
             about["weight_versions"] = [{"start": start, "version": version} for start, version in figures.weights]
             about["spec_accept_length"] = round(figures.acceptance_length, 4)
-            about |= changed_usage([figures])
+            about |= changed_usage([figures]) | ({"resumed_inexact": True} if figures.inexact else {})
         if self.scored:
             scores = answer.logprobs or []
             about["output_token_logprobs"] = [self._entry(entry) for entry in scores]
