@@ -1,4 +1,4 @@
-"""Format of responses: log-probabilities of /v1/completions."""
+"""Format of responses: log-probabilities of /v1/completions, and what is told of promise keys."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.figures import Figures
 from paceline.core.request_nouns import Outcome, TokenLogprobs
 from paceline.model.detokenizer import Detokenizer
-from paceline.serve.api.openai_format import CompletionFormat, PartialAnswer
+from paceline.serve.api.generate_format import GenerateFormat
+from paceline.serve.api.openai_format import CompletionFormat, PartialAnswer, usage
+from tests.serve.fleet.fake_engines import request_of
 from tests.tiny import END, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -70,3 +73,17 @@ def test_every_token_of_a_stream_is_spelled_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Detokenizer, "push", counted)
     streamed([[65]] * 200)
     assert len(spelled) == 2 * 200
+
+
+@pytest.mark.parametrize("inexact", [False, True])
+def test_answers_of_two_promise_keys_say_so(inexact: bool) -> None:
+    figures = Figures(3, 2, 0, 1, 1, 0, 0, 0, 5, inexact=inexact, weights=((0, "a"),))
+    assert usage([figures], 1).get("resumed_inexact", False) == inexact
+    roll_out = GenerateFormat(
+        TOKENIZER, [request_of("r")], ["r"], many=False, scored=False, texts=False, skips=True
+    )
+    answer = PartialAnswer()
+    answer.add(Outcome("r", (1, 2), "ab", finish_reason="length", figures=figures))
+    about = roll_out.choice(0, answer)["meta_info"]
+    assert about["weight_versions"] == [{"start": 0, "version": "a"}]
+    assert about.get("resumed_inexact", False) == inexact
