@@ -58,13 +58,13 @@ def test_all_outcomes_of_a_step_are_one_message_in_order() -> None:
         line.put(Rejected("c", "RequestError", "no"))
         line.put_outcome(outcome("a", 3))
         found = read_from_host(await line.take(1.0))
-        line.put(Down())
+        line.put(Down(hangs=False))
         return [found, read_from_host(await line.take(1.0)), await line.take(0.01)]
 
     first, second, nothing = run_with_lines(work())
     assert [type(message) for message in first] == [OutcomeBatch, Rejected, OutcomeBatch]
     assert [(o.request_id, o.token_ids) for o in first[0].outcomes] == [("a", (1,)), ("b", (2,))]
-    assert second == [Down()]
+    assert second == [Down(hangs=False)]
     assert nothing == b""
 
 
@@ -177,8 +177,8 @@ def test_a_line_that_is_attached_again_leaves_no_answer_running() -> None:
         replaced = host._lines.lines[FRONT]
         newer = await line_to(host)
         await until(lambda: host._lines.lines.get(FRONT) not in (None, replaced))
-        host._lines.lines[FRONT].put(Down())
-        assert read_from_host(await newer.receive()) == [Down()]
+        host._lines.lines[FRONT].put(Down(hangs=False))
+        assert read_from_host(await newer.receive()) == [Down(hangs=False)]
         with pytest.raises(EOFError):
             await older.receive()
         newer.close()
@@ -291,8 +291,8 @@ def test_a_piece_that_is_no_message_ends_its_line_alone(sent: bytes, caplog: pyt
         bad._writer.write(sent)
         with pytest.raises(ENDED):
             await bad.receive()
-        host._lines.put(Down())
-        assert read_from_host(await good.receive()) == [Down()]
+        host._lines.put(Down(hangs=False))
+        assert read_from_host(await good.receive()) == [Down(hangs=False)]
         return list(host._lines.lines)
 
     assert run_with_lines(work()) == [FRONT[::-1]]
@@ -332,8 +332,8 @@ def test_lines_are_encrypted_where_ray_is(tmp_path: Path, monkeypatch: pytest.Mo
         line = await line_to(host)
         assert line._writer.get_extra_info("cipher") is not None
         await until(lambda: host._lines.lines)
-        host._lines.put(Down())
-        assert read_from_host(await line.receive()) == [Down()]
+        host._lines.put(Down(hangs=False))
+        assert read_from_host(await line.receive()) == [Down(hangs=False)]
         line.close()
         host_name, port, _ = await host.address()
         anonymous = ssl.create_default_context(cafile=tmp_path / "ca.pem")
@@ -565,7 +565,9 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
-    states = iter([[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(), EngineUp(ready, 3)]])
+    states = iter(
+        [[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(hangs=False), EngineUp(ready, 3)]]
+    )
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for message in next(states, ()):
@@ -651,13 +653,22 @@ def test_a_front_is_told_of_each_process_once() -> None:
 
     async def work() -> list[Any]:
         host, line = EngineHost(EngineConfig()), FrontLine()
-        for state in (SimpleNamespace(ready=ready, restarts=1),) * 2, (SimpleNamespace(ready=None, restarts=1),):
-            for client in state:
-                host._client = client  # type: ignore[assignment]
-                host.tell_state(line)
+        states = (
+            (ready, 1, 7),
+            (ready, 1, 7),
+            (None, 1, 7),
+            (ready, 1, 7),
+            (None, 1, None),
+            (ready, 2, 8),
+            (None, 3, 9),
+        )
+        for now_ready, restarts, pid in (*states, (None, 3, 9)):
+            host._client = SimpleNamespace(ready=now_ready, restarts=restarts, pid=pid)  # type: ignore[assignment]
+            host.tell_state(line)
         return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
 
-    assert run_with_lines(work()) == [EngineUp(ready, 1), Down()]
+    up, hangs, ended = EngineUp(ready, 1), Down(hangs=True), Down(hangs=False)
+    assert run_with_lines(work()) == [up, hangs, up, ended, EngineUp(ready, 2), ended]
 
 
 @pytest.mark.ray

@@ -103,7 +103,11 @@ class EngineHost:
         if ready is line.told:
             return
         line.told = ready
-        line.put(Down() if client is None or ready is None else EngineUp(ready, client.restarts))
+        if client is not None and ready is not None:
+            line.restarts = client.restarts
+            line.put(EngineUp(ready, client.restarts))
+        else:
+            line.put(Down(client is not None and client.pid is not None and client.restarts == line.restarts))
 
     async def command(self, data: bytes) -> bytes:
         """Carry out a trainer's command; return the reply."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import EngineDied
+from paceline.core.errors import EngineDied, LineBroke
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Submit, encode, error_of
 from paceline.ray.host_line import HostLine
@@ -148,7 +148,7 @@ class HostEngines:
                 self.on_snapshot(message)
         elif isinstance(message, Down):
             given_up = [Cancel(request_id) for request_id in self._open.ids()]
-            self._down(EngineDied(RESTARTING))
+            self._down(LineBroke(RESTARTING) if message.hangs else EngineDied(RESTARTING))
             self._line.send(given_up)  # an engine that only hung would go on with them
         else:
             self._loaded(message)

@@ -20,6 +20,8 @@ NAMESPACE = "paceline"  # of the engines' actors
 class Down(Message, frozen=True):
     """The engine's process has ended or hangs: no open request goes on."""
 
+    hangs: bool  # and may well come back
+
 
 class EngineUp(Message, frozen=True):
     """An engine is ready."""
@@ -44,6 +46,7 @@ class FrontLine:
 
     def __init__(self) -> None:
         self.told: Ready | None = None  # the engine that the front knows of
+        self.restarts = 0  # of its process
         self._messages: list[FromHost] = []
         self._outcomes: list[Outcome] = []
         self._wake = asyncio.Event()

@@ -44,7 +44,7 @@ def _match(fleet: EngineFleet, names: set[str], front: str) -> None:
         fleet.add(name, HostEngines(ray.get_actor(name, namespace=NAMESPACE), front))
     for name, member in list(members.items()):
         if name not in names and member.engines.dead:
-            members.pop(name).engines.kill()  # which ends its tasks
+            fleet.remove(name)
 
 
 def names_of(application: str) -> set[str]:

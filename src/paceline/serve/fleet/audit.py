@@ -83,7 +83,7 @@ class Audits:
             self._now = None
             if not now.failed:
                 self._compare(now)
-        elif now.member is not None and now.member.num_legs:  # real work has come
+        elif now.member is not None and (now.member.num_legs or not now.member.serves):  # real work, or its end
             self._now = None
             await _close(now)
             self._kept.append(Audit(now.request, now.token_ids, now.replica, now.promise))

@@ -10,7 +10,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.serve.fleet.index import PrefixIndex, page_hashes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from paceline.control.routing import RouteChoice
     from paceline.serve.fleet.fleet_metrics import FleetMetrics
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import Ready
 
 ANY = "any"  # value of --resume
+# Which replicas are asked, one kind after another. The last kind seems to hang, which is better than none.
+WILLING: tuple[Callable[[Member], bool], ...] = (lambda m: m.alive, lambda m: m.able, lambda m: m.serves)
 
 
 class Dispatch:
@@ -31,24 +33,20 @@ class Dispatch:
         self._router = Router(policy_named(options.route))
         self._index = PrefixIndex()
 
-    def choose(
-        self, answer: OngoingAnswer, without: Collection[str] = (), *, silent: bool = False
-    ) -> tuple[Member, RouteChoice] | None:
-        """Return the replica for an answer, now; None if there is none.
-
-        silent: replicas that seem to hang are better than none.
-        """
+    def choose(self, answer: OngoingAnswer, without: Collection[str] = ()) -> tuple[Member, RouteChoice] | None:
+        """Return the replica for an answer, now; None if there is none."""
         start_s = perf_counter()
-        found = self._chosen(answer, without, silent=False, promise=answer.promise)
-        if found is None and silent:
-            found = self._chosen(answer, without, silent=True, promise=answer.promise)
-        if found is None and answer.promise and self._any_promise:
-            found = self._chosen(answer, without, silent=silent, promise="")
+        promises = dict.fromkeys((answer.promise, "") if self._any_promise else (answer.promise,))
+        tries = (self._chosen(answer, without, one, promise) for promise in promises for one in WILLING)
+        found = next((one for one in tries if one is not None), None)
         self._metrics.route_s.observe(perf_counter() - start_s)
         return found
 
     def can_place(self, answer: OngoingAnswer, without: Collection[str] = (), *, silent: bool = False) -> bool:
-        """Return whether `choose` finds a replica. The router counts no request."""
+        """Return whether `choose` finds a replica, with `silent` also one that seems to hang.
+
+        The router counts no request.
+        """
         barred = self._banned(answer).union(without)
         left = [member for name, member in self._members.items() if name not in barred]
         return any((m.serves if silent else m.able) and self.fits(answer, m) for m in left)
@@ -60,7 +58,7 @@ class Dispatch:
     def second(self, answer: OngoingAnswer, first: AnswerLeg) -> tuple[Member, RouteChoice] | None:
         """Return a second replica, with the first one's promise key; None if there is none."""
         answer.promise = first.promise  # from now on, as either may speak first
-        return self._chosen(answer, {first.replica}, silent=False, promise=first.promise)
+        return self._chosen(answer, {first.replica, *answer.full}, WILLING[0], first.promise)
 
     def any_left(self, answer: OngoingAnswer) -> bool:
         """Return whether a replica may have an answer, now or when back in service."""
@@ -79,16 +77,13 @@ class Dispatch:
         return "" if self._any_promise else ready.promise
 
     def _chosen(
-        self, answer: OngoingAnswer, without: Collection[str], *, silent: bool, promise: str
+        self, answer: OngoingAnswer, without: Collection[str], fits: Callable[[Member], bool], promise: str
     ) -> tuple[Member, RouteChoice] | None:
         members, banned = self._members, self._banned(answer)
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
-        views = [
-            member.view(hits.get(name, 0), alive=member.serves if silent else member.alive)
-            for name, member in members.items()
-        ]
+        views = [member.view(hits.get(name, 0), alive=fits(member)) for name, member in members.items()]
         choice = self._router.choose(view, views)
         return None if choice is None else (members[choice.replica], choice)
 
@@ -100,17 +95,21 @@ class Dispatch:
 
     def began(self, answer: OngoingAnswer, member: Member) -> None:
         """Note that a replica gets a prompt's pages."""
-        self._index.add(member.name, self._hashes(answer), member.num_pages)
+        self._note(member, self._hashes(answer))
 
     def ended(self, answer: OngoingAnswer, member: Member) -> None:
         """Note that a replica has an answer's pages, which the next turn begins with."""
         if len(answer.told) >= PAGE_TOKENS:
-            self._index.add(member.name, page_hashes(answer.request, answer.told), member.num_pages)
+            self._note(member, page_hashes(answer.request, answer.told))
 
     def read(self, answer: OngoingAnswer, member: Member, hashes: tuple[bytes, ...]) -> None:
         """Note that a replica has an answer's pages, with which it can go on."""
         answer.page_hashes = hashes
-        self._index.add(member.name, hashes, member.num_pages)
+        self._note(member, hashes)
+
+    def _note(self, member: Member, hashes: tuple[bytes, ...]) -> None:
+        if member.ready is not None and member.ready.keeps_pages:
+            self._index.add(member.name, hashes, member.num_pages)
 
     def forget(self, name: str) -> None:
         """Note that a replica's process has ended."""

@@ -26,11 +26,13 @@ from paceline.serve.fleet.journal import DEATH, HANG, LEAVES, LINE, MOVES, Words
 from paceline.serve.fleet.legs import MOST_STRIKES, Legs
 from paceline.serve.fleet.member import TICK_S, Member, common_ready, summed, tell_costs, tell_of_mixed
 from paceline.serve.fleet.tail import Tail
+from paceline.serve.fleet.ticks import tick_every
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from paceline.core.request_nouns import Request
+    from paceline.engine.stats import Stats
     from paceline.serve.engines import Event, OnEvent, ReplicaEngine
     from paceline.serve.fleet.fleet_options import ReplicaOptions
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
@@ -56,14 +58,15 @@ class EngineFleet:
         self.on_snapshot: Callable[[Snapshot], None] | None = None
         self.on_language: Callable[[Language], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
-        self._legs = Legs(self.members, self.spawn)
+        self._legs = Legs(self.members, self.spawn, self.metrics.hedged)
         self.commands = FleetCommands(self.members, self._legs.journal.open)
         self._hedging = Hedging(BUDGET if options.hedge != "off" else 0.0)
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._tail = Tail(options.tail, self.members, self._legs.journal, self.move)
+        self._gone: Stats | None = None  # counters of replicas that were removed
         self._watches = False
         self._tasks: set[asyncio.Task[object]] = set()  # of this fleet, to be ended with it
-        self.spawn(self._watch_replicas())
+        self.spawn(tick_every(TICK_S, self._tick))
 
     def add(self, name: str, engines: ReplicaEngine, cores: frozenset[int] = frozenset()) -> Member:
         """Take a replica in, which may still load."""
@@ -71,7 +74,7 @@ class EngineFleet:
         engines.on_snapshot = partial(self._took_snapshot, member)
         engines.on_ready = partial(self._is_ready, member)
         engines.on_draining = member.note_draining
-        engines.on_renewed = partial(self._legs.renew, member)
+        engines.on_renewed = partial(self._renewed, member)
         engines.on_language = self._language
         engines.first_ready.add_done_callback(partial(self._loaded, member))
         if engines.ready is not None:
@@ -80,6 +83,14 @@ class EngineFleet:
             self.spawn(engines.watch(on=True))
         self._level(member)
         return member
+
+    def remove(self, name: str) -> None:
+        """Forget a replica that is gone for good, and what is known of it."""
+        member = self.members.pop(name)
+        self._gone = member.counted(self._gone)
+        self._dispatch.forget(name)
+        self.metrics.forget(name)
+        member.engines.kill()  # which ends its tasks
 
     def _level(self, member: Member) -> None:
         """Keep a replica out of service until it has the fleet's last weights."""
@@ -113,7 +124,7 @@ class EngineFleet:
     @property
     def snapshot(self) -> Snapshot | None:
         """Sum of the replicas' newest counters."""
-        return summed(self.members.values())
+        return summed(self.members.values(), self._gone)
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
@@ -219,7 +230,7 @@ class EngineFleet:
             await asyncio.sleep(TOGETHER_S)
         tried = set(answer.full)
         while self._legs.is_open(answer) and not answer.legs:
-            found = None if answer.aborted else self._dispatch.choose(answer, tried, silent=True)
+            found = None if answer.aborted else self._dispatch.choose(answer, tried)
             if found is None:
                 self._wait(answer, why)
                 return
@@ -301,6 +312,7 @@ class EngineFleet:
 
     def _on_outcome(self, answer: OngoingAnswer, leg: AnswerLeg, outcome: Outcome) -> None:
         if outcome.finish_reason == "cancelled":  # not by us
+            answer.banned.add(self.members[leg.replica].process)
             self._lost(answer, leg, "drain", EngineDied(RESTARTING))
             return
         if outcome.finish_reason == "error" and not answer.broken:
@@ -330,22 +342,15 @@ class EngineFleet:
         if news.finish_reason is not None:
             self._finished(answer, leg)
         elif len(answer.legs) > 1:
-            self._settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
+            self._legs.settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
 
     def _finished(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
-        self._settle(answer, leg, tokens_ahead=0)
+        self._legs.settle(answer, leg, tokens_ahead=0)
         self._dispatch.ended(answer, self.members[leg.replica])
         self._legs.end(answer, leg)
         self._legs.forget(answer)
         if self.options.audit and not answer.inexact and answer.request.keeps_text:  # it can be written again
             self._audits.offer(Audit(answer.request, tuple(answer.told), leg.replica, answer.promise))
-
-    def _settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
-        """Stop the other replica of an answer once one is ahead by so many tokens."""
-        for other in tuple(answer.legs):
-            if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
-                self.metrics.hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
-                self._legs.drop(answer, other)
 
     def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
@@ -353,8 +358,8 @@ class EngineFleet:
         what: to tell the client in that case.
         """
         self._legs.drop(answer, leg)
-        process = (leg.replica, self.members[leg.replica].engines.restarts)
-        if not isinstance(what, (QueueFull, LineBroke)):  # neither says that the process is bad
+        process = self.members[leg.replica].process
+        if why not in LEAVES and not isinstance(what, QueueFull):  # else nothing says that the process is bad
             answer.banned.add(process)
         if isinstance(what, RequestError):
             self._refused(answer, leg, what)
@@ -396,19 +401,6 @@ class EngineFleet:
         return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
 
     # Watching replicas -------------------------------------------------------------------------------
-
-    async def _watch_replicas(self) -> None:
-        last_s, told = time.monotonic(), set[str]()
-        while True:
-            await asyncio.sleep(TICK_S)
-            now_s = time.monotonic()
-            try:
-                await self._tick(now_s - last_s)
-            except Exception as error:  # a bug of ours must not end hang detection, waits and drains
-                if (kind := type(error).__name__) not in told:
-                    told.add(kind)
-                    log.exception("a look at the replicas failed; told once")
-            last_s = now_s
 
     async def _tick(self, elapsed_s: float) -> None:
         for member in tuple(self.members.values()):
@@ -480,6 +472,10 @@ class EngineFleet:
         tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
         self._warm(member)
 
+    def _renewed(self, member: Member, before: str) -> None:
+        self._legs.renew(member, before)
+        self._dispatch.forget(member.name)  # no page of the weights before is used
+
     def _warm(self, member: Member) -> None:
         """Have a replica make what grammars need, once, if the fleet has had one."""
         if self._legs.journal.had_grammar and not member.warmed and member.serves:
@@ -496,5 +492,5 @@ class EngineFleet:
                 log.error("replica %s could not be started: %s", member.name, failed)
         elif failed is None:
             self.first_ready.set_result(done.result())
-        else:
+        elif all(other.engines.first_ready.done() for other in self.members.values()):  # none may still load
             self.first_ready.set_exception(failed)

@@ -37,6 +37,12 @@ class FleetMetrics(Collector):
         about = "Time of a routing decision"
         self.route_s = Histogram("paceline_route_seconds", about, buckets=_ROUTE_SECONDS, registry=self._own)
 
+    def forget(self, replica: str) -> None:
+        """Drop the series of a replica that was removed."""
+        labels = [s.labels for family in self.routed.collect() for s in family.samples]
+        for why in {of["why"] for of in labels if of["replica"] == replica}:
+            self.routed.remove(replica, why)
+
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         up = GaugeMetricFamily("paceline_replica_up", "1 if the replica takes requests", labels=["replica"])

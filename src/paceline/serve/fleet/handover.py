@@ -44,7 +44,7 @@ async def hand_over(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, g
     leg: the part that is still written. It is kept where it is if the reading fails.
     """
     try:
-        found = dispatch.choose(answer, {leg.replica}, silent=True)
+        found = dispatch.choose(answer, {leg.replica})
         if found is None:
             await asyncio.sleep(AGAIN_S)
         else:

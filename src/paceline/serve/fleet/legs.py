@@ -14,6 +14,8 @@ from paceline.serve.fleet.journal import Journal
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
+    from prometheus_client import Counter
+
     from paceline.core.errors import PacelineError
     from paceline.serve.engines import Answers
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
@@ -32,11 +34,14 @@ class Legs:
     """
 
     def __init__(
-        self, members: Mapping[str, Member], spawn: Callable[[Coroutine[Any, Any, object]], None]
+        self,
+        members: Mapping[str, Member],
+        spawn: Callable[[Coroutine[Any, Any, object]], None],
+        hedged: Counter,
     ) -> None:
-        """spawn: runs something beside."""
+        """spawn: runs something beside. hedged: a metric, see `FleetMetrics`."""
         self.journal = Journal()
-        self._members, self._spawn = members, spawn
+        self._members, self._spawn, self._hedged = members, spawn, hedged
 
     def is_open(self, answer: OngoingAnswer) -> bool:
         """Return whether an answer is still written, or waits."""
@@ -53,6 +58,13 @@ class Legs:
         at_replica = self.end(answer, leg)
         if at_replica is not None:
             self._spawn(at_replica.close())
+
+    def settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
+        """Stop the other replica of an answer once one is ahead by so many tokens."""
+        for other in tuple(answer.legs):
+            if other is not ahead and ahead.num_tokens - other.num_tokens >= tokens_ahead:
+                self._hedged.labels("first" if ahead is answer.legs[0] else "second").inc()
+                self.drop(answer, other)
 
     def leave(self, answer: OngoingAnswer) -> None:
         """Give up all replicas of an answer, none of which is to blame."""

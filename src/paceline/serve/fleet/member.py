@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.control.routing import ReplicaView
 from paceline.engine.count_sums import total
+from paceline.engine.gauges import Gauges
 from paceline.serve.fleet.index import USUAL_PAGES
 from paceline.serve.observe.recent import RATE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
@@ -82,6 +83,11 @@ class Member:
         return "" if self.ready is None else self.ready.promise
 
     @property
+    def process(self) -> tuple[str, int]:
+        """Its name, and the restarts that tell its process from others."""
+        return self.name, self.engines.restarts
+
+    @property
     def serves(self) -> bool:
         """True if it may be sent requests, though it may be silent."""
         return not self.draining and not self.behind and self.engines.ready is not None
@@ -140,9 +146,14 @@ class Member:
         self._beat()
         last = self.recent.newest
         if last is not None and snapshot.stats.steps < last.stats.steps:
-            self.ended = last.stats if self.ended is None else total([self.ended, last.stats])
+            self.ended = _sum_of(self.ended, last.stats)
         self.recent.take(snapshot)
         self.measured = self._measured()
+
+    def counted(self, others: Stats | None) -> Stats | None:
+        """Return the counters of its processes and of others."""
+        newest = self.engines.snapshot
+        return _sum_of(others, self.ended, None if newest is None else newest.stats)
 
     def tick(self, elapsed_s: float) -> None:
         """Note that time has passed. A late tick counts as a short one."""
@@ -281,15 +292,25 @@ def tell_costs(members: Collection[Member], stats: Stats) -> None:
             member.usual, member.per_pass = usual, brought
 
 
-def summed(members: Collection[Member]) -> Snapshot | None:
-    """Return the sum of several replicas' counters, which never falls; None without any."""
-    snapshots = [m.engines.snapshot for m in members if m.engines.snapshot is not None]
-    if not snapshots:
+def summed(members: Collection[Member], gone: Stats | None = None) -> Snapshot | None:
+    """Return the sum of several replicas' counters, which never falls; None without any.
+
+    gone: counters of replicas that were removed. Gauges are of replicas whose engine works.
+    """
+    known = [(m, m.engines.snapshot) for m in members if m.engines.snapshot is not None]
+    snapshots = [snapshot for member, snapshot in known if member.ready is not None]
+    stats = _sum_of(gone, *(member.counted(None) for member, _ in known))
+    if not known or stats is None:
         return None
-    steps = sorted((step for s in snapshots for step in s.steps), key=lambda step: step.end_s)
-    ended = [m.ended for m in members if m.ended is not None]
-    stats, gauges = total([s.stats for s in snapshots] + ended), total([s.gauges for s in snapshots])
+    steps = sorted((step for _, s in known for step in s.steps), key=lambda step: step.end_s)
+    gauges = total([s.gauges for s in snapshots]) if snapshots else Gauges.none()
     return Snapshot(stats, gauges, tuple(steps), sum(s.backlog_tokens for s in snapshots))
+
+
+def _sum_of(*stats: Stats | None) -> Stats | None:
+    """Return the sum of counters; None if there are none."""
+    found = [one for one in stats if one is not None]
+    return total(found) if found else None
 
 
 def ranges(cores: frozenset[int]) -> str:

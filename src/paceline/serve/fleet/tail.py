@@ -50,9 +50,10 @@ class Tail:
         if index is None:
             return
         free = members.pop(index)
-        free.freed = True
+        free.freed = True  # so that none of its answers comes back
         for answer, _ in tuple(self._journal.on(free.name)):
             await self._give(answer, min(members, key=lambda member: member.num_legs))
+        free.freed = not free.num_legs
 
     async def _even(self, members: list[Member]) -> None:
         giver = max(members, key=lambda member: member.num_legs, default=None)
