@@ -89,6 +89,7 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
     require(in.copies.shape(1) == 2, "a copy is a token and a slot");
     pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0);
     check_tokens(shape, kv, pass);
+    if (num_tokens) kv.expect(*std::max_element(pass.slots, pass.slots + num_tokens) / kPageTokens + 1);
     return pass;
 }
 

@@ -1,7 +1,10 @@
 // Keys and values of some layers, by page.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,7 +31,8 @@ class KVStore {
         : type_(type), num_pages_(num_pages), heads_(std::move(heads)), places_(heads_.size()) {
         for (size_t layer : sliding) places_[layer].slides = true, window_bytes_ += 2 * part_bytes(layer);
         rest_bytes_ = sliding.empty() ? 0 : page_bytes() - window_bytes_;
-        for (size_t bytes : {window_bytes_, rest_bytes_}) memory_.push_back(zero_pages(num_pages * bytes));
+        const auto take = [&](size_t bytes) { memory_.emplace_back(zero_pages(num_pages * bytes), bytes); };
+        take(window_bytes_), take(rest_bytes_);
         size_t of_windows = 0, of_rest = 0;  // bytes before a layer's, within a page
         for (size_t layer = 0; layer < heads_.size(); ++layer) {
             const size_t part = part_bytes(layer);
@@ -37,13 +41,12 @@ class KVStore {
             place.heads_per_page = heads_[layer].num_kv * (sliding.empty() ? 1 : 2 * beside);
             size_t& at = place.slides ? of_windows : of_rest;
             for (uint8_t** to : {&place.keys, &place.values}) {
-                if (sliding.empty()) memory_.push_back(zero_pages(num_pages * part)), at = 0;
-                *to = static_cast<uint8_t*>((sliding.empty() ? memory_.back() : memory_[!place.slides]).get()) + at;
+                if (sliding.empty()) take(part), at = 0;
+                *to = static_cast<uint8_t*>((sliding.empty() ? memory_.back() : memory_[!place.slides]).first.get()) + at;
                 at += part;
             }
         }
-        // The first request would wait for a huge page of each layer, for which some hosts take milliseconds.
-        if (num_pages) each_part(0, [](uint8_t* part, size_t) { *const_cast<volatile uint8_t*>(part) = 0; });
+        expect(0);
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
     static bool fits(KVType type, size_t num_pages, const std::vector<HeadShape>& heads) {
@@ -57,8 +60,23 @@ class KVStore {
         }
         return true;
     }
-    KVStore(KVStore&&) = default;
     KVStore(const KVStore&) = delete;
+    ~KVStore() {
+        if (provider_.joinable()) provider_.join();
+    }
+    // Have the system provide the memory of pages from `first` on, beside the passes: some hosts take milliseconds for each huge page, and
+    // all layers begin one at the same page. Not of what sliding layers hold: few pages have it.
+    void expect(size_t first) const {
+        const size_t from = std::max(first, provided_), to = std::min(first + 2 * kAhead, num_pages_);
+        if (from >= std::min(first + kAhead, num_pages_) || provides_.exchange(true)) return;
+        if (provider_.joinable()) provider_.join();
+        provided_ = to;
+        provider_ = std::thread([this, from, to] {
+            for (size_t i = 1; i < memory_.size(); ++i)
+                provide(memory_[i].first, from * memory_[i].second, (to - from) * memory_[i].second);
+            provides_ = false;
+        });
+    }
 
     size_t num_layers() const { return heads_.size(); }
     size_t num_pages() const { return num_pages_; }
@@ -82,8 +100,8 @@ class KVStore {
     }
     size_t window_bytes() const { return window_bytes_; }  // of those, what `drop_window` gives back
     // Give back the memory of what sliding layers hold of a page, until it is written again.
-    void drop_window(size_t page) { release(memory_[0], page * window_bytes_, window_bytes_); }
-    void drop_rest(size_t page) { release(memory_[1], page * rest_bytes_, rest_bytes_); }  // likewise of the layers beside them
+    void drop_window(size_t page) { release(memory_[0].first, page * window_bytes_, window_bytes_); }
+    void drop_rest(size_t page) { release(memory_[1].first, page * rest_bytes_, rest_bytes_); }  // likewise of the layers beside them
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -99,6 +117,7 @@ class KVStore {
     }
 
   private:
+    static constexpr size_t kAhead = 128;  // pages
     struct Place {
         uint8_t *keys = nullptr, *values = nullptr;  // of page 0
         size_t heads_per_page = 0;
@@ -128,7 +147,11 @@ class KVStore {
     std::vector<HeadShape> heads_;
     size_t window_bytes_ = 0, rest_bytes_ = 0;  // of a page, in sliding layers and in those beside them
     std::vector<Place> places_;
-    std::vector<ZeroPages> memory_;  // of sliding layers, of those beside them; then of each layer's keys and values where none slides
+    // Of sliding layers, of those beside them; then of each layer's keys and values where none slides. Each with its bytes of a page.
+    std::vector<std::pair<ZeroPages, size_t>> memory_;
+    mutable std::thread provider_;
+    mutable std::atomic<bool> provides_ = false;
+    mutable size_t provided_ = 0;  // pages whose memory is there, or on its way
 };
 
 }  // namespace paceline

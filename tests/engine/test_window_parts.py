@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ from tests.engine.trees import plant
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from paceline.backend.seam import Decoder
     from paceline.engine.engine import Engine
@@ -611,3 +612,27 @@ def test_dropped_parts_leave_memory(backend: str) -> None:
     kv.write_page(7, np.full(kv.page_bytes, 2, np.uint8))
     kv.read_page(7, data)
     assert (data == 2).all()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells resident memory")
+def test_memory_of_the_next_pages_is_there_before_they_are_written() -> None:
+    """Not that of all pages, and not what sliding layers have of them."""
+    heads, num_pages = [Heads(4, 64), Heads(4, 32)], 4096
+    ahead = 256 * PAGE_TOKENS * 4
+    before = resident_bytes()
+    kv = kernels.KVStore("f32", num_pages, heads)
+    wanted = 2 * 4 * (64 + 32) * ahead
+    assert eventually(lambda: resident_bytes() - before > 0.9 * wanted)
+    sliding = kernels.KVStore("f32", num_pages, heads, [0])
+    rest = 2 * 4 * 32 * ahead
+    assert eventually(lambda: resident_bytes() - before > wanted + 0.9 * rest)
+    time.sleep(0.1)
+    assert resident_bytes() - before < 1.2 * (wanted + rest) + (16 << 20)
+    assert kv.num_pages == sliding.num_pages == num_pages
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end_s = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return holds()
