@@ -46,7 +46,10 @@ class AnswerQueue(OutputQueue):
             response.prompt_logprobs = []
 
     def tell_start(self, request: Request) -> None:
-        """Tell, if asked to, that a request enters a step, which may end this process, and by which weights."""
+        """Tell, if asked to, that a request enters a step, and by which weights.
+
+        The step may end this process.
+        """
         if request.tells_start and self.on_start is not None:
             start, version = self.responses[request.request_id].weights[-1]
             self.on_start(Outcome(request.request_id, (), "", start=start, version=version))

@@ -216,7 +216,7 @@ class OngoingAnswer:
 
 
 def joined(weights: tuple[tuple[int, str], ...], then: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
-    """Return which weights wrote an answer, by what one replica says of it and then another."""
+    """Return which weights wrote an answer, as one replica and then another say."""
     found = list[tuple[int, str]]()
     for start, version in (*(one for one in weights if not then or one[0] < then[0][0]), *then):
         if not found or found[-1][1] != version:

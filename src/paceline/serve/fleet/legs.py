@@ -73,9 +73,9 @@ class Legs:
             self.drop(answer, leg)
 
     def renew(self, member: Member, before: str) -> None:
-        """Note that newer weights have changed a replica's promise key: its answers go on under the new one.
+        """Give a replica's answers the promise key of its newer weights.
 
-        So do those that wait, once no replica has the key before.
+        before: its key until then. Those that wait get the new one, too, once no replica has that key.
         """
         for answer, leg in self.journal.on(member.name):
             leg.promise = answer.promise = member.promise

@@ -14,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 async def tick_every(wait_s: float, tick: Callable[[float], Awaitable[None]]) -> None:
-    """Call `tick` with the seconds since its last call, for ever. Each kind of error is told once."""
+    """Call `tick` with the seconds since its last call, for ever.
+
+    Each kind of error is told once.
+    """
     last_s, told = time.monotonic(), set[str]()
     while True:
         await asyncio.sleep(wait_s)

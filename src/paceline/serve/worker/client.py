@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,6 +67,7 @@ class _Setup:
     on_progress: Callable[[Progress], None] | None
     prepare: Callable[[Ready], Awaitable[object]] | None
     patient: bool
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +112,6 @@ class EngineClient:
         self._open = OpenAnswers()
         self.commands = CommandSender(self._send_to_ready, self._open.ids)
         self._watches = False  # the engine notes its steps
-        self._context = zmq.Context()
         self._engine: EngineProcess | None = None
         self._stopping = False
         self._supervisor = asyncio.create_task(self._supervise(begun))
@@ -182,7 +182,7 @@ class EngineClient:
             await self._ask_to_stop(self._engine)
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self.first_ready.cancel()  # no effect if it is done
-        self._context.destroy(linger=0)
+        self._setup.context.destroy(linger=0)
 
     def kill(self) -> None:
         """End the engine and all that is open at once; `stop` must still be called."""
@@ -194,7 +194,7 @@ class EngineClient:
         """End the engine at once, from outside a task; nothing else may be called then."""
         self.kill()
         self.first_ready.cancel()
-        self._context.destroy(linger=0)
+        self._setup.context.destroy(linger=0)
 
     async def _ask_to_stop(self, engine: EngineProcess) -> None:
         try:
@@ -229,7 +229,7 @@ class EngineClient:
 
     async def _run_engine(self, begun: EngineChild | None) -> PacelineError | None:
         """Run one engine process to its end; return why it failed to load, or None."""
-        socket = EngineSocket(self._context)
+        socket = EngineSocket(self._setup.context)
         try:
             with socket_folder() as folder:
                 return await self._run_in(folder, socket, begun)
