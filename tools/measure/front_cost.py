@@ -5,7 +5,8 @@
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
 new each time. The client is a process of its own on the same cores; its own time is told, too. With `--whole` the
 answers of a full server are not streamed; the client then takes next to nothing of the engines' cores. Two plain
-servers at once, without a front, tell what two engines can reach here; they need cores of their own.
+servers at once, without a front, tell what two engines can reach here; they need cores of their own. So does a
+plain server with the threads of both, and as many requests as two have.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tools.served import served
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-ON_RAY, TWO, APART = "one replica on Ray", "two replicas", "two plain servers"
+ON_RAY, TWO, APART, LARGE = "one replica on Ray", "two replicas", "two plain servers", "plain, both's cores"
 WARM_ROUNDS = 1
 TIMEOUT_S = 120.0
 
@@ -154,10 +155,11 @@ def main() -> int:
     ways |= {ON_RAY: ["--on", "ray", "--replicas", "1"]} if args.ray else {TWO: ["--replicas", "2"]}
     cores = [str(core) for core in sorted(usable_cores())]
     groups = [",".join(cores[first : first + args.threads]) for first in (0, args.threads)]
-    apart = (APART,) if not args.ray and len(cores) >= 2 * args.threads else ()
+    roomy = not args.ray and len(cores) >= 2 * args.threads
+    ways |= {LARGE: ["--threads", str(2 * args.threads)]} if roomy else {}
+    apart = (APART,) if roomy else ()
     figures = {name: Figures() for name in (*ways, *apart)}
-    in_flight = dict.fromkeys(ways, args.in_flight)
-    in_flight |= {} if args.ray else {TWO: 2 * args.in_flight, APART: 2 * args.in_flight}
+    in_flight = {name: args.in_flight * (2 if name in (TWO, APART, LARGE) else 1) for name in figures}
     with ExitStack() as stack:
         urls = {name: [stack.enter_context(served([*usual, *more]))] for name, more in ways.items()}
         if APART in figures:
