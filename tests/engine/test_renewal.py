@@ -199,6 +199,20 @@ def test_memory_stays_while_an_answer_is_open(llm: LLM) -> None:
     llm.resume_memory()
 
 
+def test_memory_is_given_back_behind_streams_that_were_dropped_or_aborted(llm: LLM) -> None:
+    for _ in llm.stream(PROMPT, SCORED):
+        break
+    llm.release_memory()
+    llm.resume_memory()
+    stream = llm.stream(PROMPT, SCORED)
+    next(stream)
+    llm.abort()
+    llm.release_memory()
+    *_, last = stream
+    assert last.finish_reason == "abort", "it was delivered before"
+    llm.resume_memory()
+
+
 def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tmp_path: Path) -> None:
     new, name = tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
     save_file({name: new[name]}, tmp_path / "1.safetensors")

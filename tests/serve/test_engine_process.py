@@ -14,15 +14,15 @@ from paceline.core.figures import Figures
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
 from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
-from paceline.core.weight_source import FIRST_VERSION, WeightSource
+from paceline.core.weight_source import FIRST_VERSION, TAGS, WeightSource
 from paceline.engine.assembly.build import Built
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.owner import EngineOwner
 from paceline.engine.renewal import Renewal
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
-from paceline.serve.worker.commands import FlushCache, Obeyed, UpdateWeights
-from paceline.serve.worker.messages import OutcomeBatch, StopEngine, decode_to_server
+from paceline.serve.worker.commands import FlushCache, Obeyed, ReleaseMemory, UpdateWeights
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
 from tests.engine.same_text import PLAIN, make_engine
@@ -177,6 +177,40 @@ def test_newer_weights_are_made_ready_while_answers_go_on(error: Exception | Non
     assert owner.put_at == (4 if error is None else -1)
     assert len(others) == hurry
     assert line.sent.index(first) > 3, "behind the outcomes of the steps before"
+
+
+@pytest.mark.parametrize("loop", ["serial", "overlapped"])
+def test_memory_is_given_back_right_behind_an_abort(loop: str) -> None:
+    engine = make_engine("off", PLAIN) if loop == "serial" else overlapped("draft-model:model=noisy,k=3", PLAIN)
+
+    def messages() -> Iterator[ToEngine | None]:
+        yield from (submit("a"), submit("b"), None, None)
+        while loop == "overlapped" and not engine.stats().overlapped_steps:
+            yield None
+        yield Cancel("a", abort=True)
+        yield ReleaseMemory(TAGS)  # b is open
+        yield None
+        yield None  # a step took in what was in flight
+        yield Cancel("b", abort=True)
+        yield ReleaseMemory(TAGS)
+        yield StopEngine()
+
+    line = Line(messages())
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
+    told = [m for m in line.sent if isinstance(m, Obeyed | OutcomeBatch)]
+    refused, obeyed = (i for i, m in enumerate(told) if isinstance(m, Obeyed))
+    assert "requests are open" in str(told[refused])
+    assert told[obeyed] == Obeyed("default", "")
+    assert owner.asleep
+    ends = {
+        o.request_id: (i, o.finish_reason)
+        for i, m in enumerate(told)
+        if isinstance(m, OutcomeBatch)
+        for o in m.outcomes
+        if o.finish_reason
+    }
+    assert ends == {"a": (refused - 1, "abort"), "b": (obeyed - 1, "abort")}, "right before the reply"
 
 
 def test_in_turns_who_comes_while_a_pass_runs_is_drafted_for_at_once() -> None:

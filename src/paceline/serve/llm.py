@@ -268,6 +268,9 @@ class LLM(Asking):
 
     def release_memory(self, tags: Sequence[str] = TAGS) -> None:
         """Give back weights, KV or both. Raises `RequestError` while streams are open."""
+        if not self._owned.asleep:  # what was aborted or dropped has left, and its outcomes are delivered
+            self._engine.settle()
+            self._deliver(self._engine.outputs.take_outcomes())
         self._owned.release(tags)
 
     def resume_memory(self, tags: Sequence[str] = TAGS) -> None:
@@ -281,7 +284,10 @@ class LLM(Asking):
         self._sinks[request.request_id] = sink
 
     def _step(self) -> None:
-        for outcome in self._engine.step():
+        self._deliver(self._engine.step())
+
+    def _deliver(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
             sink = self._sinks.get(outcome.request_id)
             if sink is not None:
                 sink(outcome)

@@ -33,7 +33,7 @@ from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
-from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.commands import Obeyed, ReleaseMemory, UpdateWeights
 from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -200,8 +200,14 @@ class EngineWorker:
             self.server.send(snapshot_of(self.engine, steps))
 
     def _command(self, message: Command) -> None:
-        """Obey. An update that comes while there is work is made ready beside it."""
+        """Obey. An update that comes while there is work is made ready beside it.
+
+        Before memory is given back, rows that were cancelled leave and their last outcomes are sent.
+        """
         self._end_update(wait=True)
+        if isinstance(message, ReleaseMemory) and not self.commands.owner.asleep:
+            self.engine.settle()
+            self._send_outcomes()
         if isinstance(message, UpdateWeights) and self._has_work:
             self.commands.preparing = Preparation(self.commands.owner, message)
         else:
