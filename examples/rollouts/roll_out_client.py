@@ -37,7 +37,7 @@ class RollOut:
     finish: str  # stop, length or abort
     text: str
     cached_tokens: int
-    versions: tuple[str, ...]  # of the weights that wrote it, the first one first
+    versions: tuple[str, ...]  # of the weights that wrote it, the first one first; empty if not known
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class RollOutClient:
             about["finish_reason"]["type"],
             found["text"],
             about["cached_tokens"],
-            tuple(one["version"] for one in about["weight_versions"]),
+            tuple(one["version"] for one in about.get("weight_versions", ())),
         )
         if written.finish == "abort" and (answer or written.token_ids):  # else it has not begun
             if len(self._cut) >= MOST_CUT:

@@ -156,15 +156,17 @@ def test_a_server_that_does_not_start_does_not_stay(
 class Answers:
     """The answers of a server, in turn; an error is raised."""
 
-    def __init__(self, *found: list[int] | Exception) -> None:
+    def __init__(self, *found: list[int] | Exception, versions: bool = True) -> None:
+        """versions: of weights are told; a fleet does not know those of an answer that has lost its replica."""
         self.found, self.bodies = list(found), []  # type: ignore[var-annotated]
+        self.versions: dict[str, Any] = {"weight_versions": [{"start": 0, "version": "v"}]} if versions else {}
 
     async def post(self, path: str, body: Any) -> Any:
         self.bodies.append(body)
         if isinstance(token_ids := self.found.pop(0), Exception):
             raise token_ids
         about = {"output_token_logprobs": [], "finish_reason": {"type": "abort"}, "cached_tokens": 0}
-        return {"output_ids": token_ids, "text": "", "meta_info": about | {"weight_versions": []}}
+        return {"output_ids": token_ids, "text": "", "meta_info": about | self.versions}
 
 
 def client_over(adapters: Any, answers: Answers) -> Any:
@@ -172,6 +174,21 @@ def client_over(adapters: Any, answers: Answers) -> Any:
         post = staticmethod(answers.post)
 
     return Client("http://a", KEY)
+
+
+def test_a_cut_of_unknown_weights_is_kept_and_gone_on_with(adapters: Any) -> None:
+    answers = Answers([7, 8], [9], versions=False)
+    client = client_over(adapters, answers)
+
+    async def work() -> Any:
+        cut = await client.generate(PROMPT, {}, "a")
+        await client.generate([*PROMPT, 7, 8], {}, "b")
+        return cut
+
+    cut = asyncio.run(work())
+    assert (cut.token_ids, cut.finish, cut.versions) == ([7, 8], "abort", ())
+    first, rest = answers.bodies
+    assert (rest["answer_ids"], rest["sampling_params"]) == ([7, 8], first["sampling_params"])
 
 
 def test_a_cut_whose_rest_fails_is_gone_on_with_when_it_is_sent_again(adapters: Any) -> None:
