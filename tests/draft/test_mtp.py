@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,22 @@ def test_an_engine_drafts_with_the_newer_layer(tmp_path: Path) -> None:
         assert report.rebuilt == ("mtp",)
         (newer,) = llm.built.engine.drafting.drafters.values()
         assert newer is not drafter
+        (found,) = llm.generate([tuple(range(40, 70))], SamplingParams(temperature=0.0, max_tokens=12))
+        assert found.figures.drafted_tokens
+
+
+def test_an_engine_that_woke_drafts_with_the_newer_layer(tmp_path: Path) -> None:
+    first, latest, name = tmp_path / "first", tmp_path / "latest", "model.mtp_layers.0.input_proj.weight"
+    write_checkpoint(first, "mimo")
+    tensors = load_file(shutil.copytree(first, latest) / "model.safetensors")
+    save_file({**tensors, name: tensors[name] * 2}, latest / "model.safetensors", {"format": "pt"})
+    with LLM(str(first), draft="mtp:k=2", backend="native", weights="int8", max_len=128, threads=1) as llm:
+        llm.update_weights(latest, "newer")
+        llm.release_memory()
+        llm.resume_memory()
+        loaded, head = llm._owned._loaded, load_mtp(load_model(latest))
+        assert loaded is not None and loaded.head_within is not None and head is not None
+        np.testing.assert_array_equal(loaded.head_within.weights["fc"], head.weights["fc"])
         (found,) = llm.generate([tuple(range(40, 70))], SamplingParams(temperature=0.0, max_tokens=12))
         assert found.figures.drafted_tokens
 

@@ -203,6 +203,7 @@ class EngineOwner:
                 told = model.weights.kept_in(None, progress)
                 self.config.backend_spec.repack(loaded.decoder, told)[1]()
                 self._mark_anew(content_key(model.weights.sources, progress))
+                loaded = replace(loaded, head_within=usable_mtp(model) or loaded.head_within)
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
         self._wake(progress)
