@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline import LLM
 from paceline.control.controller import ClosedLoop
 from paceline.control.goodput import Goodput
 from paceline.control.trace_files import begun_with, replay
@@ -21,6 +22,7 @@ from paceline.engine.renewal import renew
 from paceline.model.files.kept_data import LEARNT, MAX_KEPT, KeptData
 from paceline.model.files.kept_models import kept_models
 from tests.engine.same_text import PLAIN, STAIRCASE, assert_same, make_engine, plain_answers, run
+from tests.serve.conftest import write_model
 
 DRAFT = "auto:suffix+draft-model:model=noisy,k=4"
 CONFIG = EngineConfig(draft="auto", profile=STAIRCASE)
@@ -134,6 +136,31 @@ def test_what_is_learnt_about_newer_weights_is_not_kept(cache: Path) -> None:
     run(engine, [replace(r, request_id=f"{r.request_id} newer") for r in REQUESTS])
     engine.close()
     assert file.read_bytes() == kept
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_an_engine_that_woke_keeps_what_it_learns_of_the_first_weights_only(
+    renewed: bool, cache: Path, tmp_path: Path
+) -> None:
+    models = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(models):
+        folder.mkdir()
+        write_model(folder, seed=seed)
+    costs = json.loads(Path(STAIRCASE).read_text())
+    costs["drafters"] = {"suffix": costs["drafters"]["suffix"]}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    prompts, params = [(5, 9, 13, 7) * 5] * 4, replace(PARAMS, max_tokens=200)
+    options = {"draft": "auto:suffix", "profile": str(tmp_path / "costs.json"), "backend": "reference"}
+    with LLM(str(models[0]), num_rows=4, max_len=256, **options) as llm:
+        llm.generate(prompts, params)
+        if renewed:
+            llm.update_weights(models[1], "newer")
+        llm.release_memory()
+        (file,) = (cache / "learnt").iterdir()
+        kept = file.read_bytes()
+        llm.resume_memory()
+        llm.generate(prompts, params)
+    assert (file.read_bytes() == kept) == renewed
 
 
 def test_what_cannot_be_written_refuses_no_request(

@@ -220,6 +220,8 @@ class EngineOwner:
         if self._built is None and self._loaded is not None and not self._released:
             self._built = assemble(self.config, self._loaded, progress=progress)
             self._built.engine.outputs.weight_version = self.version
+            if self.mark:
+                self._built.engine.stop_keeping()
             forget_files()
 
 
