@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "paceline"
 START_S = 600.0  # for a server to load
+ABORT_S = 0.02  # between two looks for answers that came behind an abort
 REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 
 
@@ -40,6 +41,7 @@ class RollOutServer:
         self._allowed = asyncio.Event()
         self._allowed.set()
         self._rejects = False
+        self._num_open = 0  # answers that are asked for
         self._address = ("127.0.0.1", 0)
         self.global_steps: int | None = None
 
@@ -90,7 +92,11 @@ class RollOutServer:
         want_scores = sampling.pop("logprobs", False)
         if not {"max_tokens", "max_new_tokens"} & sampling.keys():
             sampling["max_new_tokens"] = self._response_length
-        done = await self.client.generate(list(prompt_ids), sampling, request_id)
+        self._num_open += 1
+        try:
+            done = await self.client.generate(list(prompt_ids), sampling, request_id)
+        finally:
+            self._num_open -= 1
         return token_output(
             token_ids=done.token_ids,
             log_probs=done.log_probs if want_scores not in (None, False) else None,
@@ -99,10 +105,24 @@ class RollOutServer:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End what is open with what there is; hold new requests, or reject them."""
+        """End what is open with what there is; hold new requests, or reject them.
+
+        Raises `RuntimeError` if the server does not pause; then requests are held or rejected as before.
+        """
+        before = self._allowed.is_set(), self._rejects
         self._rejects = reject_request
         self._allowed.clear()
-        await self.client.pause("abort")
+        try:
+            await self.client.pause("abort")
+        except BaseException:
+            allowed, self._rejects = before
+            if allowed:
+                self._allowed.set()
+            raise
+        while self._num_open and not self._allowed.is_set():  # some may have been on their way before
+            with suppress(RuntimeError, httpx.HTTPError):  # those of a server that has ended fail by themselves
+                await self.client.post("/abort_request", {"abort_all": True})
+            await asyncio.sleep(ABORT_S)
 
     async def resume_generation(self) -> None:
         """Write again."""

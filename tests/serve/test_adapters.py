@@ -138,6 +138,57 @@ def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any,
     asyncio.run(work())
 
 
+def test_an_answer_that_is_on_its_way_when_verl_aborts_is_aborted_too(adapters: Any, trained: Server) -> None:
+    async def work() -> TokenOutput:
+        paused = asyncio.Event()
+
+        class Slow(adapters.roll_out_client.RollOutClient):  # type: ignore[misc]
+            """Its roll-outs reach the server behind the pause."""
+
+            async def post(self, path: str, body: Any) -> Any:
+                if path == "/generate":
+                    await paused.wait()
+                found = await super().post(path, body)
+                if path == "/pause_generation":
+                    paused.set()
+                return found
+
+        server = verl_server(adapters, trained)
+        server._client = Slow(trained.url, KEY)
+        task = asyncio.create_task(server.generate(PROMPT, SAMPLING, "late"))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(server.abort_all_requests(), 20)
+            await server.sleep()
+            await server.wake_up()
+        finally:
+            await server.resume_generation()
+        found: TokenOutput = await asyncio.wait_for(task, 20)
+        await server.client.close()
+        return found
+
+    found = asyncio.run(work())
+    assert (found.stop_reason, found.token_ids) == ("aborted", [])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_abort_that_fails_holds_no_further_answers(adapters: Any, held: bool) -> None:
+    found: list[Any] = [None] * held + [RuntimeError("503")]
+    answers = Answers(*found, [7])
+
+    async def work() -> bool:
+        server = adapters.verl_adapter.RollOutServer("default")
+        server._client = client_over(adapters, answers)
+        if held:
+            await server.abort_all_requests(reject_request=True)
+        with pytest.raises(RuntimeError, match="503"):
+            await server.abort_all_requests()
+        asked = server.generate(PROMPT, SAMPLING, "a")
+        return bool((await asyncio.wait_for(asked, 5)).token_ids)
+
+    assert asyncio.run(work()) != held, "behind an abort that did not fail they are rejected still"
+
+
 def test_a_server_that_does_not_start_does_not_stay(
     adapters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
