@@ -28,7 +28,8 @@ class RollOutEngine:
     """The methods of `InferenceEngineInterface`. Prompts go to servers in turn, commands to all."""
 
     def __init__(self, urls: Sequence[str], key: str, model_name: str) -> None:
-        self._clients = [RollOutClient(url.rstrip("/"), key) for url in urls]
+        cut: dict[tuple[int, ...], tuple[int, int]] = {}  # of all: any server goes on with a cut answer
+        self._clients = [RollOutClient(url.rstrip("/"), key, _cut=cut) for url in urls]
         self._model_name = model_name
         self._turns = itertools.cycle(self._clients)
         self._numbers = itertools.count()  # of requests

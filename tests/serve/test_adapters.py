@@ -365,6 +365,24 @@ def test_skyrl_s_prompts_go_to_servers_in_turn_and_a_session_to_one(adapters: An
     assert len({rid for client in clients for rid in client.rids}) == 10
 
 
+def test_skyrl_s_cuts_go_on_at_any_server(adapters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers([7, 8], [9])
+    urls: list[str] = []
+
+    async def post(client: Any, path: str, body: Any) -> Any:
+        urls.append(client.url)
+        return await answers.post(path, body)
+
+    monkeypatch.setattr(adapters.roll_out_client.RollOutClient, "post", post)
+    engine = adapters.skyrl_adapter.RollOutEngine(["http://a", "http://b"], KEY, "default")
+    for prompt in (PROMPT, [*PROMPT, 7, 8]):
+        asyncio.run(engine.generate({"prompt_token_ids": [prompt]}))
+    assert urls == ["http://a", "http://b"]
+    first, rest = answers.bodies
+    assert (rest["input_ids"], rest["answer_ids"]) == (PROMPT, [7, 8])
+    assert rest["sampling_params"] == first["sampling_params"]
+
+
 def chunks_of(model: Path) -> Iterator[Any]:
     """Chunks as SkyRL's extractors make them: some names and tensors each."""
     for name, tensor in load_file(model / "model.safetensors").items():
