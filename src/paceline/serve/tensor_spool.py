@@ -16,7 +16,7 @@ from paceline.core.errors import RequestError
 from paceline.model.files.safetensors_file import open_safetensors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -35,11 +35,22 @@ class Chunk(NamedTuple):
 WHOLE = Chunk()
 
 
-class TensorSpool:
-    """A folder of safetensors files.
+class _Update(NamedTuple):
+    """A folder of links to files, and the tensors of each file that count."""
 
-    The engine's process reads it at an update, when it restarts and when it takes memory again. A tensor that came
-    twice counts as the later one, and a file without a tensor that counts is removed.
+    folder: str
+    names: Mapping[Path, frozenset[str]]
+
+
+_NONE = _Update("", {})
+
+
+class TensorSpool:
+    """Safetensors files of updates, each update in a folder of its own.
+
+    The engine's process reads that folder at the update, when it restarts and when it takes memory again. No later
+    update puts tensors there. A tensor that came twice counts as the later one, and a file without a tensor that
+    counts is removed.
     """
 
     def __init__(self) -> None:
@@ -49,7 +60,7 @@ class TensorSpool:
         self._sizes: dict[Path, int] = {}  # bytes of files that come, or wait for the end of their update
         self._staged: list[Path] = []  # whole files whose update has not begun, one for each chunk
         self._total: int | None = None  # of its chunks, as far as it is told
-        self._names: dict[Path, Collection[str]] = {}  # tensors that count, by file
+        self._taken = self._offered = _NONE  # by an engine, and to one that may take it
 
     @property
     def folder(self) -> Path:
@@ -107,48 +118,53 @@ class TensorSpool:
         return files
 
     def offer(self, files: Sequence[Path]) -> str:
-        """Put files where the engine reads; return the folder. Raises `BadModelFile`."""
+        """Put files where the engine reads, with earlier ones; return the folder. Raises `BadModelFile`."""
+        names = dict(self._taken.names)
         for path in files:
-            open_safetensors(path)
-        for path in files:
-            path.rename(_done(path))
-        return str(self.folder)
+            newer = frozenset(open_safetensors(path))
+            names = {old: count - newer for old, count in names.items()} | {path: newer}
+        names = {path: count for path, count in names.items() if count} or names
+        self._offered = _Update(tempfile.mkdtemp(dir=self.folder), names)
+        for path in names:  # links leave the files' times alone: an engine that reads takes none for changed
+            Path(self._offered.folder, f"{path.stem}.safetensors").symlink_to(path)
+        return self._offered.folder
 
     def accept(self, files: Sequence[Path]) -> None:
         """Note that an engine has taken what was offered; remove what counts no more."""
+        before, self._taken, self._offered = self._taken, self._offered, _NONE
         for path in files:
-            newer = frozenset(open_safetensors(_done(path)))
-            self._names = {old: set(names) - newer for old, names in self._names.items()} | {_done(path): newer}
             self._sizes.pop(path, None)
-        self._remove([path for path, names in self._names.items() if not names])
+        self._remove(before, {*before.names, *files} - self._taken.names.keys())
 
-    def drop(self, files: Sequence[Path]) -> None:
-        """Remove files that no engine has taken."""
+    def withdraw(self, files: Sequence[Path]) -> None:
+        """Remove files of an update that no engine has taken."""
+        offered, self._offered = self._offered, _NONE
+        self._remove(offered, files)
+
+    def drop(self, files: Iterable[Path]) -> None:
+        """Remove files that wait for their update."""
         for path in files:
             path.unlink(missing_ok=True)
-            _done(path).unlink(missing_ok=True)
             self._sizes.pop(path, None)
 
     def drop_accepted(self) -> None:
         """Remove what engines have taken, as whole newer weights lie elsewhere."""
-        self._remove(list(self._names))
+        before, self._taken = self._taken, _NONE
+        self._remove(before, before.names)
 
     def clear(self) -> None:
         """Remove all files."""
         if self._remove_folder is not None:
             self._remove_folder()
-        self._folder, self._staged, self._names, self._sizes = None, [], {}, {}
+        self._folder, self._staged, self._taken, self._offered, self._sizes = None, [], _NONE, _NONE, {}
 
-    def _remove(self, accepted: Sequence[Path]) -> None:
-        for path in accepted:
-            path.unlink(missing_ok=True)
-            del self._names[path]
+    def _remove(self, update: _Update, files: Iterable[Path]) -> None:
+        """Remove an update's folder, and some files."""
+        if update.folder:
+            shutil.rmtree(update.folder, ignore_errors=True)
+        self.drop(files)
 
 
 def write_tensors(tensors: Mapping[str, NDArray[floating]], path: Path) -> None:
     """Write arrays as a safetensors file."""
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path)
-
-
-def _done(path: Path) -> Path:
-    return path.with_suffix(".safetensors")

@@ -78,7 +78,7 @@ class WeightUpdates:
                 await asyncio.to_thread(self.spool.accept, files)
                 raise
             except BaseException:
-                self.spool.drop(files)
+                self.spool.withdraw(files)
                 raise
             await asyncio.to_thread(self.spool.accept, files)
             return reply

@@ -49,6 +49,14 @@ def staged(updates: WeightUpdates, *names: str) -> None:
         write_tensors({name: np.zeros(4, np.float32) for name in names}, path)
 
 
+def kept_in(spool: TensorSpool) -> list[str]:
+    """Tensors of the update that engines read; nothing else is kept."""
+    found = [*spool.folder.iterdir()]
+    (folder,) = (path for path in found if path.is_dir())
+    assert sorted(link.readlink() for link in folder.iterdir()) == sorted(path for path in found if path.is_file())
+    return names_in(str(folder))
+
+
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():
         await asyncio.sleep(0.001)
@@ -167,13 +175,13 @@ def test_updates_that_lack_a_chunk_are_refused(queries: list[str], statuses: lis
     async def scenario() -> tuple[list[httpx.Response], list[list[str]]]:
         commands = FakeCommands()
         async with client_of(commands) as http:
-            sent = [await http.post(f"{PATH}?{query}", content=body("a")) for query in queries]
+            sent = [await http.post(f"{PATH}?{q}", content=body(f"t{i}")) for i, q in enumerate(queries)]
         return sent, commands.taken
 
     sent, taken = asyncio.run(scenario())
     assert [response.status_code for response in sent] == statuses
     assert said in sent[-1].text
-    assert taken == ([["a", "a"]] if statuses.count(200) == 2 else [])
+    assert taken == ([["t0", "t1"]] if statuses.count(200) == 2 else [])
 
 
 @pytest.fixture
@@ -198,7 +206,7 @@ def test_an_update_outlives_its_caller(updates: WeightUpdates) -> None:
         staged(updates, "b")
         await updates.from_staged(commands, "v2")  # behind the other
         assert commands.taken == [["a"], ["a", "b"]]
-        return names_in(str(updates.spool.folder))
+        return kept_in(updates.spool)
 
     assert asyncio.run(scenario()) == ["a", "b"]
 
@@ -235,9 +243,35 @@ def test_files_stay_while_a_replica_runs_on_them(
         staged(updates, "b")
         with pytest.raises(type(error)):
             await updates.from_staged(commands, "v2")
-        return names_in(str(updates.spool.folder))
+        return kept_in(updates.spool)
 
     assert asyncio.run(scenario()) == left
+
+
+def test_an_engine_that_restarts_during_an_update_reads_the_one_before(updates: WeightUpdates) -> None:
+    async def scenario() -> list[list[str]]:
+        commands, folders = FakeCommands(), []
+        for names in (("a", "b"), ("b", "c"), ("c",)):
+            commands.gate.clear()
+            staged(updates, *names)
+            task = asyncio.create_task(updates.from_staged(commands, names[-1]))
+            await until(lambda: len(commands.sent) > len(folders))
+            before = [names_in(str(folder)) for folder in folders[-1:]]
+            assert before == commands.taken[-1:]
+            commands.gate.set()
+            await task
+            update = commands.sent[-1]
+            assert isinstance(update, UpdateWeights)
+            folders.append(update.source.tensors)
+        assert kept_in(updates.spool) == ["a", "b", "b", "c", "c"], "a file goes with the last of its tensors"
+        staged(updates, "a", "b")
+        await updates.from_staged(commands, "d")
+        assert kept_in(updates.spool) == ["c", "a", "b"]
+        await updates.from_place(commands, "whole", "e")
+        assert not [*updates.spool.folder.iterdir()]
+        return commands.taken
+
+    assert asyncio.run(scenario())[:2] == [["a", "b"], ["a", "b", "b", "c"]]
 
 
 def test_tensors_of_older_weights_do_not_change_whole_ones_that_a_part_of_a_fleet_took(
