@@ -13,7 +13,7 @@ from paceline.engine.wire import Submit
 from paceline.model.config import tensor_shapes
 from paceline.serve.asking import config_of
 from paceline.serve.worker import process
-from paceline.serve.worker.commands import Obeyed, ReleaseMemory, ResumeMemory, UpdateWeights
+from paceline.serve.worker.commands import EngineState, Obeyed, ReleaseMemory, ResumeMemory, UpdateWeights
 from paceline.serve.worker.messages import Load, Progress, Rejected
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class FakeServer:
 
 def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> None:
     gone = UpdateWeights(WeightSource(model=str(tmp_path / "step100")), "v7")
-    server: Any = FakeServer(Load(config_of(str(model), OPTIONS), gone, paused=True))
+    server: Any = FakeServer(Load(config_of(str(model), OPTIONS), EngineState(gone, paused=True)))
     worker = process._load(server)
     assert worker is not None, "it does not end, only to end again"
     commands = worker.commands

@@ -11,7 +11,7 @@ from paceline.engine.wire import Submit, encode, error_of
 from paceline.ray.host_line import HostLine
 from paceline.ray.line import Down, read_reply
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
-from paceline.serve.worker.commands import UpdateWeights
+from paceline.serve.worker.commands import EngineState
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Rejected, Snapshot, Watch
 from paceline.serve.worker.open_answers import OpenAnswers
 
@@ -30,7 +30,7 @@ class HostCommands:
 
     def __init__(self, host: Any, line: HostLine, open_ids: Callable[[], Sequence[str]]) -> None:
         self.version = FIRST_VERSION
-        self.whole_model: str | None = None
+        self.state = EngineState()
         self._num_sent = 0  # and not answered yet
         self._host, self._line, self._open_ids = host, line, open_ids
 
@@ -57,8 +57,7 @@ class HostCommands:
         self.version = reply.version
         if reply.error is not None:
             raise error_of(reply.kind, reply.error)
-        if isinstance(command, UpdateWeights):
-            self.whole_model = command.source.model
+        self.state = self.state.after(command)
         return reply
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.request_nouns import Request
-    from paceline.serve.worker.commands import Command, Obeyed
+    from paceline.serve.worker.commands import Command, EngineState, Obeyed
     from paceline.serve.worker.messages import Language, Ready, Snapshot
 
 RESTARTING = "the engine process ended; it is being restarted, so try again"
@@ -68,8 +68,8 @@ class Commanded(Protocol):
         """True while a command is carried out, of which nothing is told before its end."""
 
     @property
-    def whole_model(self) -> str | None:
-        """Place that whole weights came from last; None: they were loaded first."""
+    def state(self) -> EngineState:
+        """State that the commands obeyed have led to."""
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""

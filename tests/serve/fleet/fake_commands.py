@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.model.files.safetensors_file import open_safetensors
-from paceline.serve.worker.commands import Obeyed, UpdateWeights
+from paceline.serve.worker.commands import EngineState, Obeyed, UpdateWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 class FakeCommands:
     """See `Commanded`."""
 
-    whole_model = None
-
     def __init__(self) -> None:
-        self.version = FIRST_VERSION
+        self.version, self.state = FIRST_VERSION, EngineState()
         self.errors: list[PacelineError] = []  # of the next commands
         self.gate = asyncio.Event()  # no command is obeyed before it is set
         self.gate.set()
@@ -39,6 +37,7 @@ class FakeCommands:
         await self.gate.wait()
         if self.errors:
             raise self.errors.pop(0)
+        self.state = self.state.after(command)
         if isinstance(command, UpdateWeights):
             self.version = command.version
             self.taken.append(names_in(command.source.tensors))

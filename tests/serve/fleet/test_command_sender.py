@@ -39,7 +39,7 @@ def test_a_command_whose_caller_has_gone_keeps_its_reply() -> None:
         assert sender.obeying
         sender.take(Obeyed("v1"))
         await settle()
-        assert sender.weights is UPDATE, "an engine that restarts needs them"
+        assert sender.state.weights is UPDATE, "an engine that restarts needs them"
         assert sent[1:] == [ReleaseMemory(("weights",))]
         sender.take(Obeyed("v1", kind="RequestError", error="requests are open"))
         with pytest.raises(RequestError, match="open"):

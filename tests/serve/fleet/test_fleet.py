@@ -29,6 +29,7 @@ from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
 from paceline.serve.fleet.legs import MOST_STRIKES
 from paceline.serve.fleet.local import start_fleet
 from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
+from paceline.serve.worker.commands import EngineState
 from paceline.serve.worker.messages import Ready, Snapshot, StepProfile
 from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
 
@@ -1143,7 +1144,7 @@ def test_an_answer_of_two_promise_keys_is_not_audited() -> None:
 class OpenIds:
     """Commands of an engine that has these requests open."""
 
-    version, whole_model, obeying = "first", None, False
+    version, state, obeying = "first", EngineState(), False
 
     def __init__(self, *ids: str) -> None:
         self.ids, self.ended = ids, list[str]()

@@ -373,7 +373,7 @@ def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
         member = fleet.add("1", engines[1])
         assert not member.serves
         assert member.state == "behind"
-        assert fleet.commands.whole_model == "newer"
+        assert fleet.commands.state.whole_model == "newer"
         later.gate.set()
         await until(lambda: member.serves)
         assert later.sent == [update, update], "it was sent again"
@@ -407,6 +407,27 @@ def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
         other = fleet.add("2", engines[2])
         await until(lambda: other.serves)
         assert sent[2] == [update], "the fleet works again"
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_that_missed_the_end_of_a_pause_is_told_again() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines, commands = [FakeEngines(), FakeEngines()], [FakeCommands(), FakeCommands()]
+        for i, engine in enumerate(engines):
+            engine.commands = commands[i]
+            fleet.add(str(i), engine)
+        await fleet.commands.send(Pause())
+        commands[1].errors = [EngineDied("before it replied")]
+        with pytest.raises(PartlyObeyed):
+            await fleet.commands.send(GoOn())
+        engines[1].die()  # its supervisor starts a process that is paused, too
+        engines[1].revive()
+        await until(lambda: commands[1].sent == [Pause(), GoOn(), GoOn()])
+        await until(lambda: fleet.members["1"].serves)
+        assert commands[0].sent == [Pause(), GoOn()]
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
-from paceline.serve.worker.commands import GoOn, Pause, UpdateWeights
+from paceline.serve.worker.commands import EngineState, GoOn, Pause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,8 +31,7 @@ class FleetCommands:
     def __init__(self, members: Mapping[str, Member], open_answers: Mapping[str, OngoingAnswer]) -> None:
         """open_answers: those of the journal, by request id."""
         self._members, self._open = members, open_answers
-        self.last: UpdateWeights | None = None  # the weights that replicas are to have; None: the first ones
-        self._paused: list[Member] | None = None  # the replicas that obeyed a pause; None: the fleet is not paused
+        self.state = EngineState()  # that all replicas are to have
         self._num_sending = 0
 
     @property
@@ -45,13 +44,6 @@ class FleetCommands:
     def obeying(self) -> bool:
         """True while a replica carries out a command."""
         return any(m.engines.commands.obeying for m in self._members.values())
-
-    @property
-    def whole_model(self) -> str | None:
-        """Place that whole weights came from last; None: they were loaded first."""
-        if self.last is not None:
-            return self.last.source.model
-        return next((m.engines.commands.whole_model for m in self._members.values()), None)
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
@@ -79,19 +71,15 @@ class FleetCommands:
         finally:
             self._num_sending -= 1
         done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
-        if done and isinstance(command, UpdateWeights):
-            self.last = command
-        if done and isinstance(command, Pause):
-            self._paused = [m for m, r in zip(members, replies, strict=True) if not isinstance(r, BaseException)]
-        if done and isinstance(command, GoOn):
-            self._paused = None
+        if done:
+            self.state = self.state.after(command)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
         return done[0]
 
     def lag(self, member: Member) -> bool:
-        """Return True if a replica has missed a pause or weights of the fleet."""
+        """Return True if a replica has missed a command that the fleet obeyed."""
         return not self._num_sending and bool(self._missed(member))
 
     async def bring_up(self, member: Member) -> None:
@@ -105,17 +93,17 @@ class FleetCommands:
             except PacelineError as error:
                 log.warning("replica %s cannot follow the fleet yet: %s", member.name, error)
                 await asyncio.sleep(AGAIN_S)
-            else:
-                if isinstance(missed[0], Pause) and self._paused is not None:
-                    self._paused.append(member)
         member.behind = False
 
     def _missed(self, member: Member) -> list[Command]:
         found: list[Command] = []
         if self._members.get(member.name) is not member:
             return found
-        if self._paused is not None and not any(one is member for one in self._paused):
+        wanted, now = self.state, member.engines.commands.state
+        if wanted.paused and not now.paused:
             found.append(Pause())
-        if self.last is not None and member.engines.commands.version != self.last.version:
-            found.append(self.last)
+        if wanted.weights is not None and member.engines.commands.version != wanted.weights.version:
+            found.append(wanted.weights)
+        if now.paused and not wanted.paused:
+            found.append(GoOn())
         return found

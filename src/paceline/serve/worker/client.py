@@ -271,8 +271,7 @@ class EngineClient:
 
     async def _load_and_handle(self, engine: EngineProcess, folder: Path) -> None:
         """Send the config, then handle messages. Returns only if the process cannot become ready."""
-        commands, setup = self.commands, self._setup
-        load = Load(setup.config, commands.weights, commands.paused, setup.watchdog_s)
+        load = Load(self._setup.config, self.commands.state, self._setup.watchdog_s)
         await engine.socket.send_first(encode(load))
         # The connection needs the socket's name no longer, and a server that is killed cannot remove it.
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.core.errors import EngineDied
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import error_of
-from paceline.serve.worker.commands import GoOn, Obeyed, Pause, UpdateWeights
+from paceline.serve.worker.commands import EngineState, Obeyed
 from paceline.serve.worker.messages import Cancel
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class CommandSender:
     def __init__(self, send: Callable[[ToEngine], Awaitable[None]], open_ids: Callable[[], Sequence[str]]) -> None:
         """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
-        self.weights: UpdateWeights | None = None  # the last that were taken: an engine that restarts needs them
-        self.paused = False  # an engine that restarts has to be so, too
+        self.state = EngineState()
         self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
@@ -52,11 +51,6 @@ class CommandSender:
     def obeying(self) -> bool:
         """True while the engine carries out a command, and tells nothing."""
         return self._reply is not None
-
-    @property
-    def whole_model(self) -> str | None:
-        """Place that whole weights came from last; None: they were loaded first."""
-        return None if self.weights is None else self.weights.source.model
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
@@ -82,10 +76,7 @@ class CommandSender:
                 self._reply = None
         if reply.error is not None:
             raise error_of(reply.kind, reply.error)
-        if isinstance(command, UpdateWeights):
-            self.weights = command
-        elif isinstance(command, Pause | GoOn):
-            self.paused = isinstance(command, Pause)
+        self.state = self.state.after(command)
         return reply
 
     def take(self, reply: Obeyed) -> None:

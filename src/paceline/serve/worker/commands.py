@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from paceline.core.weight_source import MAX_VERSION_CHARS, WeightSource
 from paceline.engine.wire import Message
@@ -52,6 +53,27 @@ class Obeyed(Message, frozen=True):
     drafters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)  # what an update did to them
     kind: str = ""  # as in `Failed`
     error: str | None = None  # None: done
+
+
+class EngineState(Message, frozen=True):
+    """State that the commands obeyed have led to; an engine that restarts has it again."""
+
+    weights: UpdateWeights | None = None  # the last that were taken; None: the first ones
+    paused: bool = False
+
+    @property
+    def whole_model(self) -> str | None:
+        """Place that whole weights came from last; None: they were loaded first."""
+        return None if self.weights is None else self.weights.source.model
+
+    def after(self, command: Command) -> EngineState:
+        """Return the state of an engine that has obeyed a command."""
+        match command:
+            case Pause() | GoOn():
+                return replace(self, paused=isinstance(command, Pause))
+            case UpdateWeights():
+                return replace(self, weights=command)
+        return self
 
 
 Command = Pause | GoOn | FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory

@@ -13,7 +13,7 @@ from paceline.engine.assembly.config import EngineConfig, Settled
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Message, RequestId, Submit
-from paceline.serve.worker.commands import Command, Obeyed, UpdateWeights
+from paceline.serve.worker.commands import Command, EngineState, Obeyed
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
 MAX_TO_SERVER_BYTES = 512 << 20  # the tokenizer travels in `Ready`
@@ -26,8 +26,7 @@ class Load(Message, frozen=True):
     """First message: the model and engine to load."""
 
     config: EngineConfig
-    weights: UpdateWeights | None = None  # newer ones, which the engine before this one had
-    paused: bool = False  # so was that one
+    state: EngineState = EngineState()  # of the engine before this one
     watchdog_s: float = WATCHDOG_S  # silence of its ranks, if it has any; 0: they are waited for
 
 

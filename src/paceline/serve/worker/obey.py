@@ -100,14 +100,13 @@ class Commands:
 
         Weights that are gone are waited for.
         """
-        self.paused = load.paused
-        if load.weights is None:
+        self.paused, weights = load.state.paused, load.state.weights
+        if weights is None:
             return
-        version = load.weights.version
         try:
-            self.owner.update(load.weights.source, version, self._progress)
+            self.owner.update(weights.source, weights.version, self._progress)
         except (PacelineError, OSError) as error:
-            self.lost = LOST.format(version, error)
+            self.lost = LOST.format(weights.version, error)
             log.error(self.lost)
 
     @property
