@@ -44,6 +44,7 @@ class RollOutServer:
         self._num_open = 0  # answers that are asked for
         self._address = ("127.0.0.1", 0)
         self.global_steps: int | None = None
+        self._num_updates = 0
 
     @property
     def client(self) -> RollOutClient:
@@ -136,7 +137,9 @@ class RollOutServer:
 
     async def update_weights(self, tensors: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
         """Take newer weights."""
-        await self.client.update(tensors, f"step-{global_steps}" if global_steps is not None else "newer")
+        self._num_updates += 1
+        version = f"update-{self._num_updates}" if global_steps is None else f"step-{global_steps}"
+        await self.client.update(tensors, version)
         if global_steps is not None:
             self.global_steps = global_steps
 

@@ -311,6 +311,22 @@ def test_a_small_trainer_takes_steps_through_verl(
     asyncio.run(work())
 
 
+def test_verl_s_updates_without_a_step_have_names_of_their_own(adapters: Any) -> None:
+    names = []
+
+    async def update(_: object, version: str) -> None:
+        names.append(version)
+
+    async def work() -> None:
+        server = adapters.verl_adapter.RollOutServer("default")
+        server._client = SimpleNamespace(update=update)
+        for step in (None, 7, None):
+            await server.update_weights([], step)
+
+    asyncio.run(work())
+    assert names == ["update-1", "step-7", "update-3"]
+
+
 def test_skyrl_sends_batches_and_chunks_of_weights(
     adapters: Any, trained: Server, model: Path, newer: Path
 ) -> None:
