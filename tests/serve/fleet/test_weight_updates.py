@@ -412,6 +412,28 @@ def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_same_name() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        commands = [FakeCommands(), FakeCommands()]
+        for i, own in enumerate(commands):
+            engine = FakeEngines()
+            engine.commands = own
+            fleet.add(str(i), engine)
+        first, second = (UpdateWeights(WeightSource(tensors="spool"), "newer") for _ in range(2))
+        await fleet.commands.send(first)
+        commands[1].errors = [BadModelFile("for want of memory")]
+        with pytest.raises(PartlyObeyed):
+            await fleet.commands.send(second)
+        await until(lambda: len(commands[1].sent) == 3)
+        await until(lambda: fleet.members["1"].serves)
+        assert commands[1].sent[-1] == second != first
+        assert len(commands[0].sent) == 2
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_replica_that_missed_the_end_of_a_pause_is_told_again() -> None:
     async def scenario() -> None:
         fleet = EngineFleet(ReplicaOptions(replicas=2))

@@ -99,11 +99,12 @@ class FleetCommands:
         found: list[Command] = []
         if self._members.get(member.name) is not member:
             return found
-        wanted, now = self.state, member.engines.commands.state
+        wanted, now, version = self.state, member.engines.commands.state, member.engines.commands.version
         if wanted.paused and not now.paused:
             found.append(Pause())
-        if wanted.weights is not None and member.engines.commands.version != wanted.weights.version:
-            found.append(wanted.weights)
+        weights = wanted.weights  # a process that could not read them again has another version
+        if weights is not None and (weights != now.weights or weights.version != version):
+            found.append(weights)
         if now.paused and not wanted.paused:
             found.append(GoOn())
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import msgspec
@@ -31,6 +32,7 @@ class UpdateWeights(Message, frozen=True):
 
     source: WeightSource
     version: Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
+    made_ns: int = msgspec.field(default_factory=time.time_ns)  # tells updates of one version and place apart
 
 
 class ReleaseMemory(Message, frozen=True):
