@@ -258,6 +258,23 @@ def test_memory_is_given_back_while_the_trainer_works(rl: httpx.Client) -> None:
     assert about["weight_version"] == rl.get("/get_weight_version").json()["weight_version"]
 
 
+def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(
+    trained: Server, rl: httpx.Client
+) -> None:
+    old, pid = generate(rl)["output_ids"], trained.engine_pid()
+    post(rl, "/release_memory_occupation")
+    os.kill(pid, signal.SIGKILL)
+    while trained.health() == 200:
+        time.sleep(0.01)
+    while trained.health() != 200:
+        time.sleep(0.01)
+    asleep = rl.post("/generate", json={"input_ids": PROMPT})
+    assert asleep.status_code == 503
+    assert "kv_cache and weights" in asleep.text
+    post(rl, "/resume_memory_occupation")
+    assert generate(rl)["output_ids"] == old
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

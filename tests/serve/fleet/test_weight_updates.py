@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from safetensors.numpy import save
 
 from paceline.core.errors import BadModelFile, EngineDied, PacelineError, PartlyObeyed, RequestError
-from paceline.core.weight_source import WeightSource
+from paceline.core.weight_source import KV_CACHE, TAGS, WeightSource
 from paceline.serve.api import roll_outs
 from paceline.serve.app import make_app
 from paceline.serve.fleet import fleet_commands
@@ -26,7 +26,7 @@ from paceline.serve.operation import OperationOptions
 from paceline.serve.tensor_spool import Chunk, TensorSpool, write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.weight_updates import WeightUpdates
-from paceline.serve.worker.commands import FlushCache, GoOn, Pause, UpdateWeights
+from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
 from tests.serve.fleet.fake_commands import FakeCommands, names_in
 from tests.serve.fleet.fake_engines import FakeEngines
 
@@ -429,6 +429,29 @@ def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_sam
         await until(lambda: fleet.members["1"].serves)
         assert commands[1].sent[-1] == second != first
         assert len(commands[0].sent) == 2
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_that_comes_later_gives_back_the_same_memory() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines, commands = [FakeEngines(), FakeEngines()], [FakeCommands(), FakeCommands()]
+        for engine, own in zip(engines, commands, strict=True):
+            engine.commands = own
+        fleet.add("0", engines[0])
+        await fleet.commands.send(ReleaseMemory(TAGS))
+        member = fleet.add("1", engines[1])
+        assert member.behind
+        await until(lambda: member.serves)
+        assert commands[1].sent == [ReleaseMemory(TAGS)]
+        commands[1].errors = [EngineDied("before it replied")]
+        with pytest.raises(PartlyObeyed):
+            await fleet.commands.send(ResumeMemory((KV_CACHE,)))
+        await until(lambda: commands[1].sent[1:] == [ResumeMemory((KV_CACHE,))] * 2)
+        await fleet.commands.send(UpdateWeights(WeightSource(model="newer"), "v7"))
+        assert not fleet.commands.state.released, "an update takes the weights' memory again"
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

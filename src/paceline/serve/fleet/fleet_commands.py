@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
-from paceline.serve.worker.commands import EngineState, GoOn, Pause
+from paceline.serve.worker.commands import EngineState, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -105,6 +105,10 @@ class FleetCommands:
         weights = wanted.weights  # a process that could not read them again has another version
         if weights is not None and (weights != now.weights or weights.version != version):
             found.append(weights)
+        if tags := tuple(tag for tag in wanted.released if tag not in now.released):
+            found.append(ReleaseMemory(tags))
+        if tags := tuple(tag for tag in now.released if tag not in wanted.released):
+            found.append(ResumeMemory(tags))
         if now.paused and not wanted.paused:
             found.append(GoOn())
         return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from paceline.core.weight_source import MAX_VERSION_CHARS, WeightSource
+from paceline.core.weight_source import MAX_VERSION_CHARS, WEIGHTS, WeightSource
 from paceline.engine.wire import Message
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 Tags = Annotated[tuple[str, ...], Meta(max_length=8)]
 
@@ -62,6 +65,7 @@ class EngineState(Message, frozen=True):
 
     weights: UpdateWeights | None = None  # the last that were taken; None: the first ones
     paused: bool = False
+    released: Tags = ()  # parts of memory that are given back
 
     @property
     def whole_model(self) -> str | None:
@@ -74,8 +78,15 @@ class EngineState(Message, frozen=True):
             case Pause() | GoOn():
                 return replace(self, paused=isinstance(command, Pause))
             case UpdateWeights():
-                return replace(self, weights=command)
+                return replace(self, weights=command, released=self._without({WEIGHTS}))
+            case ReleaseMemory():
+                return replace(self, released=(*self._without(command.tags), *command.tags))
+            case ResumeMemory():
+                return replace(self, released=self._without(command.tags))
         return self
+
+    def _without(self, tags: Collection[str]) -> Tags:
+        return tuple(tag for tag in self.released if tag not in tags)
 
 
 Command = Pause | GoOn | FlushCache | UpdateWeights | ReleaseMemory | ResumeMemory

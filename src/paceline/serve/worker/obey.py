@@ -21,7 +21,7 @@ from paceline.serve.worker.commands import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from paceline.engine.assembly.build import Progress
     from paceline.engine.assembly.owner import EngineOwner
@@ -88,6 +88,7 @@ class Commands:
         self.lost = ""  # why weights that the engine before this one had are not here; it then takes no requests
         self.preparing: Preparation | None = None  # of an update, beside the steps
         self._promise = promise
+        self._released: Collection[str] = ()  # parts of memory that the engine before this one had given back
 
     @property
     def promise(self) -> str:
@@ -96,11 +97,11 @@ class Commands:
         return hashlib.sha256(versioned(self._promise, mark).encode()).hexdigest() if mark else self._promise
 
     def begin(self, load: Load) -> None:
-        """Take on the state of the engine before this one.
+        """Take on the state of the engine before this one; see `rest` for its memory.
 
         Weights that are gone are waited for.
         """
-        self.paused, weights = load.state.paused, load.state.weights
+        self.paused, self._released, weights = load.state.paused, load.state.released, load.state.weights
         if weights is None:
             return
         try:
@@ -108,6 +109,11 @@ class Commands:
         except (PacelineError, OSError) as error:
             self.lost = LOST.format(weights.version, error)
             log.error(self.lost)
+
+    def rest(self) -> None:
+        """Give back the memory that the engine before this one had given back."""
+        if self._released:
+            self.owner.release(self._released)
 
     @property
     def steps(self) -> bool:

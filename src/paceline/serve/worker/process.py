@@ -381,8 +381,10 @@ def run(address: str) -> int:
         # A signal to the whole process group, as systemd sends it, comes here too. Finish what is open, so that
         # the server can drain.
         signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "draining", True))
-        server.send(snapshot_of(owner.built.engine))
-        server.send(_ready(owner.built, commands.promise))
+        told = snapshot_of(owner.built.engine), _ready(owner.built, commands.promise)
+        commands.rest()
+        for message in told:
+            server.send(message)
         owner.drop_json()
         give_memory_back()
         worker.run()
