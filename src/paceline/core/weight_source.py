@@ -9,6 +9,7 @@ from paceline.core.errors import RequestError
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")  # parts of the memory that can be given back
 FIRST_VERSION = "default"  # of the weights that an engine begins with, as SGLang has it
 MAX_VERSION_CHARS = 128
+ASLEEP = "the engine has given back {}; resume its memory first"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,13 @@ from msgspec.structs import replace as with_fields
 
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.core.weight_source import TAGS
 from paceline.serve.fleet import tail
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.member import SILENT_S, TICK_S
 from paceline.serve.fleet.ticks import tick_every
+from paceline.serve.worker.commands import ReleaseMemory, ResumeMemory
 from tests.serve.fleet.fake_engines import FakeEngines, request_of
 from tests.serve.fleet.test_fleet import Bench, fleet_of, ready_to_hedge, run, settle, until
 
@@ -170,6 +172,21 @@ def test_one_that_cannot_load_does_not_fail_others_that_do() -> None:
         fakes[1].load()
         await fleet.first_ready
         await fleet.stop()
+
+    run(scenario)
+
+
+def test_a_fleet_that_sleeps_refuses_at_once() -> None:
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            commands = bench.fleet.commands
+            commands.state = commands.state.after(ReleaseMemory(TAGS))
+            with pytest.raises(EngineDied, match="resume its memory first"):
+                await bench.ask(request_of("r"))
+            assert bench.fleet.num_open == 0
+            commands.state = commands.state.after(ResumeMemory(TAGS))
+            await bench.ask(request := request_of("s"))
+            await bench.finish(request)
 
     run(scenario)
 

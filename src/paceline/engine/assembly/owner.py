@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
-from paceline.core.weight_source import FIRST_VERSION, TAGS, WEIGHTS, check_version
+from paceline.core.weight_source import ASLEEP, FIRST_VERSION, TAGS, WEIGHTS, check_version
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.renewal import Renewal, rebuild, renew, versioned
 from paceline.model.content_key import content_key
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 log = logging.getLogger(__name__)
-
-ASLEEP = "the engine has given back {}; resume its memory first"
 
 
 class EngineOwner:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, LineBroke, PacelineError, QueueFull, RequestError
 from paceline.core.request_nouns import Outcome
+from paceline.core.weight_source import ASLEEP
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers, Disconnected
 from paceline.serve.fleet.audit import Audit, Audits
 from paceline.serve.fleet.dispatch import ANY, Dispatch
@@ -130,6 +131,8 @@ class EngineFleet:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
         if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
+        if released := self.commands.state.released:
+            raise EngineDied(ASLEEP.format(" and ".join(sorted(released))))
         self._tail.came()
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         promise = self._dispatch.key_for_new(ready)
