@@ -22,6 +22,7 @@ from paceline.cli import main
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, LineBroke, PacelineError
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
+from paceline.core.weight_source import TAGS, WeightSource
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.wire import Submit, encode
 from paceline.ray import pieces, serve_command
@@ -35,7 +36,7 @@ from paceline.serve.api.keys import new_key
 from paceline.serve.engines import Answers, Event, OnEvent
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
-from paceline.serve.worker.commands import GoOn, Obeyed, Pause
+from paceline.serve.worker.commands import EngineState, GoOn, Obeyed, Pause, UpdateWeights
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Watch
 
 if TYPE_CHECKING:
@@ -565,9 +566,8 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     from paceline.ray.host_engines import HostEngines
 
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
-    states = iter(
-        [[EngineUp(ready, 2)], [EngineUp(ready, 2)], [EngineUp(ready, 2), Down(hangs=False), EngineUp(ready, 3)]]
-    )
+    up, newer = EngineUp(ready, 2), EngineUp(ready, 3, "v5", state := EngineState(paused=True))
+    states = iter([[up], [up], [up, Down(hangs=False), newer]])
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for message in next(states, ()):
@@ -594,6 +594,7 @@ def test_a_line_that_breaks_is_no_restart() -> None:
     engines: Any = None
     run_with_lines(work())
     assert found == [0, 0, 0, 1]
+    assert (engines.commands.version, engines.commands.state) == ("v5", state)
     assert [type(event) for event in told] == [LineBroke, LineBroke, EngineDied, LineBroke]
 
 
@@ -650,6 +651,7 @@ def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: p
 
 def test_a_front_is_told_of_each_process_once() -> None:
     ready = Ready("tiny", 256, 320, b"{}", (319,), None, None, ())
+    state = EngineState(UpdateWeights(WeightSource("newer"), "v5"), paused=True, released=TAGS)
 
     async def work() -> list[Any]:
         host, line = EngineHost(EngineConfig()), FrontLine()
@@ -662,13 +664,15 @@ def test_a_front_is_told_of_each_process_once() -> None:
             (ready, 2, 8),
             (None, 3, 9),
         )
+        commands = SimpleNamespace(version="v5", state=state)
         for now_ready, restarts, pid in (*states, (None, 3, 9)):
-            host._client = SimpleNamespace(ready=now_ready, restarts=restarts, pid=pid)  # type: ignore[assignment]
+            now = SimpleNamespace(ready=now_ready, restarts=restarts, pid=pid, commands=commands)
+            host._client = now  # type: ignore[assignment]
             host.tell_state(line)
         return read_from_host(await line.take(1.0))  # type: ignore[no-any-return]
 
-    up, hangs, ended = EngineUp(ready, 1), Down(hangs=True), Down(hangs=False)
-    assert run_with_lines(work()) == [up, hangs, up, ended, EngineUp(ready, 2), ended]
+    up, hangs, ended = EngineUp(ready, 1, "v5", state), Down(hangs=True), Down(hangs=False)
+    assert run_with_lines(work()) == [up, hangs, up, ended, EngineUp(ready, 2, "v5", state), ended]
 
 
 @pytest.mark.ray

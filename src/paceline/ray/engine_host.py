@@ -105,7 +105,7 @@ class EngineHost:
         line.told = ready
         if client is not None and ready is not None:
             line.restarts = client.restarts
-            line.put(EngineUp(ready, client.restarts))
+            line.put(EngineUp(ready, client.restarts, client.commands.version, client.commands.state))
         else:
             line.put(Down(client is not None and client.pid is not None and client.restarts == line.restarts))
 

@@ -154,6 +154,7 @@ class HostEngines:
 
     def _loaded(self, message: EngineUp) -> None:
         earlier, self.ready = self.ready, message.ready
+        self.commands.version, self.commands.state = message.version, message.state
         is_first = not self.first_ready.done()
         if is_first:
             self._first_restarts = message.restarts

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from paceline.core.weight_source import FIRST_VERSION
 from paceline.engine.wire import Message, Submit, encode
-from paceline.serve.worker.commands import Command, Obeyed
+from paceline.serve.worker.commands import Command, EngineState, Obeyed
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected, Snapshot, Watch
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class EngineUp(Message, frozen=True):
 
     ready: Ready
     restarts: int  # of its process, since the actor began
+    version: str = FIRST_VERSION  # of its weights
+    state: EngineState = EngineState()
 
 
 FromHost = EngineUp | Down | OutcomeBatch | Rejected | Snapshot

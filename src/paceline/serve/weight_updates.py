@@ -72,7 +72,7 @@ class WeightUpdates:
             try:
                 await first()
                 folder = await asyncio.to_thread(self.spool.offer, files)
-                source = WeightSource(commands.state.whole_model, folder)
+                source = WeightSource(commands.state.source.model, folder)
                 reply = await commands.send(UpdateWeights(source, check_version(version)))
             except PartlyObeyed:  # a replica runs on them, and reads them when it restarts
                 await asyncio.to_thread(self.spool.accept, files)

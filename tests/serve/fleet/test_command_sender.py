@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import EngineDied, RequestError
 from paceline.core.weight_source import WeightSource
 from paceline.serve.worker.command_sender import CommandSender
-from paceline.serve.worker.commands import Obeyed, Pause, ReleaseMemory, UpdateWeights
+from paceline.serve.worker.commands import EngineState, Obeyed, Pause, ReleaseMemory, UpdateWeights
 
 if TYPE_CHECKING:
     from paceline.serve.worker.messages import ToEngine
@@ -38,12 +38,13 @@ def test_a_command_whose_caller_has_gone_keeps_its_reply() -> None:
         assert sent == [UPDATE], "the next waits for the reply"
         assert sender.obeying
         sender.take(Obeyed("v1"))
+        assert sender.state == EngineState(UPDATE), "an engine that restarts needs it"
         await settle()
-        assert sender.state.weights is UPDATE, "an engine that restarts needs them"
         assert sent[1:] == [ReleaseMemory(("weights",))]
         sender.take(Obeyed("v1", kind="RequestError", error="requests are open"))
         with pytest.raises(RequestError, match="open"):
             await release
+        assert sender.state == EngineState(UPDATE)
         assert not sender.obeying
 
     asyncio.run(scenario())

@@ -17,6 +17,7 @@ from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.member import SILENT_S, TICK_S
 from paceline.serve.fleet.ticks import tick_every
 from paceline.serve.worker.commands import ReleaseMemory, ResumeMemory
+from tests.serve.fleet.fake_commands import FakeCommands
 from tests.serve.fleet.fake_engines import FakeEngines, request_of
 from tests.serve.fleet.test_fleet import Bench, fleet_of, ready_to_hedge, run, settle, until
 
@@ -179,12 +180,13 @@ def test_one_that_cannot_load_does_not_fail_others_that_do() -> None:
 def test_a_fleet_that_sleeps_refuses_at_once() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
-            commands = bench.fleet.commands
-            commands.state = commands.state.after(ReleaseMemory(TAGS))
+            for fake in bench.fakes:
+                fake.commands = FakeCommands()
+            await bench.fleet.commands.send(ReleaseMemory(TAGS))
             with pytest.raises(EngineDied, match="resume its memory first"):
                 await bench.ask(request_of("r"))
             assert bench.fleet.num_open == 0
-            commands.state = commands.state.after(ResumeMemory(TAGS))
+            await bench.fleet.commands.send(ResumeMemory(TAGS))
             await bench.ask(request := request_of("s"))
             await bench.finish(request)
 

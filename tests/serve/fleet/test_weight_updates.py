@@ -26,7 +26,15 @@ from paceline.serve.operation import OperationOptions
 from paceline.serve.tensor_spool import Chunk, TensorSpool, write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.weight_updates import WeightUpdates
-from paceline.serve.worker.commands import FlushCache, GoOn, Pause, ReleaseMemory, ResumeMemory, UpdateWeights
+from paceline.serve.worker.commands import (
+    EngineState,
+    FlushCache,
+    GoOn,
+    Pause,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateWeights,
+)
 from tests.serve.fleet.fake_commands import FakeCommands, names_in
 from tests.serve.fleet.fake_engines import FakeEngines
 
@@ -373,7 +381,7 @@ def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
         member = fleet.add("1", engines[1])
         assert not member.serves
         assert member.state == "behind"
-        assert fleet.commands.state.whole_model == "newer"
+        assert fleet.commands.state.source.model == "newer"
         later.gate.set()
         await until(lambda: member.serves)
         assert later.sent == [update, update], "it was sent again"
@@ -498,6 +506,37 @@ def test_a_replica_that_comes_while_the_fleet_begins_to_work_again_works_too() -
         await going_on
         await until(lambda: member.serves)
         assert later.sent[-1] == GoOn(), "a pause behind it would last"
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_front_that_starts_anew_goes_on_with_what_the_newest_engine_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines on Ray outlive it. None is given older weights than it has, in whatever order they are found."""
+    monkeypatch.setattr(fleet_commands, "LOADS_S", 0.01)
+
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=3))
+        older, newest = (UpdateWeights(WeightSource(model=name), name) for name in ("v4", "v5"))
+        commands = [FakeCommands(), FakeCommands(), FakeCommands()]  # the first one has come since
+        commands[1].state, commands[1].version = EngineState(older), "v4"
+        for i, own in enumerate(commands):
+            engine = FakeEngines()
+            engine.commands = own
+            if own is commands[2]:
+                ready, engine.ready = engine.ready, None  # it is heard of last
+            fleet.add(str(i), engine)
+        await until(lambda: commands[0].sent == [older])
+        commands[2].state, commands[2].version = EngineState(newest, paused=True), "v5"
+        engine.ready = ready
+        await until(lambda: fleet.commands.version == "v5")
+        await until(lambda: all(member.serves for member in fleet.members.values()))
+        assert fleet.commands.state == EngineState(newest, paused=True)
+        assert [own.sent[-2:] for own in commands] == [[Pause(), newest]] * 2 + [[]]
+        await fleet.commands.send(GoOn())
+        assert fleet.commands.state == EngineState(newest)
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

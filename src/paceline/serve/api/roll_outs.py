@@ -176,7 +176,7 @@ class RollOuts:
             raise EngineDied(NOT_READY)
         return json_response(
             {
-                "model_path": self._client.commands.state.whole_model or ready.model_name,
+                "model_path": self._client.commands.state.source.model or ready.model_name,
                 "weight_version": self._client.commands.version,
                 "is_generation": True,
                 "version": __version__,

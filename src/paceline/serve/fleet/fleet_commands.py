@@ -13,7 +13,7 @@ from paceline.serve.fleet.journal import answer_id
 from paceline.serve.worker.commands import EngineState, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from paceline.serve.fleet.journal import OngoingAnswer
     from paceline.serve.fleet.member import Member
@@ -31,7 +31,8 @@ class FleetCommands:
     def __init__(self, members: Mapping[str, Member], open_answers: Mapping[str, OngoingAnswer]) -> None:
         """open_answers: those of the journal, by request id."""
         self._members, self._open = members, open_answers
-        self.state = EngineState()  # that all replicas are to have
+        self._state = EngineState()  # that all replicas are to have
+        self._commanded = False  # by this front
         self._num_sending = 0
 
     @property
@@ -44,6 +45,17 @@ class FleetCommands:
     def obeying(self) -> bool:
         """True while a replica carries out a command."""
         return any(m.engines.commands.obeying for m in self._members.values())
+
+    @property
+    def state(self) -> EngineState:
+        """State that all replicas are to have."""
+        self._adopt(self._members.values())
+        return self._state
+
+    def _adopt(self, members: Iterable[Member]) -> None:
+        """Take over what engines that outlive fronts have, those on Ray, until a command comes."""
+        if not self._commanded:
+            self._state = max([self._state, *(m.engines.commands.state for m in members)], key=_age)
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""
@@ -72,7 +84,7 @@ class FleetCommands:
             self._num_sending -= 1
         done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
         if done:
-            self.state = self.state.after(command)
+            self._state, self._commanded = self.state.after(command), True
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
@@ -99,7 +111,8 @@ class FleetCommands:
         found: list[Command] = []
         if self._members.get(member.name) is not member:
             return found
-        wanted, now, version = self.state, member.engines.commands.state, member.engines.commands.version
+        self._adopt([member])
+        wanted, now, version = self._state, member.engines.commands.state, member.engines.commands.version
         if wanted.paused and not now.paused:
             found.append(Pause())
         weights = wanted.weights  # a process that could not read them again has another version
@@ -112,3 +125,8 @@ class FleetCommands:
         if now.paused and not wanted.paused:
             found.append(GoOn())
         return found
+
+
+def _age(state: EngineState) -> tuple[int, bool, int]:
+    """Return what is largest of the newest state, as far as one can know."""
+    return 0 if state.weights is None else state.weights.made_ns, state.paused, len(state.released)

@@ -43,6 +43,7 @@ class CommandSender:
         """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
         self.state = EngineState()
+        self._next = self.state  # once the last command is obeyed
         self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
@@ -68,7 +69,7 @@ class CommandSender:
 
     async def _exchange(self, command: Command) -> Obeyed:
         async with self._turn:
-            self._reply = asyncio.get_running_loop().create_future()
+            self._next, self._reply = self.state.after(command), asyncio.get_running_loop().create_future()
             try:
                 await self._send(command)
                 reply = await self._reply
@@ -76,13 +77,13 @@ class CommandSender:
                 self._reply = None
         if reply.error is not None:
             raise error_of(reply.kind, reply.error)
-        self.state = self.state.after(command)
         return reply
 
     def take(self, reply: Obeyed) -> None:
         """Take in a reply."""
         self.version = reply.version
         if self._reply is not None and not self._reply.done():
+            self.state = self._next if reply.error is None else self.state  # with the version, for who asks now
             self._reply.set_result(reply)
 
     def fail(self) -> None:

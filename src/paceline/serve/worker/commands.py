@@ -68,9 +68,9 @@ class EngineState(Message, frozen=True):
     released: Tags = ()  # parts of memory that are given back
 
     @property
-    def whole_model(self) -> str | None:
-        """Place that whole weights came from last; None: they were loaded first."""
-        return None if self.weights is None else self.weights.source.model
+    def source(self) -> WeightSource:
+        """Place that the weights came from."""
+        return WeightSource() if self.weights is None else self.weights.source
 
     def after(self, command: Command) -> EngineState:
         """Return the state of an engine that has obeyed a command."""
