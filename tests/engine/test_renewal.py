@@ -223,6 +223,18 @@ def test_a_part_of_the_tensors_replaces_only_these(models: tuple[Path, Path], tm
     assert all((found.weights[n] == old.weights[n]).all() for n in others)
 
 
+def test_tensors_that_must_be_all_are_refused_if_one_is_missing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    new, name = tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
+    source = WeightSource(tensors=str(tmp_path), whole=True)
+    save_file(new, tmp_path / "1.safetensors")
+    found = renewed(lambda: load_model(models[0]), source)
+    assert (found.weights["layers.1.mlp_down"] == new[name]).all()
+    del new[name]
+    save_file(new, tmp_path / "1.safetensors")
+    with pytest.raises(BadModelFile, match="1 tensors are missing, such as layers"):
+        renewed(lambda: load_model(models[0]), source)
+
+
 def test_a_file_whose_tensors_all_came_again_does_not_count(models: tuple[Path, Path], tmp_path: Path) -> None:
     old, new, name = tensors(models[0]), tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
     save_file({name: new[name]}, tmp_path / "2.safetensors")

@@ -18,6 +18,7 @@ class WeightSource:
 
     model: str | None = None  # folder or .gguf file of a whole model; None: the one that was loaded first
     tensors: str | None = None  # folder of safetensors files, whose tensors replace that model's by name
+    whole: bool = False  # tensors that lack one of the model's are refused
 
 
 def check_version(version: object) -> str:

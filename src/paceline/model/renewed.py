@@ -16,7 +16,7 @@ from paceline.model.heads.mtp import is_mtp_name, usable_mtp
 from paceline.model.weights import LazyWeights, canonical_names, load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -48,6 +48,8 @@ def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedMod
         found: dict[str, StoredTensor] = {}
         for file in files:
             found |= open_safetensors(file.path)
+        if source.whole:
+            _check_whole(model, _found(model, found))
         used = {tensor.path for tensor in found.values()}  # files of which no tensor counts make no difference
         model = with_tensors(model, found, tuple(file for file in files if file.path in used))
     return model
@@ -60,14 +62,20 @@ def with_arrays(model: LoadedModel, arrays: Mapping[str, NDArray[floating]]) -> 
     """
     given = {name: Held(array) for name, array in arrays.items()}
     held = _found(model, given)
+    made = _check_whole(model, held)
+    weights = {**{n: model.weights[n] for n in made}, **{n: t.read() for n, t in held.items()}}
+    own = {name: Held(tensor.read().copy()) for name, tensor in _of_mtp(model, given).items()}
+    return replace(model, weights=weights, newer_mtp=own)
+
+
+def _check_whole(model: LoadedModel, held: Collection[str]) -> set[str]:
+    """Return the names that only the model itself has. Raises `BadModelFile` if others are missing."""
     made = _MADE.keys() & set(model.weights)
     if lacking := sorted(set(tensor_shapes(model.config)) - set(held) - made):
         raise BadModelFile(
             f"{len(lacking)} tensors are missing, such as {', '.join(lacking[:MAX_SHOWN])}; give all"
         )
-    weights = {**{n: model.weights[n] for n in made}, **{n: t.read() for n, t in held.items()}}
-    own = {name: Held(tensor.read().copy()) for name, tensor in _of_mtp(model, given).items()}
-    return replace(model, weights=weights, newer_mtp=own)
+    return made
 
 
 def with_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PartlyObeyed
@@ -13,7 +14,6 @@ from paceline.serve.worker.commands import UpdateWeights
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from pathlib import Path
 
     from paceline.serve.engines import Commanded
     from paceline.serve.worker.commands import Obeyed
@@ -72,7 +72,10 @@ class WeightUpdates:
             try:
                 await first()
                 folder = await asyncio.to_thread(self.spool.offer, files)
-                source = WeightSource(commands.state.source.model, folder)
+                now = commands.state.source
+                last = folder if now.tensors is None else now.tensors
+                whole = Path(last).parent != Path(folder).parent  # an earlier server took them and has ended
+                source = WeightSource(now.model, folder, whole)
                 reply = await commands.send(UpdateWeights(source, check_version(version)))
             except PartlyObeyed:  # a replica runs on them, and reads them when it restarts
                 await asyncio.to_thread(self.spool.accept, files)

@@ -237,6 +237,22 @@ def test_an_update_has_the_files_that_came_before_it(updates: WeightUpdates) -> 
     assert asyncio.run(scenario()) == [["a"], ["a", "b"]]
 
 
+def test_tensors_that_follow_those_of_an_earlier_server_must_be_all(updates: WeightUpdates) -> None:
+    """Its files are not here, so what is left out would have the first numbers."""
+
+    async def scenario() -> list[bool]:
+        commands = FakeCommands()
+        commands.state = EngineState(UpdateWeights(WeightSource("model", "/spool-of-it/update"), "v5"))
+        for version in ("v6", "v7"):
+            staged(updates, "a")
+            await updates.from_staged(commands, version)
+        sources = [command.source for command in commands.sent if isinstance(command, UpdateWeights)]
+        assert {source.model for source in sources} == {"model"}
+        return [source.whole for source in sources]
+
+    assert asyncio.run(scenario()) == [True, False]
+
+
 @pytest.mark.parametrize(
     ("error", "left"), [(BadModelFile("no"), ["a"]), (EngineDied("no"), ["a"]), (PartlyObeyed("no"), ["a", "b"])]
 )
