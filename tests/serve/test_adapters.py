@@ -99,7 +99,7 @@ async def one_writes(server: Server) -> None:
 def test_what_verl_cuts_goes_on_exactly(adapters: Any, trained: Server) -> None:
     async def work() -> tuple[TokenOutput, TokenOutput]:
         server = verl_server(adapters, trained)
-        sampling = SAMPLING | {"max_tokens": 3000, "seed": 11, "ignore_eos": True}
+        sampling = SAMPLING | {"max_tokens": 6000, "seed": 11, "ignore_eos": True}
         whole = await whole_of(server, sampling)
         partial = asyncio.create_task(whole_of(server, sampling))
         await one_writes(trained)
@@ -113,7 +113,7 @@ def test_what_verl_cuts_goes_on_exactly(adapters: Any, trained: Server) -> None:
     assert [reason for reason, _ in partial.extra_fields["parts"]] == ["aborted", "completed"]
     assert partial.token_ids == whole.token_ids
     assert partial.log_probs == whole.log_probs
-    assert len(whole.token_ids) == 3000
+    assert len(whole.token_ids) == 6000
 
 
 def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any, trained: Server) -> None:
