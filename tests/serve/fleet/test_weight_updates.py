@@ -458,6 +458,26 @@ def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_sam
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_a_command_whose_caller_has_gone_is_not_undone() -> None:
+    async def scenario() -> None:
+        fleet, engine, commands = EngineFleet(ReplicaOptions(replicas=1)), FakeEngines(), FakeCommands()
+        engine.commands = commands
+        member = fleet.add("0", engine)
+        await fleet.commands.send(FlushCache())
+        commands.gate.clear()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fleet.commands.send(Pause()), 0.01)
+        commands.gate.set()
+        await until(lambda: commands.state.paused)
+        await asyncio.sleep(3 * TICK_S)
+        assert commands.sent == [FlushCache(), Pause()]
+        assert fleet.commands.state.paused
+        assert member.serves
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_replica_that_comes_later_gives_back_the_same_memory() -> None:
     async def scenario() -> None:
         fleet = EngineFleet(ReplicaOptions(replicas=2))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
 from paceline.serve.fleet.journal import answer_id
+from paceline.serve.worker.command_sender import to_its_end
 from paceline.serve.worker.commands import EngineState, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
@@ -70,8 +71,12 @@ class FleetCommands:
     async def send(self, command: Command) -> Obeyed:
         """Return one of the replies.
 
-        Raises `PacelineError` if a replica did not obey; send it again then.
+        Raises `PacelineError` if a replica did not obey; send it again then. What was obeyed is noted though the
+        caller is cancelled.
         """
+        return await to_its_end(self._send(command))
+
+    async def _send(self, command: Command) -> Obeyed:
         members = list(self._members.values())
         if not members or any(member.ready is None for member in members):
             raise EngineDied("not all replicas are ready; try again later")
