@@ -261,13 +261,11 @@ def test_memory_is_given_back_while_the_trainer_works(rl: httpx.Client) -> None:
 def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(
     trained: Server, rl: httpx.Client
 ) -> None:
-    old, pid = generate(rl)["output_ids"], trained.engine_pid()
+    old, restarts = generate(rl)["output_ids"], trained.metric("paceline_engine_restarts_total")
     post(rl, "/release_memory_occupation")
-    os.kill(pid, signal.SIGKILL)
-    while trained.health() == 200:
-        time.sleep(0.01)
-    while trained.health() != 200:
-        time.sleep(0.01)
+    os.kill(trained.engine_pid(), signal.SIGKILL)
+    assert eventually(lambda: trained.metric("paceline_engine_restarts_total") > restarts, 60.0)
+    assert eventually(lambda: trained.health() == 200, 60.0)
     asleep = rl.post("/generate", json={"input_ids": PROMPT})
     assert asleep.status_code == 503
     assert "kv_cache and weights" in asleep.text
