@@ -46,6 +46,8 @@ class KVStore {
                 at += part;
             }
         }
+        for (size_t i = 1; i < memory_.size(); ++i)  // pages of large models are written slowly, and cost more memory
+            if (memory_[i].second) ahead_ = std::clamp<size_t>((size_t{1} << 21) / memory_[i].second, 16, ahead_);
         expect(0);
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
@@ -67,8 +69,8 @@ class KVStore {
     // Have the system provide the memory of pages from `first` on, beside the passes: some hosts take milliseconds for each huge page, and
     // all layers begin one at the same page. Not of what sliding layers hold: few pages have it.
     void expect(size_t first) const {
-        const size_t from = std::max(first, provided_), to = std::min(first + 2 * kAhead, num_pages_);
-        if (from >= std::min(first + kAhead, num_pages_) || provides_.exchange(true)) return;
+        const size_t from = std::max(first, provided_), to = std::min(first + 2 * ahead_, num_pages_);
+        if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
         if (provider_.joinable()) provider_.join();
         provided_ = to;
         provider_ = std::thread([this, from, to] {
@@ -117,7 +119,6 @@ class KVStore {
     }
 
   private:
-    static constexpr size_t kAhead = 128;  // pages
     struct Place {
         uint8_t *keys = nullptr, *values = nullptr;  // of page 0
         size_t heads_per_page = 0;
@@ -152,6 +153,7 @@ class KVStore {
     mutable std::thread provider_;
     mutable std::atomic<bool> provides_ = false;
     mutable size_t provided_ = 0;  // pages whose memory is there, or on its way
+    size_t ahead_ = 128;           // pages of which at least so many more should be
 };
 
 }  // namespace paceline
