@@ -18,7 +18,8 @@ of the cells. Its inputs are measured before them, so nothing else may run on th
 
 Each cell is told with where its seconds go, real and simulated, per token (`fleet_seconds`), so that a difference
 explains itself: processor time of client and front; of the engines that of passes, the host's part of steps, their
-own time outside steps, and their waits for a core or for work. On a quiet machine all takes about four minutes.
+own time outside steps, and their waits for a core or for work. All engines have used their memory once before, as
+its first use takes time that later passes do not. On a quiet machine all takes about five minutes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from paceline.sim.rates import kind_of
 from paceline.sim.simulator import SimulatedReplica
 from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.shared_cores import Handling, SharedMachine, Slowdown, run_closed
-from tools.measure.step_prices import Prices, workers
+from tools.measure.step_prices import FILLING, Prices, workers
 from tools.served import start_server
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ LOADS = (
     LoadKind(12, 12, 64, 128),
 )
 LOAD_ROUNDS = 4
+KV_TOKENS = 24576  # of each replica: room for all rows and the shared beginnings
+FILLS = LoadKind(2 * KV_TOKENS // FILLING, 1, 1, FILLING)  # all memory for keys and values is used once
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +371,7 @@ def run_fleet(
     try:
         url = server.wait()
         asyncio.run(wait_until_up(url, replicas))
-        for kind in LOADS:
+        for kind in (FILLS, *LOADS):
             run_load(server, replicas, 0, kind)  # warm
         seeds = range(1, 1 + LOAD_ROUNDS)
         loads = [run_load(server, replicas, 10 * seed + i, kind) for seed in seeds for i, kind in enumerate(LOADS)]
@@ -419,6 +422,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     args = parser.parse_args()
     flags = ["--model", args.model, "--threads", "1", "--draft", "auto", "--max-rows", str(args.rows)]
+    flags += ["--kv-tokens", str(KV_TOKENS)]
     inputs = measured_prices(flags, args.seconds)
     lines = []
     for replicas in REPLICAS:

@@ -19,7 +19,7 @@ import random
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ import numpy as np
 from paceline.control.cost import DraftCost, MeasuredCost, TimedPass, fit_target
 from paceline.control.files import Profile, step_cost
 from paceline.control.policy import Work
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.request_nouns import Request
 from paceline.core.system import stay_on
@@ -47,6 +48,7 @@ DECODE_STEPS = 5  # after each prompt
 FRESH = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 348)  # tokens of a prompt behind its beginning
 BEGINNING = 160  # tokens that prompts of an episode share; every other episode has none
 POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # of the curve of token rows
+FILLING = 1500  # tokens of a prompt that fills memory
 OUTLIER = 1.3  # a step that takes so much longer than its price was interrupted
 WORKER = (sys.executable, "-m", "tools.measure.step_prices")
 
@@ -71,6 +73,18 @@ class Stepper:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
         self._params = SamplingParams(temperature=0.0, max_tokens=8 * MOST_ROWS * DECODE_STEPS, ignore_eos=True)
         self._num_added = 0
+
+    def fill(self) -> None:
+        """Use all memory for keys and values once.
+
+        Its first use takes time that no later pass does.
+        """
+        engine = self._engine
+        for number in range(engine.scheduler.pool.num_pages * PAGE_TOKENS // FILLING + 1):
+            prompt, params = self._tokens(FILLING), replace(self._params, max_tokens=1)
+            engine.add(Request(f"fills-{number}", prompt, params, seed=0, speculation=Speculation(draft="off")))
+            while engine.has_work:
+                engine.step()
 
     def run(self, seconds: float) -> list[StepTime]:
         """Take steps for so long, and those of one row at least."""
@@ -127,6 +141,7 @@ def work_on(core: int, flags: Sequence[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_arguments(parser)
     stepper = Stepper(build(engine_config(parser.parse_args(flags))).engine)
+    stepper.fill()
     stepper.run(0.5)  # warm
     sys.stdout.write("ready\n")
     sys.stdout.flush()
