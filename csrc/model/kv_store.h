@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -73,11 +74,14 @@ class KVStore {
         if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
         if (provider_.joinable()) provider_.join();
         provided_ = to;
-        provider_ = std::thread([this, from, to] {
-            for (size_t i = 1; i < memory_.size(); ++i)
-                provide(memory_[i].first, from * memory_[i].second, (to - from) * memory_[i].second);
-            provides_ = false;
-        });
+        try {
+            provider_ = std::thread([this, from, to] {
+                for (size_t i = 1; i < memory_.size(); ++i)
+                    provide(memory_[i].first, from * memory_[i].second, (to - from) * memory_[i].second);
+                provides_ = false;
+            });
+        } catch (const std::system_error&) {  // no thread is left: passes wait for their memory
+        }
     }
 
     size_t num_layers() const { return heads_.size(); }
