@@ -90,7 +90,7 @@ LOADS = (
 )
 LOAD_ROUNDS = 4
 KV_TOKENS = 24576  # of each replica: room for all rows and the shared beginnings
-FILLS = LoadKind(2 * KV_TOKENS // FILLING, 1, 1, FILLING)  # all memory for keys and values is used once
+FILLS = LoadKind(KV_TOKENS // FILLING + 4, 1, 1, FILLING)  # all memory for keys and values is used once
 
 
 @dataclass(frozen=True, slots=True)
