@@ -19,7 +19,8 @@ ZeroPages zero_pages(size_t bytes);
 // Give memory of `zero_pages` back to the system, as far as it lies in whole pages of the system. It may read as zeros from then on.
 void release(const ZeroPages& all, size_t first, size_t bytes);
 
-// Have the system provide memory of `zero_pages` now, which may be read and written meanwhile. Older systems do it later.
+// Have the system provide memory of `zero_pages` now, which may be read and written meanwhile; older systems do it later. The thread that
+// calls has a lower priority from then on.
 void provide(const ZeroPages& all, size_t first, size_t bytes);
 
 }  // namespace paceline

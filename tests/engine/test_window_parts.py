@@ -41,10 +41,11 @@ from tests.engine.test_kv_disk import written
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine, TrueRow
 from tests.engine.test_windows import answers, hashes_of
 from tests.engine.trees import plant
+from tests.serve.test_faults import eventually
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from paceline.backend.seam import Decoder
     from paceline.engine.engine import Engine
@@ -629,10 +630,3 @@ def test_memory_of_the_next_pages_is_there_before_they_are_written() -> None:
     time.sleep(0.1)
     assert resident_bytes() - before < 1.2 * (wanted + rest) + (16 << 20)
     assert kv.num_pages == sliding.num_pages == num_pages
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end_s = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return holds()

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tests.serve.fleet.fake_engines import FakeEngines
 
 REQUEST = request_of("r", max_tokens=400, prompt=2 * PAGE_TOKENS)
+SHORT = request_of("r", max_tokens=6)
+WITH_GRAMMAR = replace(SHORT, params=replace(SHORT.params, grammar=Grammar("regex", "a+")))
 
 
 async def drained(
@@ -125,9 +127,7 @@ def test_nobody_reads_an_answer_that_has_ended() -> None:
 def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
-            request = request_of("r", max_tokens=6)
-            params = replace(request.params, grammar=Grammar("regex", "a+"))
-            await bench.ask(replace(request, params=params))
+            await bench.ask(WITH_GRAMMAR)
             other = bench.fakes[1 - bench.fakes.index(bench.writer("r"))]
             assert not other.submitted
             other.die()
@@ -147,9 +147,7 @@ def test_a_replica_that_was_started_anew_makes_what_grammars_need() -> None:
 def test_idle_replicas_make_what_grammars_need_once_the_fleet_has_had_one() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
-            request = request_of("r", max_tokens=6)
-            params = replace(request.params, grammar=Grammar("regex", "a+"))
-            await bench.ask(replace(request, params=params))
+            await bench.ask(WITH_GRAMMAR)
             writer = bench.writer("r")
             (other,) = [fake for fake in bench.fakes if fake is not writer]
             await until(lambda: other.rows)

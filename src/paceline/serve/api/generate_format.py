@@ -189,6 +189,7 @@ class GenerateFormat:
         if figures and figures.weights:
             about["weight_version"] = figures.weights[-1][1]
             about["weight_versions"] = [{"start": start, "version": version} for start, version in figures.weights]
+        if figures:
             about["spec_accept_length"] = round(figures.acceptance_length, 4)
             about |= changed_usage([figures]) | ({"resumed_inexact": True} if figures.inexact else {})
         if self.scored:

@@ -133,5 +133,8 @@ class FleetCommands:
 
 
 def _age(state: EngineState) -> tuple[int, bool, int]:
-    """Return what is largest of the newest state, as far as one can know."""
+    """Return a key by which the newest of several states is the largest.
+
+    Of a pause and of memory given back, no time is known.
+    """
     return 0 if state.weights is None else state.weights.made_ns, state.paused, len(state.released)

@@ -166,7 +166,7 @@ class OngoingAnswer:
         """
         leg.started, self.num_unstarted = True, 0
         if outcome.version is not None:
-            self.weights = joined(self.weights, ((outcome.start, outcome.version),))
+            self.weights = _joined(self.weights, ((outcome.start, outcome.version),))
         if not (outcome.token_ids or outcome.text or outcome.finish_reason or outcome.prompt_logprobs):
             return None  # a step of it begins
         start = outcome.start - len(self.request.told)
@@ -211,11 +211,13 @@ class OngoingAnswer:
     def _total(self, figures: Figures) -> Figures:
         """Return the counts of all replicas that wrote the answer."""
         whole = figures if self.spent is None else figures.behind(self.spent)
-        weights = joined(self.weights, figures.weights)
+        weights = _joined(self.weights, figures.weights)
         return replace(whole, legs=max(self.num_legs, 1), inexact=self.inexact, weights=weights)
 
 
-def joined(weights: tuple[tuple[int, str], ...], then: tuple[tuple[int, str], ...]) -> tuple[tuple[int, str], ...]:
+def _joined(
+    weights: tuple[tuple[int, str], ...], then: tuple[tuple[int, str], ...]
+) -> tuple[tuple[int, str], ...]:
     """Return which weights wrote an answer, as one replica and then another say."""
     found = list[tuple[int, str]]()
     for start, version in (*(one for one in weights if not then or one[0] < then[0][0]), *then):
