@@ -120,6 +120,15 @@ def test_counters_tell_where_seconds_went() -> None:
     assert sum(list(parts.values())[2:]) == pytest.approx(10.0)
 
 
+def test_rounds_are_summed_up() -> None:
+    """200 tokens in 2 s and 400 in 6 s are 75 a second; the other figures are means."""
+    rounds = [CellFigures(100.0, 1.0, 10.0, 0.2), CellFigures(400 / 6, 3.0, 20.0, 0.4)]
+    found = CellFigures.over(rounds, [200, 400])
+    assert (found.per_s, found.tpot_ms, found.ttft_ms, found.hits) == pytest.approx((75.0, 2.0, 15.0, 0.3))
+    spans = [SpentSeconds(*range(7)), SpentSeconds(*[1.0] * 7, prefill=2.0)]
+    assert SpentSeconds.summed(spans) == SpentSeconds(1, 2, 3, 4, 5, 6, 7, 2.0)
+
+
 def test_simulated_seconds_fill_the_clock() -> None:
     cell, seconds = simulate(REQUESTS, 2, 4, replace(INPUTS, front=Handling(1e-3, 1e-3, 1e-3)), 4)
     span_s = sum(r.tokens for r in REQUESTS) / cell.per_s

@@ -11,6 +11,8 @@ import httpx
 import psutil
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tools.measure.shared_cores import SharedCores
     from tools.served import RunningServer
 
@@ -38,6 +40,11 @@ class SpentSeconds:
         """Return the milliseconds of a token."""
         names = [f.name for f in fields(self) if f.name not in ("prefill", "asleep")]
         return {name: 1e3 * getattr(self, name) / tokens for name in names}
+
+    @classmethod
+    def summed(cls, spans: Sequence[SpentSeconds]) -> SpentSeconds:
+        """Return the seconds of several spans."""
+        return cls(*(sum(getattr(one, f.name) for one in spans) for f in fields(cls)))
 
     @classmethod
     def simulated(cls, cores: SharedCores, replicas: int, span_s: float) -> SpentSeconds:

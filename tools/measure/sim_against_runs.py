@@ -1,14 +1,15 @@
 """Compare the simulator with real fleets of this machine.
 
-    python -m tools.measure.sim_against_runs [--requests 96] [--model default] [--seconds 12] [--out FILE]
+    python -m tools.measure.sim_against_runs [--requests 384] [--rounds 8] [--seconds 20] [--out FILE]
 
 Four cells: one and two replicas, 4 and 16 requests in flight, routed by seconds. Requests are a recorded list:
 prompts of four shared beginnings, answers of fixed lengths, drafts off. A client keeps so many in flight, and so
 does the simulator, with every step simulated on the cores of this machine (`shared_cores.py`). It is told nothing
-of the cells. Its inputs are measured before them, so nothing else may run on the machine:
+of the cells. Inputs and cells are measured in turns, in rounds of seconds, as the machine's speed changes within
+minutes. Nothing else may run on the machine. Inputs are:
 
 - prices of passes, of one engine alone and of two at once (`step_prices`), seconds;
-- then, of each fleet, from what its processes take under five loads that the cells do not have (`LOADS`):
+- of each fleet, from what its processes take under five loads that the cells do not have (`LOADS`):
 - processor time of front and client, of the host's part of steps and of the engine's loop outside them, each for a
   request, for the tokens of a step and for each of them, seconds (`Handling`);
 - the slowdown of passes in these engines: their processor time to the simulated one, for rows that decode and for
@@ -19,7 +20,7 @@ of the cells. Its inputs are measured before them, so nothing else may run on th
 Each cell is told with where its seconds go, real and simulated, per token (`fleet_seconds`), so that a difference
 explains itself: processor time of client and front; of the engines that of passes, the host's part of steps, their
 own time outside steps, and their waits for a core or for work. All engines have used their memory once before, as
-its first use takes time that later passes do not. On a quiet machine all takes about five minutes.
+its first use takes time that later passes do not. On a quiet machine all takes about six minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import json
 import random
 import ssl
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -59,6 +60,7 @@ from tools.served import start_server
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tools.measure.step_prices import StepTime, Workers
     from tools.served import RunningServer
 
 IN_FLIGHT, REPLICAS = (4, 16), (1, 2)
@@ -88,7 +90,6 @@ LOADS = (
     LoadKind(6, 6, 96, 64),
     LoadKind(12, 12, 64, 128),
 )
-LOAD_ROUNDS = 4
 KV_TOKENS = 24576  # of each replica: room for all rows and the shared beginnings
 FILLS = LoadKind(KV_TOKENS // FILLING + 4, 1, 1, FILLING)  # all memory for keys and values is used once
 
@@ -137,6 +138,13 @@ class CellFigures:
             1e3 * mean(one.first_s - one.sent_s for one in seen),
             sum(one.cached for one in seen) / sum(len(r.prompt) for r in requests),
         )
+
+    @classmethod
+    def over(cls, rounds: Sequence[CellFigures], tokens: Sequence[int]) -> CellFigures:
+        """Sum up rounds of equally many requests. tokens: of each round's answers."""
+        span_s = sum(count / one.per_s for one, count in zip(rounds, tokens, strict=True))
+        means = (mean(getattr(one, name) for one in rounds) for name in ("tpot_ms", "ttft_ms", "hits"))
+        return cls(sum(tokens) / span_s, *means)
 
 
 @dataclass(slots=True)
@@ -222,13 +230,6 @@ async def wait_until_up(url: str, replicas: int) -> None:
 
 
 # Inputs -------------------------------------------------------------------------------------------
-
-
-def measured_prices(flags: Sequence[str], seconds: float) -> Inputs:
-    """Measure the prices of passes, on cores of their own."""
-    first, second, *_ = (*sorted(usable_cores()), *sorted(usable_cores()))
-    with workers((first, second), flags) as engines:
-        return Inputs(Prices.of(engines.measure(1, seconds)), Prices.of(engines.measure(2, seconds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,36 +364,85 @@ def spent(lines: list[dict[str, Any]]) -> str:
     return plain_table("", tuple(columns), rows)
 
 
-def run_fleet(
-    replicas: int, inputs: Inputs, flags: Sequence[str], args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Run the cells of a fleet, then simulate them. Fills in `inputs`."""
+@dataclass(frozen=True, slots=True)
+class CellRound:
+    """A round of a cell."""
+
+    in_flight: int
+    requests: list[Recorded]
+    seen: list[Seen]
+    used: SpentSeconds
+
+
+@dataclass(slots=True)
+class FleetRun:
+    """What was measured of a fleet, round by round."""
+
+    server: RunningServer
+    replicas: int
+    engines: Workers  # that passes are priced with
+    alone: list[StepTime] = field(default_factory=list)
+    crowded: list[StepTime] = field(default_factory=list)
+    loads: list[ServedLoad] = field(default_factory=list)
+    cells: list[CellRound] = field(default_factory=list)
+
+    def warm(self) -> None:
+        """Use all memory once, and run each kind of load and cell."""
+        for kind in (FILLS, *LOADS):
+            run_load(self.server, self.replicas, 0, kind)
+        for in_flight in IN_FLIGHT:
+            asyncio.run(run_cell(self.server.url, recorded(2 * in_flight, 7 * in_flight), in_flight))
+
+    def take_round(self, seed: int, requests: int, seconds: float) -> None:
+        """Measure everything once. requests: of each cell; seconds: for passes alone, and again crowded."""
+        self.alone += self.engines.measure(1, seconds)
+        self.crowded += self.engines.measure(2, seconds)
+        for index, kind in enumerate(LOADS):
+            self.loads.append(run_load(self.server, self.replicas, 10 * seed + index, kind))
+        for in_flight in IN_FLIGHT:
+            self._run_cell(in_flight, recorded(requests, 1000 * seed + in_flight + 100 * self.replicas))
+
+    def _run_cell(self, in_flight: int, requests: list[Recorded]) -> None:
+        before = Counters.at_start(self.server)
+        seen = asyncio.run(run_cell(self.server.url, requests, in_flight))
+        used = Counters.at_end(self.server).since(before, self.replicas)
+        self.cells.append(CellRound(in_flight, requests, seen, used))
+
+    def line(self, in_flight: int, inputs: Inputs, rows: int) -> dict[str, Any]:
+        """Return a cell's line, with its rounds simulated."""
+        rounds = [cell for cell in self.cells if cell.in_flight == in_flight]
+        tokens = [sum(one.tokens for one in cell.requests) for cell in rounds]
+        simulated = [simulate(cell.requests, self.replicas, in_flight, inputs, rows) for cell in rounds]
+        real = CellFigures.over([CellFigures.of(cell.seen, cell.requests) for cell in rounds], tokens)
+        found = CellFigures.over([figures for figures, _ in simulated], tokens)
+        line = compared(f"{self.replicas} x 1 thread, {in_flight} in flight", real, found)
+        seconds = {"real": [cell.used for cell in rounds], "simulated": [spent for _, spent in simulated]}
+        token_ms = {which: SpentSeconds.summed(parts).per(sum(tokens)) for which, parts in seconds.items()}
+        return line | {"token_ms": token_ms, "given": told(inputs)}
+
+
+def run_fleet(replicas: int, engines: Workers, flags: Sequence[str], args: argparse.Namespace) -> FleetRun:
+    """Measure a fleet in rounds."""
     server = start_server([*flags, "--replicas", str(replicas), "--no-access-log", "--route", "seconds"])
     try:
-        url = server.wait()
-        asyncio.run(wait_until_up(url, replicas))
-        for kind in (FILLS, *LOADS):
-            run_load(server, replicas, 0, kind)  # warm
-        seeds = range(1, 1 + LOAD_ROUNDS)
-        loads = [run_load(server, replicas, 10 * seed + i, kind) for seed in seeds for i, kind in enumerate(LOADS)]
-        take_in(inputs, loads, args.rows)
-        cells = []
-        for in_flight in IN_FLIGHT:
-            requests = recorded(args.requests, args.seed + in_flight + 100 * replicas)
-            asyncio.run(run_cell(url, recorded(2 * in_flight, args.seed + 7 * in_flight), in_flight))  # warm
-            before = Counters.at_start(server)
-            seen = asyncio.run(run_cell(url, requests, in_flight))
-            cells.append((in_flight, requests, seen, Counters.at_end(server).since(before, replicas)))
+        asyncio.run(wait_until_up(server.wait(), replicas))
+        run = FleetRun(server, replicas, engines)
+        run.warm()
+        for number in range(args.rounds):
+            run.take_round(args.seed + number, args.requests // args.rounds, args.seconds / args.rounds)
+            sys.stderr.write(f"{replicas} replicas: round {number + 1} of {args.rounds}\n")
     finally:
         server.stop()
-    lines = []
-    for in_flight, requests, seen, used in cells:
-        found, simulated = simulate(requests, replicas, in_flight, inputs, args.rows)
-        tokens = sum(one.tokens for one in requests)
-        line = compared(f"{replicas} x 1 thread, {in_flight} in flight", CellFigures.of(seen, requests), found)
-        token_ms = {"real": used.per(tokens), "simulated": simulated.per(tokens)}
-        lines.append(line | {"token_ms": token_ms, "given": told(inputs)})
-    return lines
+    return run
+
+
+def inputs_of(run: FleetRun, rows: int, lone: Inputs | None) -> Inputs:
+    """Return the inputs that a fleet's rounds tell. lone: those of one replica, which tell of waking."""
+    found = Inputs(Prices.of(run.alone), Prices.of(run.crowded))
+    if lone:
+        found.closing, found.wake_s = lone.closing, lone.wake_s
+    take_in(found, run.loads, rows)
+    return found
 
 
 def told(inputs: Inputs) -> dict[str, float]:
@@ -413,21 +463,25 @@ def main() -> int:
     """Run all cells; the exit status is 0 if all are within the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--requests", type=int, default=96, help="of each cell")
+    parser.add_argument("--requests", type=int, default=384, help="of each cell, in all rounds")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--rows", type=int, default=32, help="that a replica runs at once")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--seconds", type=float, default=12.0, help="for prices of passes alone, and again crowded"
+        "--seconds", type=float, default=20.0, help="for prices of passes alone, and again crowded, in all rounds"
     )
     parser.add_argument("--out", type=Path, help="file for the figures, JSON")
     args = parser.parse_args()
     flags = ["--model", args.model, "--threads", "1", "--draft", "auto", "--max-rows", str(args.rows)]
     flags += ["--kv-tokens", str(KV_TOKENS)]
-    inputs = measured_prices(flags, args.seconds)
-    lines = []
-    for replicas in REPLICAS:
-        lines += run_fleet(replicas, inputs, flags, args)
-        sys.stdout.write(_named(f"given, {replicas} replicas", lines[-1]["given"]))
+    inputs, lines = None, list[dict[str, Any]]()
+    first, second, *_ = (*sorted(usable_cores()), *sorted(usable_cores()))
+    with workers((first, second), flags) as engines:
+        for replicas in REPLICAS:
+            run = run_fleet(replicas, engines, flags, args)
+            inputs = inputs_of(run, args.rows, inputs)
+            lines += [run.line(in_flight, inputs, args.rows) for in_flight in IN_FLIGHT]
+            sys.stdout.write(_named(f"given, {replicas} replicas", lines[-1]["given"]))
     sys.stdout.write(shown(lines))
     for line in lines:
         sys.stdout.write(f"{line['cell']}: {'within' if line['within'] else 'beyond'} {BAR:.0%}\n")
