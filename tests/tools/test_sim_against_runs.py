@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from tools.measure.fleet_seconds import Counters, SpentSeconds
 from tools.measure.shared_cores import Handling, Slowdown
-from tools.measure.sim_against_runs import (
+from tools.measure.sim_against_runs import compared, shown, spent
+from tools.measure.sim_inputs import (
     SHARED_TOKENS,
     CellFigures,
     Inputs,
     LoadKind,
     Seen,
     ServedLoad,
-    compared,
     recorded,
     requests_of,
-    shown,
     simulate,
-    spent,
     take_in,
     told,
 )
@@ -93,7 +91,7 @@ def test_what_serving_takes_is_found_from_loads() -> None:
         requests = requests_of(kind, 1, 0)
         used = simulate(requests, 1, kind.at_once, truth, 16)[1]
         asleep = truth.wake_s * len(requests) if kind.at_once == 1 else 0.0
-        loads.append(ServedLoad(kind, 1, replace(used, asleep=asleep), 0.25 * 3e-3 * len(requests)))
+        loads.append(ServedLoad(kind, 1, requests, replace(used, asleep=asleep), 0.25 * 3e-3 * len(requests)))
     found = replace(INPUTS)
     take_in(found, loads, 16)
     for name in ("host", "engine", "front", "client"):
@@ -125,7 +123,7 @@ def test_rounds_are_summed_up() -> None:
     rounds = [CellFigures(100.0, 1.0, 10.0, 0.2), CellFigures(400 / 6, 3.0, 20.0, 0.4)]
     found = CellFigures.over(rounds, [200, 400])
     assert (found.per_s, found.tpot_ms, found.ttft_ms, found.hits) == pytest.approx((75.0, 2.0, 15.0, 0.3))
-    spans = [SpentSeconds(*range(7)), SpentSeconds(*[1.0] * 7, prefill=2.0)]
+    spans = [SpentSeconds(*range(7)), replace(SpentSeconds(*[1.0] * 7), prefill=2.0)]
     assert SpentSeconds.summed(spans) == SpentSeconds(1, 2, 3, 4, 5, 6, 7, 2.0)
 
 

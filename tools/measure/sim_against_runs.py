@@ -28,32 +28,32 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import ssl
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 
-from paceline.control.cost import non_negative
-from paceline.control.routing import policy_named
-from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.system import usable_cores
 from paceline.serve.terminal.display import plain_table
-from paceline.sim.baselines import Static
-from paceline.sim.fleet import FleetOptions
-from paceline.sim.fleet_runs import FleetSetup
-from paceline.sim.fleet_traces import FleetTrace
-from paceline.sim.rates import kind_of
-from paceline.sim.simulator import SimulatedReplica
 from tools.measure.fleet_seconds import Counters, SpentSeconds
-from tools.measure.shared_cores import Handling, SharedMachine, Slowdown, run_closed
+from tools.measure.sim_inputs import (
+    CellFigures,
+    Inputs,
+    LoadKind,
+    Recorded,
+    Seen,
+    ServedLoad,
+    recorded,
+    requests_of,
+    simulate,
+    take_in,
+    told,
+)
 from tools.measure.step_prices import FILLING, Prices, workers
 from tools.served import start_server
 
@@ -65,120 +65,18 @@ if TYPE_CHECKING:
 
 IN_FLIGHT, REPLICAS = (4, 16), (1, 2)
 BAR = 0.05
-BEGINNINGS, SHARED_TOKENS, OWN_TOKENS = 4, 160, (16, 96)  # of prompts
-ANSWER_TOKENS = (24, 96)
-CACHE_PAGES = 1 << 16
-NOTHING, AS_ALONE = Handling(), Slowdown()
 CERTIFICATES = ssl.create_default_context()  # reading them takes longer than a request
 TIMEOUT_S = 300.0
 STATES_S = 120.0
-
-
-class LoadKind(NamedTuple):
-    """A load that tells what serving takes. Counts are of each replica."""
-
-    requests: int
-    at_once: int
-    tokens: int  # of an answer
-    prompt: int  # tokens
-
-
 LOADS = (
     LoadKind(16, 1, 1, 32),
     LoadKind(8, 1, 1, 256),
     LoadKind(3, 1, 96, 64),
-    LoadKind(6, 6, 96, 64),
-    LoadKind(12, 12, 64, 128),
+    LoadKind(24, 6),
+    LoadKind(30, 10),
 )
 KV_TOKENS = 24576  # of each replica: room for all rows and the shared beginnings
 FILLS = LoadKind(KV_TOKENS // FILLING + 4, 1, 1, FILLING)  # all memory for keys and values is used once
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A request of the list."""
-
-    prompt: tuple[int, ...]
-    tokens: int  # of the answer
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """A hash for each full page of the prompt, of all tokens up to there."""
-        ends = range(PAGE_TOKENS, len(self.prompt) + 1, PAGE_TOKENS)
-        return tuple(hash(self.prompt[:end]) & ((1 << 52) - 1) for end in ends)
-
-
-@dataclass(slots=True)
-class Seen:
-    """Times of one answer, seconds from the cell's beginning."""
-
-    sent_s: float
-    first_s: float = 0.0
-    end_s: float = 0.0
-    cached: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CellFigures:
-    """Figures of a cell, run or simulated."""
-
-    per_s: float  # tokens
-    tpot_ms: float
-    ttft_ms: float
-    hits: float  # share of prompt tokens
-
-    @classmethod
-    def of(cls, seen: list[Seen], requests: list[Recorded]) -> CellFigures:
-        """Sum up answers; the times of `seen` and the requests are in one order."""
-        span_s = max(one.end_s for one in seen) - min(one.sent_s for one in seen)
-        tpot = [(one.end_s - one.first_s) / max(r.tokens - 1, 1) for one, r in zip(seen, requests, strict=True)]
-        return cls(
-            sum(r.tokens for r in requests) / span_s,
-            1e3 * mean(tpot),
-            1e3 * mean(one.first_s - one.sent_s for one in seen),
-            sum(one.cached for one in seen) / sum(len(r.prompt) for r in requests),
-        )
-
-    @classmethod
-    def over(cls, rounds: Sequence[CellFigures], tokens: Sequence[int]) -> CellFigures:
-        """Sum up rounds of equally many requests. tokens: of each round's answers."""
-        span_s = sum(count / one.per_s for one, count in zip(rounds, tokens, strict=True))
-        means = (mean(getattr(one, name) for one in rounds) for name in ("tpot_ms", "ttft_ms", "hits"))
-        return cls(sum(tokens) / span_s, *means)
-
-
-@dataclass(slots=True)
-class Inputs:
-    """Measured inputs of the simulator."""
-
-    alone: Prices  # of an engine's passes
-    crowded: Prices  # while another engine works
-    slowdown: Slowdown = AS_ALONE
-    host: Handling = NOTHING
-    engine: Handling = NOTHING
-    front: Handling = NOTHING
-    client: Handling = NOTHING
-    closing: float = 0.0
-    wake_s: float = 0.0
-
-    def machine(self) -> SharedMachine:
-        """Return what the simulator runs on."""
-        handling = self.host, self.engine, self.front, self.client
-        return SharedMachine(
-            len(usable_cores()), self.crowded.cost, self.slowdown, *handling, self.closing, self.wake_s
-        )
-
-
-def recorded(count: int, seed: int, vocab: int = 20000) -> list[Recorded]:
-    """Return the list of requests."""
-    chance = random.Random(seed)  # noqa: S311 - no secret
-    ids = [chance.randrange(1000, vocab) for _ in range(BEGINNINGS * SHARED_TOKENS)]
-    found = []
-    for _ in range(count):
-        start = chance.randrange(BEGINNINGS) * SHARED_TOKENS
-        own = [chance.randrange(1000, vocab) for _ in range(chance.randint(*OWN_TOKENS))]
-        found.append(Recorded((*ids[start : start + SHARED_TOKENS], *own), chance.randint(*ANSWER_TOKENS)))
-    return found
 
 
 # The real fleet -----------------------------------------------------------------------------------
@@ -229,98 +127,13 @@ async def wait_until_up(url: str, replicas: int) -> None:
     raise TimeoutError("the replicas do not come up")
 
 
-# Inputs -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ServedLoad:
-    """A load, and where its seconds went."""
-
-    kind: LoadKind
-    replicas: int
-    used: SpentSeconds
-    closing_s: float = 0.0  # from the last tokens of answers to the next requests, where one client sends all
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Requests, batches of tokens, tokens. Those at once on a replica share a batch."""
-        requests, at_once, tokens, _ = self.kind
-        all_requests = requests * self.replicas
-        return all_requests, all_requests * tokens // at_once, all_requests * tokens
-
-
-def requests_of(kind: LoadKind, replicas: int, seed: int) -> list[Recorded]:
-    """Return the requests of a load."""
-    chance = random.Random(seed)  # noqa: S311 - no secret
-    prompts = [
-        tuple(chance.randrange(1000, 20000) for _ in range(kind.prompt)) for _ in range(kind.requests * replicas)
-    ]
-    return [Recorded(prompt, kind.tokens) for prompt in prompts]
-
-
 def run_load(server: RunningServer, replicas: int, seed: int, kind: LoadKind) -> ServedLoad:
     """Run a load on each replica."""
     requests, before = requests_of(kind, replicas, seed), Counters.at_start(server)
     seen = asyncio.run(run_cell(server.url, requests, kind.at_once * replicas))
     used = Counters.at_end(server).since(before, replicas)
     closing_s = sum(after.sent_s - one.end_s for one, after in pairwise(seen)) * len(seen) / max(len(seen) - 1, 1)
-    return ServedLoad(kind, replicas, used, closing_s)
-
-
-def take_in(inputs: Inputs, loads: Sequence[ServedLoad], rows: int) -> None:
-    """Set the inputs that loads of one fleet tell."""
-    for name in ("client", "front", "host"):
-        setattr(inputs, name, handling(loads, [getattr(load.used, name) for load in loads]))
-    inputs.engine = handling(loads, [load.used.own for load in loads])
-    lone = [load for load in loads if load.replicas == load.kind.at_once == load.kind.tokens == 1]
-    if lone:
-        count = sum(load.kind.requests for load in lone)
-        inputs.wake_s = sum(load.used.asleep for load in lone) / count
-        handled_s = count * (inputs.front.request_s + inputs.client.request_s)
-        inputs.closing = min(sum(load.closing_s for load in lone) / max(handled_s, 1e-9), 1.0)
-    inputs.slowdown = measured_slowdown(loads, inputs, rows)
-
-
-def handling(loads: Sequence[ServedLoad], used_s: Sequence[float]) -> Handling:
-    """Return what a process takes, from its processor time under loads."""
-    counts, shares = np.array([load.counts for load in loads], np.float64), np.maximum(used_s, 1e-9)[:, None]
-    return Handling(*non_negative(counts / shares, np.ones(len(loads))).tolist())
-
-
-def measured_slowdown(loads: Sequence[ServedLoad], inputs: Inputs, rows: int) -> Slowdown:
-    """Return the passes' processor time under loads, to that simulated at the prices."""
-    bare, simulated = replace(inputs, slowdown=Slowdown()), {}
-    for kind, replicas in {(load.kind, load.replicas) for load in loads}:
-        requests = requests_of(kind, replicas, 0)
-        simulated[kind] = simulate(requests, replicas, kind.at_once * replicas, bare, rows)[1]
-    parts = np.array([(simulated[load.kind].passes - (p := simulated[load.kind].prefill), p) for load in loads])
-    real_s = np.array([load.used.passes for load in loads])[:, None]
-    return Slowdown(*non_negative(parts / real_s, np.ones(len(loads))).tolist())
-
-
-# The simulator ------------------------------------------------------------------------------------
-
-
-def simulate(
-    requests: list[Recorded], replicas: int, in_flight: int, inputs: Inputs, rows: int
-) -> tuple[CellFigures, SpentSeconds]:
-    """Simulate a cell, with a client that keeps so many requests in flight."""
-    profile = replace(inputs.alone.profile, accepted_at=(0.5,))  # of drafts, which there are none of
-    kind = kind_of(profile, SimulatedReplica(rows), lambda: Static(0), None)
-    trace = FleetTrace(
-        np.zeros(len(requests)),
-        np.array([len(one.prompt) for one in requests]),
-        np.array([one.tokens for one in requests]),
-        [one.pages for one in requests],
-    )
-    setup = FleetSetup.of(replicas, kind, trace)
-    options = FleetOptions(cache_pages=CACHE_PAGES)
-    result, cores = run_closed(setup, trace, inputs.machine(), in_flight, policy_named("seconds"), options)
-    times = zip(result.trace.arrival_s, result.ends.first_s, result.ends.end_s, strict=True)
-    found = CellFigures.of([Seen(float(sent), float(first), float(end)) for sent, first, end in times], requests)
-    return replace(found, hits=result.hits), SpentSeconds.simulated(
-        cores, replicas, float(result.ends.end_s.max())
-    )
+    return ServedLoad(kind, replicas, requests, used, closing_s)
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -376,7 +189,7 @@ class CellRound:
 
 @dataclass(slots=True)
 class FleetRun:
-    """What was measured of a fleet, round by round."""
+    """Measured rounds of a fleet."""
 
     server: RunningServer
     replicas: int
@@ -437,26 +250,15 @@ def run_fleet(replicas: int, engines: Workers, flags: Sequence[str], args: argpa
 
 
 def inputs_of(run: FleetRun, rows: int, lone: Inputs | None) -> Inputs:
-    """Return the inputs that a fleet's rounds tell. lone: those of one replica, which tell of waking."""
+    """Return what a fleet's rounds tell the simulator.
+
+    lone: inputs of one replica, which tell of waking.
+    """
     found = Inputs(Prices.of(run.alone), Prices.of(run.crowded))
     if lone:
         found.closing, found.wake_s = lone.closing, lone.wake_s
     take_in(found, run.loads, rows)
     return found
-
-
-def told(inputs: Inputs) -> dict[str, float]:
-    """Return the inputs in milliseconds, for a look at them."""
-    machine = inputs.machine()
-    found = {"slowdown_decoding": machine.slowdown.decoding, "slowdown_prefill": machine.slowdown.prefill}
-    found |= {"fit_error": inputs.alone.error, "fit_error_crowded": inputs.crowded.error}
-    for rows in (1, 4, 16):
-        found[f"pass_{rows}_ms"] = 1e3 * inputs.alone.pass_s(rows, 250)
-        found[f"pass_{rows}_crowded_ms"] = 1e3 * inputs.crowded.pass_s(rows, 250)
-    for name in ("host", "engine", "front", "client"):
-        part = getattr(machine, name)
-        found |= {f"{name}_{f.name[:-2]}_ms": 1e3 * getattr(part, f.name) for f in fields(part)}
-    return found | {"closing": machine.closing, "wake_ms": 1e3 * machine.wake_s}
 
 
 def main() -> int:
