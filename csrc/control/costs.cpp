@@ -130,9 +130,10 @@ double Costs::rate_after(int64_t seen) const { return std::max(rates.min_rate, 1
 
 void Costs::observe_pass(const PassWork& work, double seconds, bool prefills) const {
     const auto size = static_cast<size_t>(passes.size[std::min(static_cast<size_t>(work.tokens), passes.tokens - 1)]);
+    const int64_t gap = ++*num_passes - last[size];
+    if (prefills && (passes.seen[size] || static_cast<double>(work.tokens) <= by_tokens.counts[by_tokens.size - 1])) return;
     const double off = std::log(std::max(seconds, kMinSeconds) / std::max(pass_s(work), kMinSeconds));
     double surprise = std::clamp(off, -rates.max_surprise, rates.max_surprise);
-    const int64_t gap = ++*num_passes - last[size];
     last[size] = *num_passes;
     const double rare_rate = std::min(rates.first_rate, rates.min_rate * (1 + static_cast<double>(gap) / rates.rare));
     const double rate = std::max(rate_after(passes.seen[size]), rare_rate);

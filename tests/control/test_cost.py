@@ -281,6 +281,19 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
             assert price == pytest.approx(float(truth(one(rows)) / truth(other(rows))), rel=0.12)
 
 
+def test_prompts_say_nothing_of_sizes_that_decoding_has() -> None:
+    """They ask for one successor in many, so their passes are cheaper. They tell of other sizes."""
+    cost, last = SlowOnlineCost(COST), int(COST.target.by_tokens.counts[-1])
+    for size, decodes in ((last - 1, 0), (last, 0), (4 * last, 4), (16 * last, 0)):
+        before_s = cost.pass_s(Work(size))
+        for _ in range(decodes):
+            cost.observe_pass(Work(size), before_s)
+        for _ in range(40):
+            cost.observe_pass(Work(size, size - 1), 0.6 * before_s, prefills=True)
+        share = cost.pass_s(Work(size)) / before_s
+        assert share == pytest.approx(1.0 if decodes or size <= last else 0.6, rel=0.1)
+
+
 def test_that_keys_cost_nothing_is_not_believed_for_long() -> None:
     """Start-up has a second for them, and may find nothing; passes that read many tell otherwise."""
     truth = TargetCost(COST.target.by_tokens, kv_token_s=1e-6)

@@ -263,7 +263,7 @@ def test_it_says_nothing_of_any_text() -> None:
             strings.add(value)
 
     walk(json.loads(_WHOLE))
-    fields = set(Learnt.__struct_fields__) | {KEY, "tiny", "paceline learnt 1", *NAMES}
+    fields = set(Learnt.__struct_fields__) | {KEY, "tiny", "paceline learnt 2", *NAMES}
     inner = {"depth_logit", "depth_var", "mean_confidence", "num_confidences", "shared", "ratio", "steps"}
     inner |= {
         "log_error",

@@ -57,11 +57,16 @@ class SlowOnlineCost(OnlineCost):
         return np.concatenate((known, self.measured.target.by_tokens(beyond) * factor))
 
     def observe_pass(self, work: Work, seconds: float, *, prefills: bool = False) -> None:
-        """Learn from a target pass. prefills: some of its tokens are a prompt's."""
+        """Learn from a target pass. prefills: some of its tokens are a prompt's.
+
+        Prompts correct only sizes that neither the calibration nor passes without prompts have told of.
+        """
         passes = self.passes
         size = passes.size_class.item(min(int(work.tokens), TABLE_TOKENS - 1))
-        error = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
         self.num_passes += 1
+        if prefills and (passes.seen[size] or work.tokens <= self.measured.target.by_tokens.counts[-1]):
+            return
+        error = _bounded(log(max(seconds, 1e-6) / max(self.pass_s(work), 1e-6)))
         gap = self.num_passes.item() - passes.last.item(size)
         passes.last[size] = self.num_passes.item()
         of_rare = min(RATES.first_rate, RATES.min_rate * (1 + gap / RATES.rare_steps))

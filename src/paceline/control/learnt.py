@@ -105,7 +105,7 @@ class Learnt(Struct, frozen=True, forbid_unknown_fields=True):
     acceptance: Annotated[dict[Annotated[str, Meta(max_length=64)], KeptAcceptance], _FEW]
     prices: KeptPrices | None
     loads: Annotated[dict[int, tuple[KeptRatio | None, KeptRatio | None]], _FEW]  # by bits of the rows
-    format: Literal["paceline learnt 1"] = "paceline learnt 1"
+    format: Literal["paceline learnt 2"] = "paceline learnt 2"
 
     @property
     def about(self) -> str:

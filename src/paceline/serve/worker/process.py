@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -298,13 +299,16 @@ def _ready(built: Built, promise: str) -> Ready:
 
 
 def profile_of(engine: Engine) -> StepProfile | None:
-    """Return what passes cost, of an engine that has measured it."""
+    """Return what passes cost, of an engine that has measured it.
+
+    More rows never cost less: corrections of neighbouring sizes may disagree.
+    """
     controller, limits = engine.controller, engine.scheduler.limits
     if not isinstance(controller, ClosedLoop) or controller.cost is None:
         return None
     chunk, pass_s = limits.prefill_tokens, controller.cost.pass_s
     prefill_s = pass_s(Work(chunk, chunk - 1, chunk, chunk * (chunk + 1) // 2)) / chunk
-    return StepProfile(prefill_s, tuple(pass_s(Work(rows)) for rows in range(1, limits.num_rows + 1)))
+    return StepProfile(prefill_s, tuple(accumulate((pass_s(Work(n + 1)) for n in range(limits.num_rows)), max)))
 
 
 def _template(source: TemplateSource | None) -> Template | None:
