@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.online_cost import OnlineCost
 from paceline.core.errors import ConfigError
 from paceline.core.figures import Figures
 from paceline.core.params import SamplingParams
@@ -24,7 +27,8 @@ from paceline.engine.wire import Submit, encode
 from paceline.serve.worker.commands import FlushCache, Obeyed, ReleaseMemory, UpdateWeights
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
-from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, warm_up
+from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, profile_of, warm_up
+from paceline.sim.baselines import Static
 from tests.engine.same_text import PLAIN, make_engine
 from tests.engine.test_overlapped_loop import overlapped
 
@@ -78,6 +82,17 @@ def test_outcomes_survive_their_message() -> None:
     got = decode_to_server(encode(sent))
     assert isinstance(got, OutcomeBatch)
     assert repr(got) == repr(sent)
+
+
+def test_a_profile_prices_rows_and_keys_apart_and_more_rows_never_cost_less() -> None:
+    engine = make_engine("off", PLAIN)
+    uneven = Curve.of([1, 2, 3, 1000], [0.003, 0.005, 0.004, 1.0])
+    cost = MeasuredCost(TargetCost(uneven, 0.0, 2e-6, 1e-6), (DraftCost((Curve.of([1, 2], [0.0, 0.0]),)),))
+    engine.controller = ClosedLoop(Static(0), OnlineCost(cost), ("any",))
+    profile = profile_of(engine)
+    assert profile is not None
+    assert profile.step_s_by_rows[:3] == pytest.approx((0.003, 0.005, 0.005))
+    assert profile.key_s == pytest.approx(3e-6)
 
 
 def test_a_server_looks_once_for_each_serial_step() -> None:

@@ -67,7 +67,8 @@ class Stats:
     control_s: float = 0.0  # controller's part of the host time: planning, trimming, learning
     decode_passes: int = 0  # rows summed over the steps in which they decoded
     decoded_tokens: int = 0  # committed by decode passes, without tokens behind a stop
-    prompt_tokens: int = 0  # of requests that got a row
+    requests: int = 0  # that got a row
+    prompt_tokens: int = 0  # of these requests
     cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
     prefilled_tokens: int = 0  # computed in prefill, after a preemption again
     output_tokens: int = 0

@@ -182,6 +182,7 @@ class Verbs:
         self.target.rows.apply(batch)
         for admission in batch.admissions:
             if not admission.rebirth:
+                self._stats.requests += 1
                 self._stats.prompt_tokens += len(admission.request.prompt_ids)
                 self._stats.cached_tokens += admission.cached_len
             valid_lens = self.scheduler.pool.valid_lens(admission.pages)

@@ -693,6 +693,22 @@ def test_an_idle_replica_is_not_taken_to_be_slower_than_one_that_keeps_drafts() 
     run(scenario)
 
 
+def test_steps_are_priced_with_the_keys_of_rows_as_long_as_the_fleet_has() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            (fake,), (member,) = bench.fakes, bench.fleet.members.values()
+            assert fake.ready is not None and fake.on_snapshot is not None
+            fake.ready = with_fields(fake.ready, profile=StepProfile(1e-5, (0.004, 0.005), key_s=1e-6))
+            lengths = Stats(requests=4, prompt_tokens=1200, output_tokens=800)
+            stats = replace(lengths, steps=9, step_s=0.05, decode_passes=8, decoded_tokens=8)
+            for _ in range(2):
+                fake.snapshot = Snapshot(stats, Gauges(1, 0, 0, 64, 1, 0, 0))
+                fake.on_snapshot(fake.snapshot)
+            assert member.costs.step_s_by_rows == pytest.approx((0.004 + 0.0004, 0.005 + 0.0008))
+
+    run(scenario)
+
+
 def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:

@@ -70,6 +70,7 @@ class Member:
     ended: Stats | None = None  # counters of its processes that have ended
     usual: Costs = USUAL  # of the fleet's replicas, as their counters say
     per_pass: float = 1.0  # tokens of a row, in the whole fleet
+    mean_length: float = 0.0  # tokens of a row halfway through its answer, in the whole fleet
     measured: Costs | None = None  # its own; None: nobody has measured them
 
     @property
@@ -227,13 +228,15 @@ class Member:
     def _measured(self) -> Costs | None:
         """Return costs as measured at its start, by tokens.
 
-        Passes bring as many as in the whole fleet. Its own ones would make a replica that was idle seem slow, and
-        all would go to the others.
+        Passes bring as many, and rows are as long, as in the whole fleet. Its own ones would make a replica that
+        was idle seem slow, and all would go to the others.
         """
         if self.ready is None or self.ready.profile is None:
             return None
         profile = self.ready.profile
-        return Costs(profile.prefill_s_per_token, tuple(s / self.per_pass for s in profile.step_s_by_rows))
+        keys_s = self.mean_length * profile.key_s
+        step_s = ((s + n * keys_s) / self.per_pass for n, s in enumerate(profile.step_s_by_rows, 1))
+        return Costs(profile.prefill_s_per_token, tuple(step_s))
 
     # What is told --------------------------------------------------------------------------------
 
@@ -288,8 +291,9 @@ def tell_costs(members: Collection[Member], stats: Stats) -> None:
     if num_tokens and stats.steps:
         usual = Costs(stats.step_s / num_tokens, (stats.step_s / stats.steps,))
         brought = per_pass(stats) or 1.0
+        length = (stats.prompt_tokens + stats.output_tokens / 2) / max(stats.requests, 1)
         for member in members:
-            member.usual, member.per_pass = usual, brought
+            member.usual, member.per_pass, member.mean_length = usual, brought, length
 
 
 def summed(members: Collection[Member], gone: Stats | None = None) -> Snapshot | None:

@@ -91,7 +91,8 @@ class StepProfile(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of the target's passes, as measured at the start."""
 
     prefill_s_per_token: float
-    step_s_by_rows: tuple[float, ...]  # [max_rows] of a step without drafts, with 1, 2, ... rows
+    step_s_by_rows: tuple[float, ...]  # [max_rows] of a step without drafts, with 1, 2, ... rows, keys apart
+    key_s: float = 0.0  # that each key of a row adds to a step
 
 
 class Ready(Message, frozen=True):

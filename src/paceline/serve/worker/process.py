@@ -308,7 +308,9 @@ def profile_of(engine: Engine) -> StepProfile | None:
         return None
     chunk, pass_s = limits.prefill_tokens, controller.cost.pass_s
     prefill_s = pass_s(Work(chunk, chunk - 1, chunk, chunk * (chunk + 1) // 2)) / chunk
-    return StepProfile(prefill_s, tuple(accumulate((pass_s(Work(n + 1)) for n in range(limits.num_rows)), max)))
+    key_s = (pass_s(Work(1, 0, chunk, chunk)) - pass_s(Work(1))) / chunk
+    step_s = accumulate((pass_s(Work(n + 1)) for n in range(limits.num_rows)), max)
+    return StepProfile(prefill_s, tuple(step_s), key_s)
 
 
 def _template(source: TemplateSource | None) -> Template | None:
