@@ -87,7 +87,7 @@ def test_what_serving_takes_is_found_from_loads() -> None:
         wake_s=2e-3,
     )
     loads = []
-    for kind in (LoadKind(6, 1, 1, 32), LoadKind(4, 1, 1, 128), LoadKind(2, 1, 24, 32), LoadKind(4, 4, 24, 32)):
+    for kind in (LoadKind(6, 1, 1, 32), LoadKind(4, 1, 1, 128), LoadKind(2, 1, 24, 32), LoadKind(9, 4)):
         requests = requests_of(kind, 1, 0)
         used = simulate(requests, 1, kind.at_once, truth, 16)[1]
         asleep = truth.wake_s * len(requests) if kind.at_once == 1 else 0.0

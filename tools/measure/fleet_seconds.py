@@ -16,7 +16,13 @@ if TYPE_CHECKING:
     from tools.measure.shared_cores import SharedCores
     from tools.served import RunningServer
 
-ENGINE_METRICS = "paceline_step_core_seconds_total", "paceline_step_seconds_total", "paceline_target_seconds_total"
+ENGINE_METRICS = (
+    "paceline_step_core_seconds_total",
+    "paceline_step_seconds_total",
+    "paceline_target_seconds_total",
+    "paceline_steps_total",
+)
+UNTOLD = "prefill", "asleep", "steps"  # no part of the seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,11 @@ class SpentSeconds:
     idle: float  # without work
     prefill: float = 0.0  # of `passes`: what prompts add; known of simulated ones only
     asleep: float = 0.0  # no process of the machine's fleet had work, if they work one after another
+    steps: int = 0  # of all engines, in these seconds
 
     def per(self, tokens: int) -> dict[str, float]:
         """Return the milliseconds of a token."""
-        names = [f.name for f in fields(self) if f.name not in ("prefill", "asleep")]
+        names = [f.name for f in fields(self) if f.name not in UNTOLD]
         return {name: 1e3 * getattr(self, name) / tokens for name in names}
 
     @classmethod
@@ -53,7 +60,10 @@ class SpentSeconds:
         parts, waiting_s = cores.parts_s, sum(cores.waited_s[:replicas])
         idle_s = span_s * replicas - sum(engines_s) - waiting_s
         passes_s = parts["decoding"] + parts["prefill"]
-        return cls(client_s, front_s, passes_s, parts["host"], parts["own"], waiting_s, idle_s, parts["prefill"])
+        host_s, own_s, prefill_s = parts["host"], parts["own"], parts["prefill"]
+        return cls(
+            client_s, front_s, passes_s, host_s, own_s, waiting_s, idle_s, prefill_s, steps=cores.num_steps
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ class Counters:
     steps: float  # of a processor
     step_clock: float
     pass_clock: float
+    num_steps: float = 0
 
     @classmethod
     def at_start(cls, server: RunningServer) -> Counters:
@@ -99,6 +110,7 @@ class Counters:
             gained.waits,
             idle_s,
             asleep=max(gained.clock - used_s - gained.waits - gained.other_waits, 0.0),
+            steps=round(gained.num_steps),
         )
 
 

@@ -99,6 +99,7 @@ class SharedCores:
         self.used_s = [0.0] * count  # core time of each process
         self.waited_s = [0.0] * count  # for a core
         self.parts_s: defaultdict[str, float] = defaultdict(float)  # core time of all engines, by part
+        self.num_steps = 0  # of all engines
         self._num_cores, self._num_engines = num_cores, num_engines
         self._jobs: list[deque[CoreJob]] = [deque() for _ in range(count)]
         self._left = [1.0] * count  # share of each first job that is to be done
@@ -299,6 +300,7 @@ class SharedFleet(Fleet):
         replica, machine = self._replicas[index], self._machine
         self._states.note(index, replica, now)
         if (step := replica.take_step(machine)) is not None:
+            self.cores.num_steps += 1
             alone_s, crowded_s = (sum(parts.values()) for parts in step)
             shares = (_shares(parts) for parts in step)
             self._job(now, index, CoreJob(alone_s, crowded_s, self._end_step, index, *shares))

@@ -155,8 +155,8 @@ class ServedLoad:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Requests, batches of tokens, tokens. Those at once on a replica share a batch."""
-        return len(self.requests), self.tokens // self.kind.at_once, self.tokens
+        """Requests, steps, tokens."""
+        return len(self.requests), self.used.steps, self.tokens
 
     @property
     def tokens(self) -> int:
