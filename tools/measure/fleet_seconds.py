@@ -61,9 +61,7 @@ class SpentSeconds:
         idle_s = span_s * replicas - sum(engines_s) - waiting_s
         passes_s = parts["decoding"] + parts["prefill"]
         host_s, own_s, prefill_s = parts["host"], parts["own"], parts["prefill"]
-        return cls(
-            client_s, front_s, passes_s, host_s, own_s, waiting_s, idle_s, prefill_s, steps=cores.num_steps
-        )
+        return cls(client_s, front_s, passes_s, host_s, own_s, waiting_s, idle_s, prefill_s, steps=cores.num_steps)
 
 
 @dataclass(frozen=True, slots=True)
