@@ -21,11 +21,15 @@ struct PassInputs {
 
 // See `Masks`.
 struct MaskInputs {
-    Gate gate;
+    std::atomic_flag gate;  // set: open
     Table<int32_t> words;
     Array<uint8_t> masked;
 
     MaskInputs(Table<int32_t> words, Array<uint8_t> masked) : words(std::move(words)), masked(std::move(masked)) {}
+    void open() {
+        gate.test_and_set(std::memory_order_release);
+        gate.notify_all();
+    }
 };
 
 struct PassOutputs {
@@ -148,7 +152,7 @@ struct PendingPass {
     PendingPass(PendingPass&&) = default;
     ~PendingPass() {
         if (!decoder.is_valid()) return;
-        if (!masks.is_none()) nb::cast<MaskInputs&>(masks).gate.open();  // or its end would never come
+        if (!masks.is_none()) nb::cast<MaskInputs&>(masks).open();  // or its end would never come
         nb::cast<Decoder&>(decoder).finish();
     }
 };
@@ -310,7 +314,7 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
              "wanted"_a.noconvert(), "copies"_a.noconvert());
     nb::class_<MaskInputs>(m, "Masks")
         .def(nb::init<Table<int32_t>, Array<uint8_t>>(), "words"_a.noconvert(), "masked"_a.noconvert())
-        .def("open", [](MaskInputs& masks) { masks.gate.open(); });
+        .def("open", &MaskInputs::open);
     nb::class_<PendingPass>(m, "PendingPass");
     decoder
         .def("forward", &forward, "kv"_a, "inputs"_a, "specs"_a, "vocab"_a, "num_layers"_a, "tap_layers"_a, "taps"_a.noconvert(),

@@ -216,10 +216,12 @@ void bind_weights(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         return read_bandwidth(pool, bytes);
     }, "pool"_a, "bytes"_a);
-    m.def("dot_peak", [](ThreadPool& pool) {
-        nb::gil_scoped_release unlocked;
-        return dot_peak(pool);
-    }, "pool"_a);
+    m.attr("MOST_IN_PIECE") = kMostInPiece;
+    m.def("set_prefetching", [](size_t rows, size_t bytes, bool past) {
+        require(0 < rows && rows <= kMostInPiece && bytes <= 1 << 16, "so many rows are not one piece, or that is too far ahead");
+        prefetching[rows] = {bytes, past};
+    }, "rows"_a, "bytes"_a, "past"_a);
+    m.def("dot_peak", &dot_peak, "pool"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("time_products", [](ThreadPool& pool, const std::vector<std::shared_ptr<Matrix>>& matrices, size_t num_tokens, size_t repeats) {
         require(!matrices.empty() && 0 < num_tokens && num_tokens <= 1 << 16 && repeats <= 1 << 16, "nothing to time");
         for (const auto& matrix : matrices)

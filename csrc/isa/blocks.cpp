@@ -19,7 +19,6 @@ constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
 #endif
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
-constexpr size_t kFurther = 10240;  // bytes that rows of one piece prefetch ahead; with `kSoon` four took a sixth longer
 constexpr int kQuads = kStretch / 4;
 constexpr size_t kStretches = kSuper / kStretch;
 static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches);
@@ -161,9 +160,9 @@ PACELINE_INLINE void fetch_some(Prefetch& ahead) {
 template <BlockForm F>
 PACELINE_INLINE void fetch_half(Prefetch& ahead) {
     constexpr size_t lines = (F.stretch_bytes() + F.header_bytes() * kStretch / kSuper + 127) / 128;
+    if (ahead.lines == 0) return;
     if (ahead.once) return fetch_some<Level::past, lines>(ahead);
     if (ahead.lines > 1) return fetch_some<Level::second, lines>(ahead);
-    if (ahead.lines == 0) return;
     PACELINE_UNROLL for (size_t i = 0; i < (lines + 3) / 4; ++i) fetch<Level::second>(ahead.from), ahead.from += 64;
 }
 
@@ -379,8 +378,6 @@ void multiply_part(const Part& part, const BlockRows& rows, size_t first, size_t
     const size_t bytes = F.panel_bytes(part.num_stretches * kStretch);
     in_pieces(kMaxRows, first, end, part.header, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
-        if (count == end - start) ahead.from = part.header + kFurther;
-        if (ahead.from == part.header) ahead.lines = 0;
         with_rows<kMaxRows>(count, [&]<int R>() { block_rows<F, R>(part, rows, at, ahead, to, stride); });
     });
 }

@@ -110,6 +110,7 @@ Kernels choose() {
 }  // namespace
 
 const bool kFetchesPastCaches = is_zen5_or_newer();
+Prefetching prefetching[kMostInPiece + 1];
 
 const Kernels& kernels() {
     static const Kernels chosen = choose();

@@ -64,12 +64,21 @@ struct SpreadPanel {
     const float* scales;  // [32]; of int4_row: half of its step
 };
 
-// Bytes that kernels prefetch ahead, to hide the latency of loaded memory. With 2048 bytes five rows took a tenth longer.
+// Bytes that kernels prefetch ahead, to hide the latency of loaded memory.
 constexpr size_t kSoon = 6144;
 
 // True if data that a pass reads once is prefetched past the larger caches, by the non-temporal hint, instead of into L2. A Zen 5 gains
 // up to an eighth by it; a Zen 4 loses as much, as its L1 waits for fewer lines at once.
 extern const bool kFetchesPastCaches;
+
+// How rows that are one piece prefetch weights, by their number. A machine's best differs from another's by a quarter, also from one of
+// the same processor, so the target's is measured at the first start.
+struct Prefetching {
+    size_t bytes = kSoon;  // ahead; 0: the processor's own prefetching does better
+    bool past = kFetchesPastCaches;
+};
+constexpr size_t kMostInPiece = 12;
+extern Prefetching prefetching[kMostInPiece + 1];
 
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of adjacent panels.
 struct GemmKernels {

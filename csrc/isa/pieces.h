@@ -11,7 +11,7 @@ constexpr size_t kPartBytes = 29000;  // of a panel that several pieces read: wi
 
 struct Prefetch {
     const uint8_t* from;
-    size_t lines;  // 1, 2 or 4 for each 256 bytes of weights that are read
+    size_t lines;  // 1, 2 or 4 for each 256 bytes of weights that are read, or none
     bool once;     // few pieces read these weights, so that no cache needs to keep them
 };
 
@@ -23,10 +23,9 @@ PACELINE_INLINE void fetch_lines(const Prefetch& ahead) {
 }
 
 PACELINE_INLINE void fetch(Prefetch& ahead) {
-    if (ahead.once)
-        fetch_lines<Level::past>(ahead);
-    else
-        fetch_lines<Level::second>(ahead);
+    if (ahead.lines == 0) return;
+    if (ahead.once) fetch_lines<Level::past>(ahead);
+    else fetch_lines<Level::second>(ahead);
     ahead.from += ahead.lines * 64;
 }
 
@@ -35,12 +34,15 @@ template <class Kernel>
 PACELINE_INLINE void in_pieces(size_t max_rows, size_t first, size_t end, const void* panel, size_t panel_bytes, Kernel kernel) {
     const uint8_t* const here = static_cast<const uint8_t*>(panel);
     const size_t num_pieces = (end - first + max_rows - 1) / max_rows;
+    if (num_pieces == 1) {
+        const auto [bytes, past] = prefetching[end - first];
+        return kernel(first, end - first, Prefetch{here + bytes, bytes ? size_t{4} : 0, past});
+    }
     for (size_t piece = 0; piece < num_pieces; ++piece) {
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
-        const size_t lines = num_pieces == 1 ? 4 : num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
+        const size_t lines = num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
-        const uint8_t* const from = num_pieces == 1 ? here + kSoon : helps ? here + panel_bytes + piece * share : here;
-        kernel(first, count, Prefetch{from, lines, kFetchesPastCaches && num_pieces < 4});
+        kernel(first, count, Prefetch{here + panel_bytes + piece * share, helps ? lines : 0, kFetchesPastCaches && num_pieces < 4});
         first += count;
     }
 }

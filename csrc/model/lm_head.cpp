@@ -105,7 +105,7 @@ void Decoder::plan_choices(const Pass& pass) {
 void Decoder::choose(const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     if (pass.wanted.empty()) return;
-    if (pass.masks.gate) pass.masks.gate->wait();
+    if (pass.masks.gate) pass.masks.gate->wait(false, std::memory_order_acquire);
     pool_->each(pass.wanted.size(), [&](size_t i) {
         float* const normed = s.threads[thread].normed.data();
         const float* hidden = &s.hidden[static_cast<size_t>(pass.wanted[i]) * shape_.hidden];

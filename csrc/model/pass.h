@@ -1,10 +1,10 @@
 // One forward pass: token rows in, chosen tokens out. Everything is checked at the border to Python.
 #pragma once
 
+#include <atomic>
 #include <utility>
 #include <vector>
 
-#include "base/gate.h"
 #include "model/sampling.h"
 
 namespace paceline {
@@ -24,7 +24,7 @@ struct SamplingSpec {
 
 // Which tokens a pass may choose, a bit each. The host fills them in beside the pass; nothing is read before the gate is open.
 struct Masks {
-    const Gate* gate = nullptr;          // null: no masks
+    const std::atomic_flag* gate = nullptr;  // null: no masks
     const uint32_t* words = nullptr;     // [wanted, num_words]
     const uint8_t* masked = nullptr;     // [wanted] 0: every token may be chosen, and the words are not read
     size_t num_words = 0;

@@ -68,6 +68,9 @@ class BackendSpec:
     narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
     # module:function(asked | None, target's type, others) -> type of a drafter's weights; None: of `weight_types`
     draft_type_chooser: str | None = None
+    tuner: str | None = (
+        None  # module:function(decoder) -> how the target was suited to the machine; None: it is not
+    )
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
@@ -96,6 +99,10 @@ class BackendSpec:
         """
         assert self.narrower is not None
         return self._imported(self.narrower)(decoder, token_ids)  # type: ignore[no-any-return]
+
+    def tune(self, decoder: Decoder) -> str | None:
+        """Suit a target to this machine, and return how; None: there is nothing to suit."""
+        return self._imported(self.tuner)(decoder) if self.tuner else None
 
     def repack(
         self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False
@@ -278,6 +285,7 @@ BACKENDS = {
             narrower="paceline.backend.native.cut_model:narrowed",
             draft_type_chooser="paceline.backend.native.load:draft_weight_type",
             repacker="paceline.backend.native.load:repack",
+            tuner="paceline.backend.native.prefetching:tune",
             wide_kv="f16",
             drops_windows=True,
             max_ranks=8,

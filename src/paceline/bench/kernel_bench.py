@@ -15,6 +15,7 @@ import numpy as np
 from paceline import kernels
 from paceline.backend.native.decoder import NativeDecoder
 from paceline.backend.native.load import pack_decoder
+from paceline.backend.native.prefetching import tune
 from paceline.backend.seam import Packed, PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import PAGE_TOKENS, SamplingSpec
@@ -65,8 +66,10 @@ def run(args: Namespace) -> int:
         f"{kernels.isa()}, {threads} threads: reads {limits.bytes_per_s / 1e9:.1f} GB/s, "
         f"multiplies {limits.products_per_s / 1e9:.0f} billion bytes/s"
     )
+    decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
+    say(f"few tokens prefetch weights as measured here, {tune(decoder)}")
     _print_products(team, limits, model.config, args.weights)
-    _print_passes(args, team, limits)
+    _print_passes(args.repeat, decoder, args.weights, limits)
     return 0
 
 
@@ -82,20 +85,18 @@ def _print_products(team: kernels.ThreadPool, limits: MachineLimits, config: Mod
     table(title, ["matrix", "shape", *(f"{n} tok" for n in TOKENS)], rows, num_left=2)
 
 
-def _print_passes(args: Namespace, team: kernels.ThreadPool, limits: MachineLimits) -> None:
-    model = load_model(args.model)
-    decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
-    kv = decoder.new_kv(num_pages())
-    matrices = all_matrices(model.config, args.weights)
+def _print_passes(rounds: int, decoder: NativeDecoder, weights: str, limits: MachineLimits) -> None:
+    kv, team = decoder.new_kv(num_pages()), decoder.team
+    matrices = all_matrices(decoder.config, weights)
     times: dict[PassShape, list[float]] = {shape: [] for shape in PASS_SHAPES}
     products: dict[int, list[float]] = {1: [], 64: []}
     with progress("passes") as update:
-        for done in range(1, args.repeat + 1):
+        for done in range(1, rounds + 1):
             for shape, time_s in time_passes(decoder, kv, PASS_SHAPES, 1).items():
                 times[shape].append(time_s)
             for num_tokens, measured in products.items():
                 measured.extend(kernels.time_products(team, matrices, num_tokens, 1))
-            update(done, args.repeat)
+            update(done, rounds)
     medians = {shape: median(measured) for shape, measured in times.items()}
     rows = []
     for shape, time_s in medians.items():

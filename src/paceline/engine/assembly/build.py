@@ -344,7 +344,9 @@ def _target_decoder(
     types, device = (config.weight_type, config.kv_type), config.placement.target
     shape = model.config.for_texts_of(config.limits.max_len)
     weights = _kept(model.weights, cache, progress)
-    return load_decoder(shape, weights, *types, config.threads, device)
+    decoder = load_decoder(shape, weights, *types, config.threads, device)
+    config.backend_spec.tune(decoder)
+    return decoder
 
 
 def _kept(
