@@ -98,3 +98,22 @@ def test_one_row_that_gains_now_much_and_now_nothing_keeps_its_promise() -> None
         hysteresis.speculate(choice(1.2))
     assert hysteresis.speedup == pytest.approx(1.2, rel=0.12)
     assert hysteresis.speculates
+
+
+def test_a_hard_beginning_of_one_text_is_no_broken_promise() -> None:
+    """Chances follow what is kept; a ratio that remembered the same steps would count them twice."""
+    hysteresis, one, none = Hysteresis(), np.arange(1), np.zeros(1, np.int64)
+    for _ in range(20):  # steps whose drafts are all refused, with a promise of half as many tokens more
+        for promised, drafts in ((1.5, True), (1.0, False)):
+            hysteresis.promise(StepPromise(1, promised, 1.0, drafts))
+            hysteresis.learn(Outcomes(one, one, none, none, 0.0, 1.0))
+    assert hysteresis.speculate(Allocation(np.ones(1, np.int64), 1.2, 1.0, 1.0, 1.0))
+
+
+def test_times_are_believed_sooner_than_tokens() -> None:
+    hysteresis, one, none = Hysteresis(), np.arange(1), np.zeros(1, np.int64)
+    for _ in range(20):  # drafts cost twice what was promised
+        for tokens, seconds, drafts in ((2.0, 2.0, True), (1.0, 1.0, False)):
+            hysteresis.promise(StepPromise(1, tokens, 1.0, drafts))
+            hysteresis.learn(Outcomes(one, one, none + drafts, none + drafts, 0.0, seconds))
+    assert not hysteresis.speculate(Allocation(np.ones(1, np.int64), 1.4, 1.0, 1.0, 1.0))

@@ -31,8 +31,8 @@ STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are 
 MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
 FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
 FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
-PRIOR_STEPS = 8.0  # steps that kept their promise, assumed before any was seen ...
-PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # ... or fewer of many rows, which tell more
+PRIOR_STEPS = 8.0  # steps that took as long as promised, assumed before any was seen, or fewer of many rows;
+PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # of so many rows that brought as many tokens, as these vary more
 
 
 # Reuse -------------------------------------------------------------------------------------------
@@ -175,16 +175,17 @@ class KindMeans:
     def learn(self, tokens: float, seconds: float, promised: StepPromise) -> None:
         """Learn from a step; it counts for at most twice its promised time."""
         rows, promised_tokens, promised_s, _ = promised
-        rate = min(STEP_RATE, rows / MEAN_ROWS)
         self.seen += 1
-        rate = max(rate, 1 / (min(PRIOR_STEPS, max(PRIOR_ROWS / rows, MIN_PRIOR_STEPS)) + self.seen))
+        least, prior = min(STEP_RATE, rows / MEAN_ROWS), max(PRIOR_ROWS / rows, MIN_PRIOR_STEPS)
+        rate = max(least, 1 / (min(PRIOR_STEPS, prior) + self.seen))
+        token_rate = max(least, 1 / (prior + self.seen))
         if self.seen == 1:
             self.promised_tokens = promised_tokens
             self.tokens = promised_tokens * (self.first_ratio or 1.0)
             self.seconds = self.promised_s = promised_s
-        self.tokens += rate * (tokens - self.tokens)
+        self.tokens += token_rate * (tokens - self.tokens)
         self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)
-        self.promised_tokens += rate * (promised_tokens - self.promised_tokens)
+        self.promised_tokens += token_rate * (promised_tokens - self.promised_tokens)
         self.promised_s += rate * (promised_s - self.promised_s)
 
     def fade(self, times: int) -> None:

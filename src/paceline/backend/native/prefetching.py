@@ -36,7 +36,7 @@ class Prefetching(NamedTuple):
 
 
 CHOICES = (*(Prefetching(n, past=False) for n in (0, 3072, 6144, 10240)), Prefetching(6144, past=True))
-ROWS = (1, 2, 3, 4, 6, 8, 12)  # measured; numbers between them take the next larger one's choice
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # measured; numbers between them take the next larger one's choice
 LEAST_BYTES = 64 << 20  # of weights: fewer may lie in a cache
 PASS_BYTES = 160 << 20  # of weights that a measured pass reads; further layers are left out
 ROUNDS, BUDGET_S = 9, 2.0  # rounds end early, but for the first, when the budget is spent
