@@ -10,7 +10,16 @@ import pytest
 
 from paceline import kernels
 from paceline.backend.native import prefetching
-from paceline.backend.native.prefetching import CHOICES, LEAST_BYTES, MOST_AHEAD, ROWS, measured, tune, use
+from paceline.backend.native.prefetching import (
+    CHOICES,
+    LEAST_BYTES,
+    MOST_AHEAD,
+    MOST_ROWS,
+    ROWS,
+    measured,
+    tune,
+    use,
+)
 from tests.oracles.blocks import file_block, random_blocks
 
 if TYPE_CHECKING:
@@ -20,8 +29,8 @@ if TYPE_CHECKING:
     from paceline.backend.native.prefetching import Prefetching
     from paceline.backend.seam import PassRequest
 
-USUAL = CHOICES[2]
-FASTEST = tuple(CHOICES[i] for i in (1, 0, 0, 4, 0, 2, 3, 2))  # for ROWS
+USUAL = CHOICES[1]
+FASTEST = tuple(CHOICES[i] for i in (0, 6, 4, 5, 3, 1, 2))  # for ROWS
 TYPES = ("int8", "int4_row", "int4", "bf16", "f32", *kernels.kept_names())
 
 
@@ -98,7 +107,7 @@ def test_no_bit_of_a_product_depends_on_it(kind: str) -> None:
     for count in range(1, 15):
         found = set()
         for choice in (*CHOICES, (MOST_AHEAD, True)):
-            for rows in range(1, ROWS[-1] + 1):
+            for rows in range(1, MOST_ROWS + 1):
                 kernels.set_prefetching(rows, *choice)
             out = np.empty((count, 70), np.float32)
             kernels.multiply(team, matrix, x[:count], out)
@@ -106,7 +115,7 @@ def test_no_bit_of_a_product_depends_on_it(kind: str) -> None:
         assert len(found) == 1, count
 
 
-@pytest.mark.parametrize("wrong", [(0, 0), (ROWS[-1] + 1, 0), (1, MOST_AHEAD + 1)])
+@pytest.mark.parametrize("wrong", [(0, 0), (MOST_ROWS + 1, 0), (1, MOST_AHEAD + 1)])
 def test_what_kernels_cannot_do_is_refused(wrong: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="not one piece"):
         kernels.set_prefetching(*wrong, past=False)
@@ -118,9 +127,8 @@ def test_the_fastest_is_found_for_each_number_of_tokens(decoder: TimedDecoder) -
 
 def test_numbers_between_take_the_next_larger_ones_choice(in_force: dict[int, Prefetching]) -> None:
     use(FASTEST)
-    assert in_force == {
-        n: FASTEST[min(i for i, rows in enumerate(ROWS) if rows >= n)] for n in range(1, ROWS[-1] + 1)
-    }
+    found = [in_force[n] for n in range(1, MOST_ROWS + 1)]
+    assert found == [*FASTEST[:6], *(FASTEST[6],) * 6]
 
 
 def test_it_is_measured_once_and_kept(decoder: TimedDecoder, in_force: dict[int, Prefetching]) -> None:
@@ -130,7 +138,7 @@ def test_it_is_measured_once_and_kept(decoder: TimedDecoder, in_force: dict[int,
     assert tune(decoder) == told  # type: ignore[arg-type]
     assert decoder.num_passes == passes
     assert in_force[4] == FASTEST[3]
-    assert "4: 6144 past L2" in told
+    assert "4: 6144 past L2, 5: 16384" in told
 
 
 @pytest.mark.parametrize(

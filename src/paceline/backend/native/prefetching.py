@@ -35,11 +35,16 @@ class Prefetching(NamedTuple):
     past: bool  # into L1 alone, past the larger caches
 
 
-CHOICES = (*(Prefetching(n, past=False) for n in (0, 3072, 6144, 10240)), Prefetching(6144, past=True))
-ROWS = (1, 2, 3, 4, 5, 6, 8, 12)  # measured; numbers between them take the next larger one's choice
+CHOICES = (
+    *(Prefetching(n, past=False) for n in (0, 6144, 10240, 16384)),
+    *(Prefetching(n, past=True) for n in (3072, 6144, 10240)),
+)
+ROWS = (1, 2, 3, 4, 5, 6, 8)  # measured; 7 take the choice of 8, and so do up to `MOST_ROWS`
+MOST_ROWS = 12  # that prefetch so: more are multiplied in several pieces
 LEAST_BYTES = 64 << 20  # of weights: fewer may lie in a cache
 PASS_BYTES = 160 << 20  # of weights that a measured pass reads; further layers are left out
-ROUNDS, BUDGET_S = 9, 2.0  # rounds end early, but for the first, when the budget is spent
+STAGES = ((3, 4), (3, 2), (6, 1))  # rounds, and choices that remain after them
+BUDGET_S = 4.0  # when it is spent, more tokens take the choice of fewer
 LOCK_WAIT_S = 60.0  # for another engine that measures: two at once would time each other
 KEPT = KeptData("prefetching")
 
@@ -65,11 +70,9 @@ def tune(decoder: NativeDecoder) -> str:
 
 def use(choices: tuple[Prefetching, ...]) -> None:
     """Prefetch so. choices: for `ROWS`."""
-    at_least = 1
-    for rows, (num_bytes, past) in zip(ROWS, choices, strict=True):
-        for number in range(at_least, rows + 1):
-            kernels.set_prefetching(number, num_bytes, past)
-        at_least = rows + 1
+    for number in range(1, MOST_ROWS + 1):
+        at = next((i for i, rows in enumerate(ROWS) if rows >= number), -1)
+        kernels.set_prefetching(number, *choices[at])
 
 
 def measured(decoder: NativeDecoder) -> tuple[Prefetching, ...]:
@@ -78,19 +81,28 @@ def measured(decoder: NativeDecoder) -> tuple[Prefetching, ...]:
     num_layers = min(all_layers, -(-PASS_BYTES * all_layers // decoder.weight_bytes))
     kv = decoder.new_kv(1, num_layers)
     requests = {n: PassRequest(_rows_of_tokens(n), kv, (), num_layers=num_layers) for n in ROWS}
-    for request in requests.values():  # the first pass may read weights from a disk
-        decoder.launch(request).wait()
-    shares: list[list[list[float]]] = []
+    found: list[Prefetching] = []
     start = monotonic()
-    while not shares or (len(shares) < ROUNDS and monotonic() - start < BUDGET_S):
-        shares.append([_shares(decoder, n, request) for n, request in requests.items()])
-    return tuple(CHOICES[best] for best in np.median(shares, axis=0).argmin(axis=1))
+    for n, request in requests.items():
+        late = found and monotonic() - start > BUDGET_S
+        found.append(found[-1] if late else _fastest(decoder, n, request))
+    return tuple(found)
 
 
-def _shares(decoder: NativeDecoder, rows: int, request: PassRequest) -> list[float]:
+def _fastest(decoder: NativeDecoder, rows: int, request: PassRequest) -> Prefetching:
+    left = list(CHOICES)
+    decoder.launch(request).wait()  # may read weights from a disk
+    for num_rounds, num_left in STAGES:
+        shares = [_shares(decoder, rows, request, left) for _ in range(num_rounds)]
+        best = np.median(shares, axis=0).argsort()[:num_left]
+        left = [left[index] for index in best]
+    return left[0]
+
+
+def _shares(decoder: NativeDecoder, rows: int, request: PassRequest, choices: list[Prefetching]) -> list[float]:
     """Return times of a pass with each choice over their mean, as machines drift."""
     times = []
-    for choice in CHOICES:
+    for choice in choices:
         kernels.set_prefetching(rows, *choice)
         start = perf_counter()
         decoder.launch(request).wait()
