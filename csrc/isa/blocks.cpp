@@ -361,6 +361,8 @@ PACELINE_APART void block_rows(const Part& part, const BlockRows& rows, size_t f
             const size_t count = left < kStretches ? left : kStretches;
             Whole whole[R][kVectors] = {};
             ahead.from = soon + (header - part.header) * ahead.lines / 4;
+            // The processor's prefetching follows lines in order, but kernels need a header's last.
+            if (ahead.lines == 0) PACELINE_UNROLL for (size_t i = 0; i < F.header_bytes(); i += 64) __builtin_prefetch(header + i);
             at.scales = header + F.scale_at(0, start), at.weights = header + F.header_bytes() + start * 4;
             Bases<R>::start(at.facts, facts, rows.num_supers * sizeof(SuperFacts));
             multiply_super<F, R>(at, count, ahead, whole);

@@ -138,7 +138,7 @@ def test_it_is_measured_once_and_kept(decoder: TimedDecoder, in_force: dict[int,
     assert tune(decoder) == told  # type: ignore[arg-type]
     assert decoder.num_passes == passes
     assert in_force[4] == FASTEST[3]
-    assert "4: 6144 past L2, 5: 16384" in told
+    assert "4: 6144 past L2, 5: 24576" in told
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class Prefetching(NamedTuple):
 
 
 CHOICES = (
-    *(Prefetching(n, past=False) for n in (0, 6144, 10240, 16384)),
-    *(Prefetching(n, past=True) for n in (3072, 6144, 10240)),
+    *(Prefetching(n, past=False) for n in (0, 6144, 10240, 24576, 49152)),
+    *(Prefetching(n, past=True) for n in (6144, 10240)),
 )
 ROWS = (1, 2, 3, 4, 5, 6, 8)  # measured; 7 take the choice of 8, and so do up to `MOST_ROWS`
 MOST_ROWS = 12  # that prefetch so: more are multiplied in several pieces
