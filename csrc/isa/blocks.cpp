@@ -381,6 +381,7 @@ void multiply_part(const Part& part, const BlockRows& rows, size_t first, size_t
     const size_t bytes = F.panel_bytes(part.num_stretches * kStretch);
     in_pieces(kMaxRows, first, end, part.header, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
+        if (ahead.from == part.header) ahead.lines = 0;
         // The processor's prefetching does not follow a stretch with high bits, which lie behind the low ones.
         if (F.high_bits % 4 && count == end - start && ahead.lines == 0) ahead = {part.header + kFar, 4, false};
         with_rows<kMaxRows>(count, [&]<int R>() { block_rows<F, R>(part, rows, at, ahead, to, stride); });

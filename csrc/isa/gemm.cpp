@@ -23,6 +23,7 @@ constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
 constexpr int kMaxSpreadRows = 8;  // their sums take half the registers
 #endif
+static_assert(kMaxSpreadRows <= kMostInPiece);
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
 constexpr size_t kFetched = 256;             // bytes of weights that are read between two prefetches
 

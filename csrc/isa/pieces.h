@@ -42,7 +42,7 @@ PACELINE_INLINE void in_pieces(size_t max_rows, size_t first, size_t end, const 
         const size_t pieces = num_pieces - piece, count = (end - first + pieces - 1) / pieces;
         const size_t lines = num_pieces < 4 ? 2 : 1, share = panel_bytes * lines / 4;
         const bool helps = piece * lines < 4;
-        kernel(first, count, Prefetch{here + panel_bytes + piece * share, helps ? lines : 0, kFetchesPastCaches && num_pieces < 4});
+        kernel(first, count, Prefetch{helps ? here + panel_bytes + piece * share : here, lines, kFetchesPastCaches && num_pieces < 4});
         first += count;
     }
 }

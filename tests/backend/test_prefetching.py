@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from paceline import kernels
 from paceline.backend.native import prefetching
+from paceline.backend.native.load import pack_decoder
 from paceline.backend.native.prefetching import (
     CHOICES,
     LEAST_BYTES,
@@ -21,6 +24,7 @@ from paceline.backend.native.prefetching import (
     use,
 )
 from tests.oracles.blocks import file_block, random_blocks
+from tests.tiny import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +54,13 @@ def in_force(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[i
     use((USUAL,) * len(ROWS))
 
 
+@dataclass(frozen=True)
+class Table:
+    """The embedding, or the output matrix."""
+
+    num_bytes: int
+
+
 class TimedDecoder:
     """A decoder whose passes take a time by a clock of its own, the least with `FASTEST`."""
 
@@ -57,7 +68,9 @@ class TimedDecoder:
 
     def __init__(self, in_force: dict[int, Prefetching], weight_bytes: int = LEAST_BYTES) -> None:
         self.weight_bytes = weight_bytes
-        self.config = SimpleNamespace(num_layers=40)
+        self.config = SimpleNamespace(num_layers=40, experts=None)
+        table = Table(LEAST_BYTES // 8)
+        self.tables = SimpleNamespace(embed=table, head=table)
         self.team = SimpleNamespace(num_threads=1)
         self.num_passes = 0
         self.now_s = 0.0
@@ -154,9 +167,9 @@ def test_what_is_kept_and_broken_is_measured_anew(
 
 
 def test_of_a_large_model_some_layers_are_timed(decoder: TimedDecoder) -> None:
-    decoder.weight_bytes = 40 * prefetching.PASS_BYTES
+    decoder.weight_bytes = 40 * prefetching.PASS_BYTES // 3 + LEAST_BYTES // 8
     tune(decoder)  # type: ignore[arg-type]
-    assert decoder.depths == {1}
+    assert decoder.depths == {4}
 
 
 @pytest.mark.parametrize("change", [{"weight_bytes": LEAST_BYTES - 1}, {"num_ranks": 2}])
@@ -168,3 +181,18 @@ def test_what_lies_in_a_cache_or_in_several_processes_stays_as_usual(
     assert tune(decoder) == "as usual"  # type: ignore[arg-type]
     assert not decoder.num_passes
     assert not in_force
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "ministral", "gemma4_text", "exaone4"])
+def test_real_layers_can_be_timed(family: str) -> None:
+    config = tiny_config(family, num_layers=3)
+    decoder = pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.ThreadPool(2))
+    found = measured(decoder)
+    assert len(found) == len(ROWS)
+    assert set(found) <= set(CHOICES)
+
+
+def test_experts_stay_as_usual() -> None:
+    config = tiny_config("qwen3_moe")
+    decoder = pack_decoder(config, tiny_weights(config, dtype=torch.float32), kernels.ThreadPool(1))
+    assert tune(decoder) == "as usual"

@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         f"multiplies {limits.products_per_s / 1e9:.0f} billion bytes/s"
     )
     decoder = pack_decoder(model.config, model.weights, team, args.weights, args.kv)
-    say(f"few tokens prefetch weights as measured here, {tune(decoder)}")
+    say(f"few tokens prefetch weights {tune(decoder)}")
     _print_products(team, limits, model.config, args.weights)
     _print_passes(args.repeat, decoder, args.weights, limits)
     return 0

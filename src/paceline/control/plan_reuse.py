@@ -31,8 +31,8 @@ STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are 
 MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
 FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
 FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
-PRIOR_STEPS = 8.0  # steps that took as long as promised, assumed before any was seen, or fewer of many rows;
-PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # of so many rows that brought as many tokens, as these vary more
+PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # rows, but at least steps, assumed to have kept their promise of tokens
+PRIOR_STEPS = 8.0  # the most steps that are assumed to have kept their promise of time, which varies less
 
 
 # Reuse -------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ class KindMeans:
         token_rate = max(least, 1 / (prior + self.seen))
         if self.seen == 1:
             self.promised_tokens = promised_tokens
-            self.tokens = promised_tokens * (self.first_ratio or 1.0)
-            self.seconds = self.promised_s = promised_s
+            self.tokens, self.promised_s = promised_tokens, promised_s
+            self.seconds = promised_s / (self.first_ratio or 1.0)  # in times, which are believed sooner
         self.tokens += token_rate * (tokens - self.tokens)
         self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)
         self.promised_tokens += token_rate * (promised_tokens - self.promised_tokens)

@@ -8,6 +8,7 @@ choice costs up to two fifths of a pass. No number depends on it.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from statistics import mean
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -42,10 +43,9 @@ CHOICES = (
 ROWS = (1, 2, 3, 4, 5, 6, 8)  # measured; 7 take the choice of 8, and so do up to `MOST_ROWS`
 MOST_ROWS = 12  # that prefetch so: more are multiplied in several pieces
 LEAST_BYTES = 64 << 20  # of weights: fewer may lie in a cache
-PASS_BYTES = 160 << 20  # of weights that a measured pass reads; further layers are left out
+PASS_BYTES = 160 << 20  # of a measured pass's layers; further ones are left out
 STAGES = ((3, 4), (3, 2), (6, 1))  # rounds, and choices that remain after them
-BUDGET_S = 4.0  # when it is spent, more tokens take the choice of fewer
-LOCK_WAIT_S = 60.0  # for another engine that measures: two at once would time each other
+BUDGET_S, LOCK_WAIT_S = 4.0, 60.0  # then more tokens take the choice of fewer; for another engine that measures
 KEPT = KeptData("prefetching")
 
 log = logging.getLogger(__name__)
@@ -54,18 +54,20 @@ _Kept = Annotated[tuple[Prefetching, ...], Meta(min_length=len(ROWS), max_length
 
 def tune(decoder: NativeDecoder) -> str:
     """Prefetch as suits this machine, and return how."""
-    if decoder.num_ranks > 1 or decoder.weight_bytes < LEAST_BYTES:
-        return "as usual"
+    if decoder.num_ranks > 1 or decoder.config.experts or decoder.weight_bytes < LEAST_BYTES:
+        return "as usual"  # which experts a pass reads is up to its texts
     cores = f"{processor()} {len(usable_cores())} {decoder.team.num_threads}"
     key = f"{cores} {decoder.describe()} {decoder.weight_bytes}"
     found = _kept(key)
     if found is None:
+        with suppress(OSError):  # then nothing can be kept either, which is logged below
+            cache_folder().mkdir(parents=True, exist_ok=True)
         with file_lock(cache_folder() / "prefetching.lock", LOCK_WAIT_S, lambda _: None):
             found = _kept(key) or measured(decoder)
             KEPT.write(key, msgspec.json.encode(found))
     use(found)
     words = (f"{rows}: {n}{' past L2' if past else ''}" for rows, (n, past) in zip(ROWS, found, strict=True))
-    return "bytes ahead by tokens: " + ", ".join(words)
+    return "as measured here, bytes ahead by tokens: " + ", ".join(words)
 
 
 def use(choices: tuple[Prefetching, ...]) -> None:
@@ -77,15 +79,14 @@ def use(choices: tuple[Prefetching, ...]) -> None:
 
 def measured(decoder: NativeDecoder) -> tuple[Prefetching, ...]:
     """Return the fastest choice for each of `ROWS`."""
-    all_layers = decoder.config.num_layers
-    num_layers = min(all_layers, -(-PASS_BYTES * all_layers // decoder.weight_bytes))
-    kv = decoder.new_kv(1, num_layers)
-    requests = {n: PassRequest(_rows_of_tokens(n), kv, (), num_layers=num_layers) for n in ROWS}
-    found: list[Prefetching] = []
-    start = monotonic()
+    all_layers, tables = decoder.config.num_layers, {decoder.tables.embed, decoder.tables.head}
+    layer_bytes = (decoder.weight_bytes - sum(table.num_bytes for table in tables)) // all_layers
+    num_layers = min(all_layers, -(-PASS_BYTES // max(layer_bytes, 1)))
+    kv, taps = decoder.new_kv(1, num_layers), (num_layers,)  # or nobody would need the last layer's end
+    requests = {n: PassRequest(_rows_of_tokens(n), kv, (), num_layers=num_layers, taps=taps) for n in ROWS}
+    found, start = list[Prefetching](), monotonic()
     for n, request in requests.items():
-        late = found and monotonic() - start > BUDGET_S
-        found.append(found[-1] if late else _fastest(decoder, n, request))
+        found.append(found[-1] if monotonic() - start > BUDGET_S and found else _fastest(decoder, n, request))
     return tuple(found)
 
 
@@ -99,10 +100,10 @@ def _fastest(decoder: NativeDecoder, rows: int, request: PassRequest) -> Prefetc
     return left[0]
 
 
-def _shares(decoder: NativeDecoder, rows: int, request: PassRequest, choices: list[Prefetching]) -> list[float]:
+def _shares(decoder: NativeDecoder, rows: int, request: PassRequest, left: list[Prefetching]) -> list[float]:
     """Return times of a pass with each choice over their mean, as machines drift."""
     times = []
-    for choice in choices:
+    for choice in left:
         kernels.set_prefetching(rows, *choice)
         start = perf_counter()
         decoder.launch(request).wait()
