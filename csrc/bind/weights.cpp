@@ -216,6 +216,7 @@ void bind_weights(nb::module_& m) {
         nb::gil_scoped_release unlocked;
         return read_bandwidth(pool, bytes);
     }, "pool"_a, "bytes"_a);
+    m.attr("MOST_IN_PIECE") = kMostInPiece;
     m.def("set_prefetching", [](size_t rows, size_t bytes, bool past) {
         require(0 < rows && rows <= kMostInPiece && bytes <= 1 << 16, "so many rows are not one piece, or that is too far ahead");
         prefetching[rows] = {bytes, past};

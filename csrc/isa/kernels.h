@@ -71,8 +71,8 @@ constexpr size_t kSoon = 6144;
 // up to an eighth by it; a Zen 4 loses as much, as its L1 waits for fewer lines at once.
 extern const bool kFetchesPastCaches;
 
-// How rows that are one piece prefetch weights, by their number. A machine's best differs from another's by a quarter, also from one of
-// the same processor, so the target's is measured at the first start.
+// How rows that are one piece prefetch weights, by their number. The best differs from machine to machine, also of
+// one processor, so the target's is measured at the first start.
 struct Prefetching {
     size_t bytes = kSoon;  // ahead; 0: the processor's own prefetching does better
     bool past = kFetchesPastCaches;

@@ -25,8 +25,8 @@ struct SamplingSpec {
 // Which tokens a pass may choose, a bit each. The host fills them in beside the pass; nothing is read before the gate is open.
 struct Masks {
     const std::atomic_flag* gate = nullptr;  // null: no masks
-    const uint32_t* words = nullptr;     // [wanted, num_words]
-    const uint8_t* masked = nullptr;     // [wanted] 0: every token may be chosen, and the words are not read
+    const uint32_t* words = nullptr;         // [wanted, num_words]
+    const uint8_t* masked = nullptr;         // [wanted] 0: every token may be chosen, and the words are not read
     size_t num_words = 0;
 
     const uint32_t* of(size_t wanted) const { return gate && masked[wanted] ? words + wanted * num_words : nullptr; }

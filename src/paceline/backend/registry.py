@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import CutModelDecoder, Decoder, LoadCutModel, LoadDecoder, LoadHeadRunner
     from paceline.backend.target import Backend
     from paceline.model.config import ModelConfig
+    from paceline.model.files.packed_cache import Progress
 
 MAX_INT_KV_HEAD = 256  # numbers of a head that integer KV takes
 AUTO = "auto"  # value of `--backend` and of `--weights`
@@ -68,9 +69,7 @@ class BackendSpec:
     narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
     # module:function(asked | None, target's type, others) -> type of a drafter's weights; None: of `weight_types`
     draft_type_chooser: str | None = None
-    tuner: str | None = (
-        None  # module:function(decoder) -> how the target was suited to the machine; None: it is not
-    )
+    tuner: str | None = None  # module:function(decoder, progress), see `tune`; None: nothing to suit
     repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
     cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
 
@@ -100,9 +99,10 @@ class BackendSpec:
         assert self.narrower is not None
         return self._imported(self.narrower)(decoder, token_ids)  # type: ignore[no-any-return]
 
-    def tune(self, decoder: Decoder) -> str | None:
-        """Suit a target to this machine, and return how; None: there is nothing to suit."""
-        return self._imported(self.tuner)(decoder) if self.tuner else None
+    def tune(self, decoder: Decoder, progress: Progress | None = None) -> None:
+        """Suit a target to this machine, where it can be. progress: what, done, total."""
+        if self.tuner:
+            self._imported(self.tuner)(decoder, progress)
 
     def repack(
         self, decoder: Decoder, weights: Mapping[str, NDArray[floating]], *, beside: bool = False

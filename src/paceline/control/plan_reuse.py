@@ -180,8 +180,7 @@ class KindMeans:
         rate = max(least, 1 / (min(PRIOR_STEPS, prior) + self.seen))
         token_rate = max(least, 1 / (prior + self.seen))
         if self.seen == 1:
-            self.promised_tokens = promised_tokens
-            self.tokens, self.promised_s = promised_tokens, promised_s
+            self.tokens, self.promised_tokens, self.promised_s = promised_tokens, promised_tokens, promised_s
             self.seconds = promised_s / (self.first_ratio or 1.0)  # in times, which are believed sooner
         self.tokens += token_rate * (tokens - self.tokens)
         self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from paceline.kernels import _ext
 from paceline.kernels._ext import (
+    MOST_IN_PIECE,
     RANK_MEMORY_BYTES,
     Costs,
     Decoder,
@@ -68,6 +69,7 @@ EXTENSION = Path(_ext.__file__)  # file of the compiled module
 
 __all__ = [
     "EXTENSION",
+    "MOST_IN_PIECE",
     "RANK_MEMORY_BYTES",
     "Costs",
     "Decoder",

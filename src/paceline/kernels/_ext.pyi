@@ -111,6 +111,7 @@ class Masks:  # of the wanted tokens; a pass reads them once they are open
 
 class PendingPass: ...  # with everything that the pass reads and writes
 
+MOST_IN_PIECE: int  # rows that are multiplied at once
 RANK_MEMORY_BYTES: int
 
 class RankMemory:  # of processes that share a decoder's layers

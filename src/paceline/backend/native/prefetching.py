@@ -1,15 +1,13 @@
 """Prefetching of weights as suits the machine: measured at the first start, and kept.
 
 A pass over few tokens waits for memory. Its kernels fetch weights some bytes ahead, into L2 or past it, or leave
-that to the processor. Which is best depends on the machine, its threads and the number of tokens, and a wrong
-choice costs up to two fifths of a pass. No number depends on it.
+that to the processor. The best depends on machine, threads and tokens. No number depends on the choice.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from statistics import mean
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -19,12 +17,13 @@ from msgspec import Meta
 
 from paceline import kernels
 from paceline.backend.seam import Packed, PassRequest
-from paceline.core.system import file_lock, processor, usable_cores
+from paceline.core.system import file_lock, processor
 from paceline.model.files.kept_data import KeptData
 from paceline.model.files.pull import cache_folder
 
 if TYPE_CHECKING:
     from paceline.backend.native.decoder import NativeDecoder
+    from paceline.model.files.packed_cache import Progress
 
 MOST_AHEAD = 1 << 16
 
@@ -41,9 +40,8 @@ CHOICES = (
     *(Prefetching(n, past=True) for n in (6144, 10240)),
 )
 ROWS = (1, 2, 3, 4, 5, 6, 8)  # measured; 7 take the choice of 8, and so do up to `MOST_ROWS`
-MOST_ROWS = 12  # that prefetch so: more are multiplied in several pieces
-LEAST_BYTES = 64 << 20  # of weights: fewer may lie in a cache
-PASS_BYTES = 160 << 20  # of a measured pass's layers; further ones are left out
+MOST_ROWS = kernels.MOST_IN_PIECE  # that prefetch so: more are multiplied in several pieces
+LEAST_BYTES, PASS_BYTES = 64 << 20, 160 << 20  # of a model: fewer may lie in a cache; of the layers that are timed
 STAGES = ((3, 4), (3, 2), (6, 1))  # rounds, and choices that remain after them
 BUDGET_S, LOCK_WAIT_S = 4.0, 60.0  # then more tokens take the choice of fewer; for another engine that measures
 KEPT = KeptData("prefetching")
@@ -52,19 +50,18 @@ log = logging.getLogger(__name__)
 _Kept = Annotated[tuple[Prefetching, ...], Meta(min_length=len(ROWS), max_length=len(ROWS))]
 
 
-def tune(decoder: NativeDecoder) -> str:
-    """Prefetch as suits this machine, and return how."""
+def tune(decoder: NativeDecoder, progress: Progress | None = None) -> str:
+    """Prefetch as suits this machine, and return how. progress: of measuring, in numbers of tokens."""
     if decoder.num_ranks > 1 or decoder.config.experts or decoder.weight_bytes < LEAST_BYTES:
         return "as usual"  # which experts a pass reads is up to its texts
-    cores = f"{processor()} {len(usable_cores())} {decoder.team.num_threads}"
-    key = f"{cores} {decoder.describe()} {decoder.weight_bytes}"
-    found = _kept(key)
-    if found is None:
+    key = f"{processor()} {decoder.team.num_threads} {decoder.describe()} {decoder.weight_bytes}"
+    if (found := _kept(key)) is None:
         with suppress(OSError):  # then nothing can be kept either, which is logged below
             cache_folder().mkdir(parents=True, exist_ok=True)
         with file_lock(cache_folder() / "prefetching.lock", LOCK_WAIT_S, lambda _: None):
-            found = _kept(key) or measured(decoder)
-            KEPT.write(key, msgspec.json.encode(found))
+            if (found := _kept(key)) is None:
+                found = measured(decoder, progress)
+                KEPT.write(key, msgspec.json.encode(found))
     use(found)
     words = (f"{rows}: {n}{' past L2' if past else ''}" for rows, (n, past) in zip(ROWS, found, strict=True))
     return "as measured here, bytes ahead by tokens: " + ", ".join(words)
@@ -77,7 +74,7 @@ def use(choices: tuple[Prefetching, ...]) -> None:
         kernels.set_prefetching(number, *choices[at])
 
 
-def measured(decoder: NativeDecoder) -> tuple[Prefetching, ...]:
+def measured(decoder: NativeDecoder, progress: Progress | None = None) -> tuple[Prefetching, ...]:
     """Return the fastest choice for each of `ROWS`."""
     all_layers, tables = decoder.config.num_layers, {decoder.tables.embed, decoder.tables.head}
     layer_bytes = (decoder.weight_bytes - sum(table.num_bytes for table in tables)) // all_layers
@@ -87,6 +84,8 @@ def measured(decoder: NativeDecoder) -> tuple[Prefetching, ...]:
     found, start = list[Prefetching](), monotonic()
     for n, request in requests.items():
         found.append(found[-1] if monotonic() - start > BUDGET_S and found else _fastest(decoder, n, request))
+        if progress:
+            progress("measuring prefetching", len(found), len(ROWS))
     return tuple(found)
 
 
@@ -94,21 +93,21 @@ def _fastest(decoder: NativeDecoder, rows: int, request: PassRequest) -> Prefetc
     left = list(CHOICES)
     decoder.launch(request).wait()  # may read weights from a disk
     for num_rounds, num_left in STAGES:
-        shares = [_shares(decoder, rows, request, left) for _ in range(num_rounds)]
-        best = np.median(shares, axis=0).argsort()[:num_left]
+        times = np.array([times_s(decoder, rows, request, left) for _ in range(num_rounds)])
+        best = np.median(times / times.mean(axis=1, keepdims=True), axis=0).argsort()[:num_left]
         left = [left[index] for index in best]
     return left[0]
 
 
-def _shares(decoder: NativeDecoder, rows: int, request: PassRequest, left: list[Prefetching]) -> list[float]:
-    """Return times of a pass with each choice over their mean, as machines drift."""
-    times = []
+def times_s(decoder: NativeDecoder, rows: int, request: PassRequest, left: list[Prefetching]) -> list[float]:
+    """Return the seconds of a pass of `rows` tokens with each choice, one after another."""
+    found = []
     for choice in left:
         kernels.set_prefetching(rows, *choice)
         start = perf_counter()
         decoder.launch(request).wait()
-        times.append(perf_counter() - start)
-    return [time_s / mean(times) for time_s in times]
+        found.append(perf_counter() - start)
+    return found
 
 
 def _kept(key: str) -> tuple[Prefetching, ...] | None:

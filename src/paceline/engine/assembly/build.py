@@ -345,7 +345,7 @@ def _target_decoder(
     shape = model.config.for_texts_of(config.limits.max_len)
     weights = _kept(model.weights, cache, progress)
     decoder = load_decoder(shape, weights, *types, config.threads, device)
-    config.backend_spec.tune(decoder)
+    config.backend_spec.tune(decoder, progress)
     return decoder
 
 
