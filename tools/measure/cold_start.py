@@ -1,11 +1,12 @@
 """Measure what a cold start costs `auto`: `python -m tools.measure.cold_start --by-hand eagle3:k=3`.
 
 Every run is a fresh process with a fresh engine: plain decoding, each setting by hand, `auto` that knows nothing
-(`cold`) and `auto` that begins with what was learnt before (`kept`). They take turns, in another order each time.
-Before the first turn one uncounted run of `auto` at each load teaches what is kept, in a cache folder of its own.
+(`cold`) and `auto` that begins with what was learnt before (`kept`). The runs of a turn are open at once and take
+turns of half a second, so that a slow minute slows all of them. Before the first turn one uncounted run of `auto` at
+each load teaches what is kept, in a cache folder of its own.
+Rates are of whole runs, which write the same texts. The time in which all requests are in flight has all prompts
+but not all answers, and how many it lacks differs from policy to policy.
 Ratios are of two runs of one turn, and medians over turns. `best` is the setting by hand with the highest median.
-Rates are of the time in which all requests are in flight. With few rounds of requests it ends at another share of
-prompts and answers for each policy, so the table also has the ratio of whole runs, which write the same texts.
 Beside them: host's and controller's milliseconds of a step, and the share of steps with drafts.
 """
 
@@ -13,21 +14,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.interleave import SlicedRun, interleave, make_questions
-from paceline.bench.measure import Run, record
+from paceline.bench.interleave import SlicedRun, make_questions
 from paceline.bench.prompt_file import read_prompts
 from paceline.bench.session import SPARE_TOKENS
 from paceline.core.errors import ConfigError
@@ -54,7 +54,7 @@ GOALS = {
     (8, COLD): ("best", 0.96),
     (8, KEPT): ("best", 0.98),
 }
-RUN_S = 1800.0
+SLICE_S = 0.5
 
 Rates = dict[tuple[str, int], list[dict[str, float]]]  # by policy and load, one for each turn
 
@@ -89,14 +89,17 @@ def run_once(args: Namespace) -> dict[str, float]:
     questions = make_questions(chosen, encode, params, 0)
     warm_up(built)  # as a server does before it is ready
     sliced = SlicedRun(engine, questions, args.in_flight)
-    interleave([sliced])
+    _tell({"done": sliced.done})  # it is ready
+    while not sliced.done:
+        sys.stdin.readline()
+        sliced.run_slice(SLICE_S)
+        _tell({"done": sliced.done})
+    sliced.finish(config.draft)
     stats = sliced.stats
-    found = record(Run(config.draft, args.in_flight, 0, tuple(sliced.in_order()), stats=stats, peak_rss_mb=None))
     plain = sum(stats.k_histogram[:1])
     owner.close()
     return {
-        "tokens_per_s": float(found["output_tokens_per_s"] or sliced.rate),
-        "whole_tokens_per_s": sliced.rate,
+        "tokens_per_s": sliced.rate,
         "host_ms": 1e3 * stats.host_s / max(stats.steps, 1),
         "control_ms": 1e3 * stats.control_s / max(stats.steps, 1),
         "steps": stats.steps,
@@ -104,27 +107,66 @@ def run_once(args: Namespace) -> dict[str, float]:
     }
 
 
-def fresh_run(policy: Policy, load: int, requests: int, args: Namespace, cache: Path) -> dict[str, float]:
-    """Run a policy at a load in a fresh process. Raises `ConfigError`."""
-    own = (
-        "--prompts",
-        str(args.prompts),
-        "--max-tokens",
-        str(args.max_tokens),
-        "--temperature",
-        str(args.temperature),
-    )
-    flags = *policy.flags, *own, "--in-flight", str(load), "--requests", str(requests), "--model", args.model
-    flags += ("--threads", str(args.threads)) if args.threads else ()
-    flags += ("--weights", args.weights) if args.weights else ()
-    command = [sys.executable, "-m", "tools.measure.cold_start", "--worker", *flags]
-    environment = os.environ | {"PACELINE_CACHE": str(cache)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)  # noqa: S603
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise ConfigError(f"{policy.name} with {load} in flight failed: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(lines[-1])
-    return found
+def _tell(found: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+class FreshRun:
+    """A policy at a load in a fresh process, which answers while it is told to."""
+
+    def __init__(self, policy: Policy, load: int, requests: int, args: Namespace, cache: Path) -> None:
+        self.policy, self.done = policy, False
+        own = ["--prompts", str(args.prompts), "--max-tokens", str(args.max_tokens), "--model", args.model]
+        own += ["--temperature", str(args.temperature), "--in-flight", str(load), "--requests", str(requests)]
+        own += ["--threads", str(args.threads)] if args.threads else []
+        own += ["--weights", args.weights] if args.weights else []
+        command = [sys.executable, "-m", "tools.measure.cold_start", "--worker", *policy.flags, *own]
+        environment = os.environ | {"PACELINE_CACHE": str(cache)}
+        self._process = Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)  # noqa: S603
+
+    def read(self) -> dict[str, float]:
+        """Return the next line. Raises `ConfigError` if the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ConfigError(f"{self.policy.name} failed: it says why above")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def run_slice(self) -> None:
+        """Have it answer for one slice."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        self.done = bool(self.read()["done"])
+
+    def finish(self) -> dict[str, float]:
+        """Wait for its end; return its figures."""
+        found = self.read()
+        self._process.wait()
+        return found
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def fresh_runs(
+    policies: Iterable[Policy], load: int, requests: int, args: Namespace, cache: Path
+) -> dict[str, dict[str, float]]:
+    """Run policies at a load side by side, slice by slice; return their figures by name."""
+    with ExitStack() as stack:
+        runs = [FreshRun(policy, load, requests, args, cache) for policy in policies]
+        for run in runs:
+            stack.callback(run.kill)
+        for run in runs:
+            run.read()  # it is ready
+        while left := [run for run in runs if not run.done]:
+            for run in left:
+                run.run_slice()
+        return {run.policy.name: run.finish() for run in runs}
 
 
 # All runs ----------------------------------------------------------------------------------------
@@ -144,13 +186,12 @@ def measure(args: Namespace, loads: Mapping[int, int], cache: Path) -> Rates:
     teacher = policies[-1]
     rates: Rates = {}
     for load, requests in loads.items():
-        fresh_run(teacher, load, requests, args, cache)
+        fresh_runs([teacher], load, requests, args, cache)
     for turn in range(args.repeat):
         for load, requests in loads.items():
-            for policy in (*policies[turn % len(policies) :], *policies[: turn % len(policies)]):
-                found = fresh_run(policy, load, requests, args, cache)
-                console.print(f"turn {turn + 1}, {load} in flight, {policy.name}: {found['tokens_per_s']:.1f}")
-                rates.setdefault((policy.name, load), []).append(found)
+            for name, found in fresh_runs(policies, load, requests, args, cache).items():
+                console.print(f"turn {turn + 1}, {load} in flight, {name}: {found['tokens_per_s']:.1f}")
+                rates.setdefault((name, load), []).append(found)
     return rates
 
 
@@ -160,10 +201,10 @@ def best_by_hand(rates: Rates, load: int) -> str:
     return max(names, key=lambda name: median(r["tokens_per_s"] for r in rates[name, load]))
 
 
-def ratio(rates: Rates, load: int, name: str, other: str, figure: str = "tokens_per_s") -> float:
+def ratio(rates: Rates, load: int, name: str, other: str) -> float:
     """Return the median over turns of one policy's tokens per second relative to another's."""
     both = zip(rates[name, load], rates[other, load], strict=True)
-    return float(np.median([a[figure] / b[figure] for a, b in both]))
+    return median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in both)
 
 
 def summary(rates: Rates) -> list[dict[str, Any]]:
@@ -172,7 +213,6 @@ def summary(rates: Rates) -> list[dict[str, Any]]:
     for name, load in rates:
         best = best_by_hand(rates, load)
         ratios = {"off": ratio(rates, load, name, OFF), "best": ratio(rates, load, name, best)}
-        ratios["whole"] = ratio(rates, load, name, OFF, "whole_tokens_per_s")
         against, least = GOALS.get((load, name), ("", 0.0))
         figures = {key: median(r[key] for r in rates[name, load]) for key in rates[name, load][0]}
         wanted = f"{least} of {against}: {'met' if ratios[against] >= least else 'missed'}" if against else ""
@@ -184,11 +224,11 @@ def summary(rates: Rates) -> list[dict[str, Any]]:
 
 def show(lines: Iterable[Mapping[str, Any]], repeat: int) -> Table:
     """Return the table of a summary."""
-    columns = "in flight", "policy", "tokens/s", "to off", "whole, to off", "to the best by hand", "wanted"
+    columns = "in flight", "policy", "tokens/s", "to off", "to the best by hand", "wanted"
     table = Table(*columns, "drafting", "host, ms", "control, ms", title=f"fresh engines, {repeat} turns, medians")
     for line in lines:
         best = f"{line['best']:.3f} ({line['best_by_hand']})"
-        ratios = f"{line['off']:.3f}", f"{line['whole']:.3f}", best, line["wanted"]
+        ratios = f"{line['off']:.3f}", best, line["wanted"]
         host = f"{line['drafting_share']:.0%}", f"{line['host_ms']:.3f}", f"{line['control_ms']:.3f}"
         table.add_row(str(line["in_flight"]), line["policy"], f"{line['tokens_per_s']:.1f}", *ratios, *host)
     return table
@@ -198,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write it as JSON if asked. Raises `ConfigError`."""
     args = _parser().parse_args(argv)
     if args.worker:
-        sys.stdout.write(json.dumps(run_once(args)) + "\n")
+        _tell(run_once(args))
         return 0
     loads = {load: args.requests or requests for load, requests in LOADS.items() if load in (args.loads or LOADS)}
     with tempfile.TemporaryDirectory() as folder:
