@@ -1,9 +1,9 @@
 """Measure what a cold start costs `auto`: `python -m tools.measure.cold_start --by-hand eagle3:k=3`.
 
 Every run is a fresh process with a fresh engine: plain decoding, each setting by hand, `auto` that knows nothing
-(`cold`) and `auto` that begins with what was learnt before (`kept`). The runs of a turn are open at once and take
-turns of half a second, so that a slow minute slows all of them. Before the first turn one uncounted run of `auto` at
-each load teaches what is kept, in a cache folder of its own.
+(`cold`) and `auto` that begins with what was learnt (`kept`). The runs of a turn are open at once, and each works
+half a second in turn, so that a slow minute slows all of them. Before the first turn one uncounted run of `auto`
+at each load teaches what is kept, in a cache folder of its own.
 Rates are of whole runs, which write the same texts. The time in which all requests are in flight has all prompts
 but not all answers, and how many it lacks differs from policy to policy.
 Ratios are of two runs of one turn, and medians over turns. `best` is the setting by hand with the highest median.
@@ -113,7 +113,7 @@ def _tell(found: Mapping[str, object]) -> None:
 
 
 class FreshRun:
-    """A policy at a load in a fresh process, which answers while it is told to."""
+    """A policy at a load in a fresh process that answers while told to."""
 
     def __init__(self, policy: Policy, load: int, requests: int, args: Namespace, cache: Path) -> None:
         self.policy, self.done = policy, False
@@ -156,7 +156,7 @@ class FreshRun:
 def fresh_runs(
     policies: Iterable[Policy], load: int, requests: int, args: Namespace, cache: Path
 ) -> dict[str, dict[str, float]]:
-    """Run policies at a load side by side, slice by slice; return their figures by name."""
+    """Run policies side by side, slice by slice; return their figures by name."""
     with ExitStack() as stack:
         runs = [FreshRun(policy, load, requests, args, cache) for policy in policies]
         for run in runs:
