@@ -2,8 +2,14 @@
 // with small pages looking up their addresses takes longer than reading them.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace paceline {
 
@@ -22,5 +28,54 @@ void release(const ZeroPages& all, size_t first, size_t bytes);
 // Have the system provide memory of `zero_pages` now, which may be read and written meanwhile; older systems do it later. The thread that
 // calls has a lower priority from then on.
 void provide(const ZeroPages& all, size_t first, size_t bytes);
+
+// Zeroed memory of pages, in regions: each has its part of every page.
+class PageMemory {
+  public:
+    explicit PageMemory(size_t num_pages) : num_pages_(num_pages) {}
+    ~PageMemory() {
+        if (provider_.joinable()) provider_.join();
+    }
+    size_t num_pages() const { return num_pages_; }
+    // Add a region with so many bytes of each page. expected: `expect` provides it.
+    uint8_t* add(size_t bytes, bool expected = true) {
+        regions_.push_back({zero_pages(num_pages_ * bytes), bytes, expected});
+        if (bytes && expected)  // pages of large models are written slowly, and cost more memory
+            ahead_ = std::clamp<size_t>((size_t{1} << 21) / bytes, 16, ahead_);
+        return static_cast<uint8_t*>(regions_.back().memory.get());
+    }
+    // Give a page's part of a region back, until it is written again.
+    void drop(size_t region, size_t page) { release(regions_[region].memory, page * regions_[region].bytes, regions_[region].bytes); }
+    // Have the system provide the memory of pages from `first` on, beside the passes: some hosts take milliseconds for each huge page, and
+    // all regions begin one at the same page.
+    void expect(size_t first) const {
+        const size_t from = std::max(first, provided_), to = std::min(first + 2 * ahead_, num_pages_);
+        if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
+        if (provider_.joinable()) provider_.join();
+        provided_ = to;
+        try {
+            provider_ = std::thread([this, from, to] {
+                for (const Region& own : regions_)
+                    if (own.expected) provide(own.memory, from * own.bytes, (to - from) * own.bytes);
+                provides_ = false;
+            });
+        } catch (const std::system_error&) {  // no thread is left: passes wait for their memory
+        }
+    }
+
+  private:
+    struct Region {
+        ZeroPages memory;
+        size_t bytes;  // of a page
+        bool expected;
+    };
+
+    size_t num_pages_;
+    std::vector<Region> regions_;
+    mutable std::thread provider_;
+    mutable std::atomic<bool> provides_ = false;
+    mutable size_t provided_ = 0;  // pages whose memory is there, or on its way
+    size_t ahead_ = 128;           // pages of which at least so many more should be
+};
 
 }  // namespace paceline

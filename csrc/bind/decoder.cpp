@@ -43,6 +43,8 @@ std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_
     return vectors.contains(name) ? vector_of(vectors[name], size, name) : std::vector<float>();
 }
 
+bool alike(const std::shared_ptr<const Matrix>& a, const std::shared_ptr<const Matrix>& b) { return read_alike(a->type(), b->type()); }
+
 bool has_floats(const Matrix& m) { return m.type() == WeightType::f32 || m.type() == WeightType::bf16; }
 
 // The experts of a layer; null without a router.
@@ -63,7 +65,6 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
         found.experts.push_back({matrix("gate", size, shape.hidden), matrix("up", size, shape.hidden), matrix("down", shape.hidden, size),
                                  bias("gate_bias", size), bias("up_bias", size), bias("down_bias", shape.hidden)});
         const Expert &one = found.experts.back(), &first = found.experts[0];
-        const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
         require(alike(one.gate, first.gate) && alike(one.up, first.gate) && alike(one.down, first.down),
                 "the experts of a layer must have one type, or types of a file's blocks");
     }
@@ -113,7 +114,6 @@ Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matri
         layer.gate_bias = maybe("mlp_gate_bias", size);
         layer.up_bias = maybe("mlp_up_bias", size);
     }
-    const auto alike = [](const auto& a, const auto& b) { return read_alike(a->type(), b->type()); };
     require((!layer.k || (alike(layer.q, layer.k) && alike(layer.q, layer.v))) && (!layer.gate || alike(layer.gate, layer.up)),
             "matrices that read the same activations must have one type, or types of a file's blocks");
     return layer;
@@ -226,8 +226,7 @@ std::vector<uint32_t> checked_ids(const Ids& ids, const Shape& shape) {
 void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t head_dim,
                   const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
                   const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
-                  const Table<float>& magnitudes,
-                  const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
+                  const Table<float>& magnitudes, const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
                   const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
@@ -314,11 +313,9 @@ void bind_decoder(nb::module_& m) {
              "kv_layers"_a, "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
-             "norms_residual"_a = false, "feeds_normed"_a = false,
-             "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
+             "norms_residual"_a = false, "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
-             "norms_values"_a = false,
-             "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f,
+             "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f,
              "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)

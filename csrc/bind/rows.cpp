@@ -119,12 +119,12 @@ void read_halves(const Table<uint16_t>& store, const Table<int64_t>& pages, cons
     require(done == out.shape(0), "the output is too large");
 }
 
-// A store of float16 zeros that takes memory only where it is written, in huge pages: numpy asks for those only without zeros.
-Returned<uint16_t, 2> zero_halves(size_t rows, size_t width) {
-    require(width == 0 || rows <= SIZE_MAX / sizeof(uint16_t) / width, "more halves than can be addressed");
-    auto* all = new ZeroPages(zero_pages(rows * width * sizeof(uint16_t)));
-    const nb::capsule owner(all, [](void* p) noexcept { delete static_cast<ZeroPages*>(p); });
-    return {all->get(), {rows, width}, owner};
+// A store of float16 zeros in a region of its own.
+Returned<uint16_t, 2> halves(const nb::handle& self, size_t width) {
+    auto& memory = nb::cast<PageMemory&>(self);
+    const size_t rows = memory.num_pages() * kPageTokens;
+    require(memory.num_pages() <= (SIZE_MAX >> 1) / sizeof(uint16_t) / kPageTokens / std::max<size_t>(width, 1), "more halves than can be addressed");
+    return {memory.add(kPageTokens * width * sizeof(uint16_t)), {rows, width}, self};
 }
 
 }  // namespace
@@ -132,7 +132,10 @@ Returned<uint16_t, 2> zero_halves(size_t rows, size_t width) {
 void bind_rows(nb::module_& m) {
     m.def("pack_spans", &pack_spans, "token_ids"_a.noconvert(), "pages"_a.noconvert(), "spans"_a, "wanted"_a, "num_tokens"_a,
           "block"_a.noconvert(), "out_pages"_a.noconvert());
-    m.def("zero_halves", &zero_halves, "rows"_a, "width"_a);
+    nb::class_<PageMemory>(m, "PageMemory")
+        .def(nb::init<size_t>(), "num_pages"_a)
+        .def("halves", &halves, "width"_a)
+        .def("expect", &PageMemory::expect, "first"_a);
     m.def("write_halves", &write_halves, "taps"_a, "starts"_a, "counts"_a, "slots"_a.noconvert(), "store"_a.noconvert());
     m.def("read_halves", &read_halves, "store"_a.noconvert(), "pages"_a.noconvert(), "pieces"_a, "out"_a.noconvert());
 }

@@ -92,10 +92,6 @@ nb::list buffers(const std::shared_ptr<Matrix>& matrix) {
     return found;
 }
 
-std::vector<std::string> kept_names() {
-    return {std::begin(kBlockNames), std::end(kBlockNames)};
-}
-
 std::vector<size_t> buffer_bytes(const std::string& type, size_t out, size_t in) {
     const WeightType chosen = weight_type(type);
     check_sides(out, in, chosen);
@@ -146,6 +142,11 @@ void fuse_states(ThreadPool& pool, const Matrix& fc, const Table<float>& states,
     require(norms.shape(0) == 0 || norms.shape(0) * norms.shape(1) == fc.in(), "the norms do not fit the states");
     nb::gil_scoped_release unlocked;
     fuse(pool, {&fc, norms.data(), norms.shape(0), eps}, states.data(), states.shape(0), features.data());
+}
+
+size_t checked(const KVStore& kv, size_t page) {
+    require(page < kv.num_pages(), "no such page");
+    return page;
 }
 
 void make_store(KVStore* self, const std::string& type, size_t num_pages, const std::vector<std::pair<size_t, size_t>>& heads,
@@ -204,7 +205,7 @@ void bind_weights(nb::module_& m) {
         for (const BlockFormat& format : block_formats()) names.emplace_back(format.name);
         return names;
     });
-    m.def("kept_names", &kept_names);
+    m.def("kept_names", [] { return std::vector<std::string>(std::begin(kBlockNames), std::end(kBlockNames)); });
     m.def("buffers", &buffers, "matrix"_a);
     m.def("buffer_bytes", &buffer_bytes, "dtype"_a, "out"_a, "in_"_a);
     m.def("matrix_over", &matrix_over, "data"_a.noconvert(), "dtype"_a, "out"_a, "in_"_a, "starts"_a);
@@ -235,33 +236,22 @@ void bind_weights(nb::module_& m) {
         .def_prop_ro("bytes_per_token", &KVStore::bytes_per_token)
         .def_prop_ro("page_bytes", &KVStore::page_bytes)
         .def_prop_ro("window_bytes_per_token", [](const KVStore& self) { return self.window_bytes() / kPageTokens; })
-        .def("drop_window", [](KVStore& self, size_t page) {
-            require(page < self.num_pages(), "no such page");
-            self.drop_window(page);
-        }, "page"_a)
-        .def("drop_rest", [](KVStore& self, size_t page) {
-            require(page < self.num_pages(), "no such page");
-            self.drop_rest(page);
-        }, "page"_a)
+        .def("drop_window", [](KVStore& self, size_t page) { self.drop_window(checked(self, page)); }, "page"_a)
+        .def("drop_rest", [](KVStore& self, size_t page) { self.drop_rest(checked(self, page)); }, "page"_a)
         .def("read_page", [](const KVStore& self, size_t page, const OutArray<uint8_t>& to) {
             require(page < self.num_pages() && to.size() == self.page_bytes(), "no such page, or not its number of bytes");
             nb::gil_scoped_release unlocked;
             self.read_page(page, to.data());
         }, "page"_a, "to"_a.noconvert())
-        .def("copy_page", [](KVStore& self, size_t from, size_t to) {
-            require(from < self.num_pages() && to < self.num_pages(), "no such page");
-            nb::gil_scoped_release unlocked;
-            self.copy_page(from, to);
-        }, "source"_a, "target"_a)
+        .def("copy_page", [](KVStore& self, size_t from, size_t to) { self.copy_page(checked(self, from), checked(self, to)); },
+             "source"_a, "target"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("write_page", [](KVStore& self, size_t page, const Array<uint8_t>& data) {
             require(page < self.num_pages() && data.size() == self.page_bytes(), "no such page, or not its number of bytes");
             nb::gil_scoped_release unlocked;
             self.write_page(page, data.data());
         }, "page"_a, "data"_a.noconvert());
-    m.def("checksum", [](const Array<uint8_t>& data) {
-        nb::gil_scoped_release unlocked;
-        return checksum(data.data(), data.size());
-    }, "data"_a.noconvert());
+    m.def("checksum", [](const Array<uint8_t>& data) { return checksum(data.data(), data.size()); }, "data"_a.noconvert(),
+          nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace paceline

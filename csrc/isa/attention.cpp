@@ -172,8 +172,6 @@ extern const KVKernels int16_kv_kernels, int8_kv_kernels;  // attention_int.cpp
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {{prepare, attend<float>, write<float>, page_bytes<float>},
                                             {prepare, attend<uint16_t>, write<uint16_t>, page_bytes<uint16_t>},
-                                            &int16_kv_kernels,
-                                            &int8_kv_kernels,
-                                            merge};
+                                            &int16_kv_kernels, &int8_kv_kernels, merge};
 
 }  // namespace paceline::PACELINE_ISA

@@ -226,8 +226,7 @@ PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pag
     for (size_t r = 0; r < span.num_queries; ++r)
         span.tops[r] = top_score(span.scores + r * kSpan, num_hidden(span, r, pages.count), num_seen(span, r, pages.count));
     for (size_t r = 0; r < span.num_queries; ++r)
-        span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, span.head_dim, span.tops[r],
-                              span.totals + r);
+        span.units[r] = weigh(span.scores + r * kSpan, num_seen(span, r, pages.count), pages, span.head_dim, span.tops[r], span.totals + r);
     for (size_t r = 0; r < span.num_queries; ++r)
         span.units[r] = round_weights(span.scores + r * kSpan, num_hidden(span, r, pages.count),
                                       num_seen(span, r, pages.count), num_slots, span.units[r]);

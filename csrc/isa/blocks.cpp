@@ -463,7 +463,6 @@ extern const BlockKernels block_kernels;
 const BlockKernels block_kernels = {
     {block_panel<kBlockForms[0]>, block_panel<kBlockForms[1]>, block_panel<kBlockForms[2]>, block_panel<kBlockForms[3]>,
      block_panel<kBlockForms[4]>, block_panel<kBlockForms[5]>, block_panel<kBlockForms[6]>, block_panel<kBlockForms[7]>,
-     block_panel<kBlockForms[8]>},
-    quantise};
+     block_panel<kBlockForms[8]>}, quantise};
 
 }  // namespace paceline::PACELINE_ISA

@@ -175,8 +175,7 @@ struct KVKernels {
 struct AttentionKernels {
     KVKernels f32, f16;
     const KVKernels *i16, *i8;
-    void (*merge)(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far,
-                  float* mixed_so_far);
+    void (*merge)(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far, float* mixed_so_far);
 };
 
 // To measure the limits of the machine.

@@ -8,10 +8,7 @@
 namespace paceline {
 
 Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool> pool, std::shared_ptr<RankMemory> ranks)
-    : shape_(shape),
-      weights_(std::move(weights)),
-      pool_(std::move(pool)),
-      ranks_(std::move(ranks)),
+    : shape_(shape), weights_(std::move(weights)), pool_(std::move(pool)), ranks_(std::move(ranks)),
       scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->threads.resize(pool_->size());
     const size_t inputs = std::max(2 * shape.hidden, shape.hidden + std::max(weights_.relay.size, 2 * weights_.corrector.rank));

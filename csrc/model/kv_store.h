@@ -2,10 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -29,12 +26,11 @@ class KVStore {
   public:
     // heads: of each layer; sliding: layers whose part of a page can be dropped. They have equal heads, and so have the others beside them
     KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads, const std::vector<size_t>& sliding = {})
-        : type_(type), num_pages_(num_pages), heads_(std::move(heads)), places_(heads_.size()) {
+        : type_(type), heads_(std::move(heads)), places_(heads_.size()), memory_(num_pages) {
         for (size_t layer : sliding) places_[layer].slides = true, window_bytes_ += 2 * part_bytes(layer);
         rest_bytes_ = sliding.empty() ? 0 : page_bytes() - window_bytes_;
-        const auto take = [&](size_t bytes) { memory_.emplace_back(zero_pages(num_pages * bytes), bytes); };
-        take(window_bytes_), take(rest_bytes_);
-        size_t of_windows = 0, of_rest = 0;  // bytes before a layer's, within a page
+        uint8_t* const sides[] = {memory_.add(rest_bytes_), memory_.add(window_bytes_, false)};  // few pages have what sliding layers hold
+        size_t of_rest = 0, of_windows = 0;  // bytes before a layer's, within a page
         for (size_t layer = 0; layer < heads_.size(); ++layer) {
             const size_t part = part_bytes(layer);
             Place& place = places_[layer];
@@ -42,13 +38,10 @@ class KVStore {
             place.heads_per_page = heads_[layer].num_kv * (sliding.empty() ? 1 : 2 * beside);
             size_t& at = place.slides ? of_windows : of_rest;
             for (uint8_t** to : {&place.keys, &place.values}) {
-                if (sliding.empty()) take(part), at = 0;
-                *to = static_cast<uint8_t*>((sliding.empty() ? memory_.back() : memory_[!place.slides]).first.get()) + at;
+                *to = sliding.empty() ? memory_.add(part) : sides[place.slides] + at;
                 at += part;
             }
         }
-        for (size_t i = 1; i < memory_.size(); ++i)  // pages of large models are written slowly, and cost more memory
-            if (memory_[i].second) ahead_ = std::clamp<size_t>((size_t{1} << 21) / memory_[i].second, 16, ahead_);
         expect(0);
     }
     // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
@@ -63,29 +56,9 @@ class KVStore {
         }
         return true;
     }
-    KVStore(const KVStore&) = delete;
-    ~KVStore() {
-        if (provider_.joinable()) provider_.join();
-    }
-    // Have the system provide the memory of pages from `first` on, beside the passes: some hosts take milliseconds for each huge page, and
-    // all layers begin one at the same page. Not of what sliding layers hold: few pages have it.
-    void expect(size_t first) const {
-        const size_t from = std::max(first, provided_), to = std::min(first + 2 * ahead_, num_pages_);
-        if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
-        if (provider_.joinable()) provider_.join();
-        provided_ = to;
-        try {
-            provider_ = std::thread([this, from, to] {
-                for (size_t i = 1; i < memory_.size(); ++i)
-                    provide(memory_[i].first, from * memory_[i].second, (to - from) * memory_[i].second);
-                provides_ = false;
-            });
-        } catch (const std::system_error&) {  // no thread is left: passes wait for their memory
-        }
-    }
-
+    void expect(size_t first) const { memory_.expect(first); }  // pages from `first` on are written soon
     size_t num_layers() const { return heads_.size(); }
-    size_t num_pages() const { return num_pages_; }
+    size_t num_pages() const { return memory_.num_pages(); }
     const HeadShape& heads(size_t layer) const { return heads_[layer]; }
     size_t padded_dim(size_t layer) const { return round_up(heads_[layer].dim, kPageTokens); }
     size_t bytes_per_token() const { return page_bytes() / kPageTokens; }
@@ -106,8 +79,8 @@ class KVStore {
     }
     size_t window_bytes() const { return window_bytes_; }  // of those, what `drop_window` gives back
     // Give back the memory of what sliding layers hold of a page, until it is written again.
-    void drop_window(size_t page) { release(memory_[0].first, page * window_bytes_, window_bytes_); }
-    void drop_rest(size_t page) { release(memory_[1].first, page * rest_bytes_, rest_bytes_); }  // likewise of the layers beside them
+    void drop_window(size_t page) { memory_.drop(1, page); }
+    void drop_rest(size_t page) { memory_.drop(0, page); }  // likewise of the layers beside them
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -148,16 +121,10 @@ class KVStore {
     }
 
     KVType type_;
-    size_t num_pages_;
     std::vector<HeadShape> heads_;
     size_t window_bytes_ = 0, rest_bytes_ = 0;  // of a page, in sliding layers and in those beside them
     std::vector<Place> places_;
-    // Of sliding layers, of those beside them; then of each layer's keys and values where none slides. Each with its bytes of a page.
-    std::vector<std::pair<ZeroPages, size_t>> memory_;
-    mutable std::thread provider_;
-    mutable std::atomic<bool> provides_ = false;
-    mutable size_t provided_ = 0;  // pages whose memory is there, or on its way
-    size_t ahead_ = 128;           // pages of which at least so many more should be
+    PageMemory memory_;  // of layers beside sliding ones, of these; then of each layer's keys and values where none slides
 };
 
 }  // namespace paceline

@@ -123,10 +123,6 @@ std::vector<size_t> Matrix::buffer_bytes(WeightType type, size_t out, size_t in)
     return {num_panels * panel_bytes(type, in), is_spread(type) ? num_panels * kPanel * sizeof(float) : 0};
 }
 
-Matrix Matrix::over(WeightType type, size_t out, size_t in, const std::vector<Buffer>& buffers) {
-    return Matrix(type, out, in, buffers);
-}
-
 Matrix Matrix::empty(WeightType type, size_t out, size_t in) {
     const std::vector<size_t> sizes = buffer_bytes(type, out, in);
     const uint8_t zero = type == WeightType::int8 ? 128 : 0;  // how a 0 is stored, in the padding too
@@ -241,8 +237,7 @@ Matrix Matrix::pack_int4(const uint8_t* values, const uint16_t* scales, const ui
     return m;
 }
 
-Matrix Matrix::keep_blocks(ThreadPool& pool, size_t out, size_t in, WeightType type,
-                           const std::function<const uint8_t*(size_t)>& row_at) {
+Matrix Matrix::keep_blocks(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<const uint8_t*(size_t)>& row_at) {
     Matrix m = empty(type, out, in);
     pool.run([&](size_t) {
         pool.each(m.num_panels(), [&](size_t panel) {

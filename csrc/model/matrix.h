@@ -83,7 +83,7 @@ class Matrix {
     // Bytes of the buffers that a matrix consists of, in their order.
     static std::vector<size_t> buffer_bytes(WeightType type, size_t out, size_t in);
     // A matrix over buffers of these sizes, as `buffers` of another told them.
-    static Matrix over(WeightType type, size_t out, size_t in, const std::vector<Buffer>& buffers);
+    static Matrix over(WeightType type, size_t out, size_t in, const std::vector<Buffer>& buffers) { return Matrix(type, out, in, buffers); }
 
     Matrix(Matrix&&) = default;
     Matrix(const Matrix&) = delete;

@@ -136,7 +136,7 @@ K.Decoder(**(good | CHANGES))
         "K.pack_spans(z(4, 32), z(4, 2), [(0, 0, 1, [])], [1], (2**64 - 1) // 3, z(64), z(1, 2))",
         "K.pack_spans(z(4, 32), z(4, 2), [(0, 0, 1, [])], [1], (2**64 - 1) // 3 + 1, z(64), z(1, 2))",
         "K.pack_spans(z(4, 32), z(4, 2), [(0, 2**63 - 1, 1, [])], [1], 1, z(5), z(1, 2))",
-        "K.zero_halves(2**63 - 1, 1)",
+        "K.PageMemory(2**63 - 1).halves(1)",
         GAINS.format("np.full(4, 2**63 - 1)", "z(4)", 0),
         GAINS.format("z(4)", "z(4) + 1", 2**63 - 1),
         "K.read_halves(np.zeros((16, 8), np.uint16), z(4, 2), [(0, 1, 2**63 - 1)], np.zeros((3, 8), np.float32))",

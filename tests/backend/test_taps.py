@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from paceline import kernels
 from paceline.backend.rows import Rows
 from paceline.backend.taps import HostTapStore
-from paceline.core.nouns import Taps
+from paceline.core.nouns import PAGE_TOKENS, Taps
 from tests.oracles import taps as oracle
 
 
@@ -38,16 +39,26 @@ def test_pieces_beyond_the_pages_are_refused(piece: tuple[int, int, int]) -> Non
         store.read(rows.pages, [piece])
 
 
-@pytest.mark.parametrize(("rows", "width"), [(0, 5), (3, 0), (16, 7), (9000, 1728)])
-def test_a_store_begins_as_zeros(rows: int, width: int) -> None:
-    """Also one of more than a huge page, which takes memory only where it is written."""
-    store = kernels.zero_halves(rows, width)
+@pytest.mark.parametrize(("num_pages", "width"), [(0, 5), (3, 0), (1, 7), (560, 1728)])
+def test_a_store_begins_as_zeros(num_pages: int, width: int) -> None:
+    """Also one of more than a huge page, which takes memory only where it is written or expected."""
+    memory = kernels.PageMemory(num_pages)
+    store, rows = memory.halves(width), num_pages * PAGE_TOKENS
     assert (store.shape, store.dtype) == ((rows, width), np.uint16)
     assert not store.any()
-    store[:] = 1
+    for first in range(num_pages + 2):
+        memory.expect(first)
+        store[first * PAGE_TOKENS : (first + 1) * PAGE_TOKENS] += 1
     assert store.sum() == rows * width
     with pytest.raises((ValueError, MemoryError)):
-        kernels.zero_halves(1 << 62, 1728)
+        kernels.PageMemory(1 << 58).halves(1728)
+
+
+def test_a_store_outlives_the_name_of_its_memory() -> None:
+    store = kernels.PageMemory(4000).halves(64)
+    gc.collect()
+    store[:] = 1
+    assert store.sum() == store.size
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 64, 577])

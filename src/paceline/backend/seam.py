@@ -328,14 +328,7 @@ class LateDecoder(Protocol):
         """Return True if it can draft for these rows before the host knows them."""
 
     def late_program(
-        self,
-        rows: RowView,
-        kv: KV,
-        num_layers: int | None,
-        vocab_size: int,
-        hints: HintRule,
-        *,
-        own_store: bool,
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, hints: HintRule, *, own_store: bool
     ) -> LateProgram:
         """Return a program that drafts with it for rows of a target.
 

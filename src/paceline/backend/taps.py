@@ -29,7 +29,9 @@ class HostTapStore:
         """layers: those tapped, in the order in which their states stand side by side."""
         self._layers = layers
         width = len(layers) * hidden_size
-        self.bits = kernels.zero_halves(num_pages * PAGE_TOKENS, width)  # as kernels read and write them
+        self._memory = kernels.PageMemory(num_pages)
+        self.bits = self._memory.halves(width)  # as kernels read and write them
+        self._memory.expect(0)
 
     @property
     def data(self) -> NDArray[float16]:
@@ -46,6 +48,7 @@ class HostTapStore:
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
         starts: list[int] = taps.cu_len.tolist()[:-1]
         kernels.write_halves(states, starts, list(counts), taps.slots, self.bits)
+        self._memory.expect(int(taps.slots.max(initial=0)) // PAGE_TOKENS + 1)
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
         """Return states of pieces (row of `pages`, first token, tokens) in order, [tokens, width] float32."""

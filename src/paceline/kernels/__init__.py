@@ -12,6 +12,7 @@ from paceline.kernels._ext import (
     KVStore,
     Masks,
     Matrix,
+    PageMemory,
     PassInputs,
     PendingPass,
     RankMemory,
@@ -62,7 +63,6 @@ from paceline.kernels._ext import (
     take_in,
     time_products,
     write_halves,
-    zero_halves,
 )
 
 EXTENSION = Path(_ext.__file__)  # file of the compiled module
@@ -77,6 +77,7 @@ __all__ = [
     "KVStore",
     "Masks",
     "Matrix",
+    "PageMemory",
     "PassInputs",
     "PendingPass",
     "RankMemory",
@@ -127,5 +128,4 @@ __all__ = [
     "take_in",
     "time_products",
     "write_halves",
-    "zero_halves",
 ]

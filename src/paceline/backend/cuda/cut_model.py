@@ -44,14 +44,7 @@ class CudaCutModel:
         return self.decoder.serves(rows)
 
     def late_program(
-        self,
-        rows: RowView,
-        kv: KV,
-        num_layers: int | None,
-        vocab_size: int,
-        hints: HintRule,
-        *,
-        own_store: bool,
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, hints: HintRule, *, own_store: bool
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
         return late_model(

@@ -142,14 +142,7 @@ class CudaDecoder:
         return isinstance(rows, DeviceRows) and rows.device == self.setup.device
 
     def late_program(
-        self,
-        rows: RowView,
-        kv: KV,
-        num_layers: int | None,
-        vocab_size: int,
-        hints: HintRule,
-        *,
-        own_store: bool,
+        self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, hints: HintRule, *, own_store: bool
     ) -> Program:
         """Return a program that drafts with it, see `LateDecoder`."""
         return late_model(self, rows, kv, num_layers, vocab_size, hints, own_store=own_store)
