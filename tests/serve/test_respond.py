@@ -15,12 +15,13 @@ from paceline.core.request_nouns import Outcome
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder
+from paceline.serve.engines import Disconnected
 from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.prompts import Prompts
 from tests.tiny import tiny_tokenizer
 
 if TYPE_CHECKING:
-    from paceline.serve.worker.client import Event
+    from paceline.serve.engines import Event, OnEvent
 
 BODY = {"prompt": "the", "max_tokens": 8, "stream": True}
 
@@ -42,13 +43,16 @@ class Events:
         pass
 
 
-def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
-    """The events a client reads, without [DONE]."""
+def answered(events: list[Event], **extra: Any) -> str:
+    """The body a client reads. Whole answers get their events before `submit` returns, one more than they need."""
     serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",))
     job = completion_job(json.dumps(BODY | extra).encode(), serving, 0.0)
     sent: list[bytes] = []
 
-    async def submit(_: object) -> Any:
+    async def submit(_: object, on_event: OnEvent | None = None) -> Any:
+        if on_event is not None:
+            for event in (*events, Disconnected()):
+                on_event(event)
         return Events(events)
 
     async def receive() -> Any:
@@ -58,8 +62,13 @@ def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
         sent.append(message.get("body", b""))
 
     client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
-    asyncio.run(Responder(job, Metrics(EngineCollector(client))).run(client, {}, receive, send))
-    lines = [line.removeprefix("data: ") for line in b"".join(sent).decode().split("\n\n") if line]
+    asyncio.run(Responder(job, Metrics(EngineCollector(client))).run(client, {"type": "http"}, receive, send))
+    return b"".join(sent).decode()
+
+
+def streamed(events: list[Event], **extra: Any) -> list[dict[str, Any]]:
+    """The events a client reads, without [DONE]."""
+    lines = [line.removeprefix("data: ") for line in answered(events, **extra).split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
@@ -77,9 +86,29 @@ def test_a_stream_that_breaks_off_repeats_nothing(count: int) -> None:
     assert parts[-1]["error"]["code"] == "engine_unavailable"
 
 
-def test_a_request_that_is_refused_at_once_gets_a_status() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_is_refused_at_once_gets_a_status(*, stream: bool) -> None:
     with pytest.raises(ApiError):
-        streamed([EngineDied("gone")])
+        answered([EngineDied("gone")], stream=stream)
+
+
+def test_a_whole_answer_has_all_its_events() -> None:
+    figures = Figures(2, 3, 0, 2, 2, 0, 0, 0, seed=1)
+    last = outcome(" in", 3, finish_reason="stop", figures=figures)
+    body = json.loads(answered([outcome("the", 1), outcome(" cat", 2), last], stream=False))
+    assert body["choices"][0]["text"] == "the cat in"
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
+    with pytest.raises(ApiError, match="gone"):
+        answered([outcome("the", 1), EngineDied("gone")], stream=False)
+
+
+def test_an_event_that_cannot_be_taken_in_ends_its_request_alone() -> None:
+    """It raises where the answer is awaited, not in the engine's messages."""
+    with pytest.raises(IndexError):
+        answered([(7, Outcome("r", (1,), "the"))], stream=False)
 
 
 def test_every_chunk_carries_the_usage_so_far_if_asked() -> None:

@@ -252,12 +252,7 @@ class ClosedLoop:
             self._sink.reused(num_rows, host_s, num_tokens)
 
     def learn(
-        self,
-        outcomes: Outcomes,
-        prefill: Work,
-        view: StepView,
-        decision: Decision,
-        paid: Outcomes | None = None,
+        self, outcomes: Outcomes, prefill: Work, view: StepView, decision: Decision, paid: Outcomes | None = None
     ) -> StepAccounting | None:
         """Learn from the outcome of a plan. Returns its accounting if prices are corrected.
 

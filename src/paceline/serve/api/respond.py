@@ -72,13 +72,17 @@ class Responder:
 
         Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.
         """
-        events = await client.submit(self.job.requests)
+        whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gather = None if self.job.stream else partial(self._gather, whole)
+        events = await client.submit(self.job.requests, gather)
         watcher = asyncio.create_task(_watch(receive, events))
         try:
-            if self.job.stream:
+            if gather is None:
                 await self._stream(events, send)
             else:
-                await self._whole(events, scope, receive, send)
+                await whole
+                response = Response(to_json(self._body()), media_type="application/json", headers=self._headers)
+                await response(scope, receive, send)
         except ClientDisconnected:
             self._reason = "the client left"
             self._count_unfinished("cancelled")
@@ -90,12 +94,16 @@ class Responder:
             watcher.cancel()
             await events.close()
 
-    async def _whole(self, events: Answers, scope: Scope, receive: Receive, send: Send) -> None:
-        while not self._finished:
-            index, outcome = _outcome_of(await events.next())
-            self._add(index, outcome)
-        response = Response(to_json(self._body()), media_type="application/json", headers=self._headers)
-        await response(scope, receive, send)
+    def _gather(self, whole: asyncio.Future[None], event: Event) -> None:
+        """Take in an event of answers in one piece, which wakes nobody before their end."""
+        if whole.done():
+            return
+        try:
+            self._add(*_outcome_of(event))
+            if self._finished:
+                whole.set_result(None)
+        except Exception as error:  # raised where the answers are awaited
+            whole.set_exception(error)
 
     def _body(self) -> Json:
         """Return a whole response."""
