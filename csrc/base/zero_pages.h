@@ -33,12 +33,11 @@ void provide(const ZeroPages& all, size_t first, size_t bytes);
 class PageMemory {
   public:
     explicit PageMemory(size_t num_pages) : num_pages_(num_pages) {}
-    ~PageMemory() {
-        if (provider_.joinable()) provider_.join();
-    }
+    ~PageMemory() { wait(); }
     size_t num_pages() const { return num_pages_; }
     // Add a region with so many bytes of each page. expected: `expect` provides it.
     uint8_t* add(size_t bytes, bool expected = true) {
+        wait();
         regions_.push_back({zero_pages(num_pages_ * bytes), bytes, expected});
         if (bytes && expected)  // pages of large models are written slowly, and cost more memory
             ahead_ = std::clamp<size_t>((size_t{1} << 21) / bytes, 16, ahead_);
@@ -51,7 +50,7 @@ class PageMemory {
     void expect(size_t first) const {
         const size_t from = std::max(first, provided_), to = std::min(first + 2 * ahead_, num_pages_);
         if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
-        if (provider_.joinable()) provider_.join();
+        wait();
         provided_ = to;
         try {
             provider_ = std::thread([this, from, to] {
@@ -69,6 +68,8 @@ class PageMemory {
         size_t bytes;  // of a page
         bool expected;
     };
+
+    void wait() const { if (provider_.joinable()) provider_.join(); }
 
     size_t num_pages_;
     std::vector<Region> regions_;

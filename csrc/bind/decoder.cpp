@@ -227,9 +227,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
                   const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
                   const Table<float>& magnitudes, const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
-                  float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
-                  float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
-                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
+                  float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap, float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed, const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
                   const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
                   const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid, float share_scale, bool reads_rows,
                   const nb::dict& corrector_matrices, const nb::dict& corrector_vectors, const std::shared_ptr<RankMemory>& ranks) {

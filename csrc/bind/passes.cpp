@@ -93,7 +93,10 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
     require(in.copies.shape(1) == 2, "a copy is a token and a slot");
     pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0);
     check_tokens(shape, kv, pass);
-    if (num_tokens) kv.expect(*std::max_element(pass.slots, pass.slots + num_tokens) / kPageTokens + 1);
+    int64_t newest = 0;  // of rows' first tokens: branches and guesses may have pages behind all others
+    for (size_t row = 0; row < num_rows; ++row)
+        if (pass.cu_len[row] < pass.cu_len[row + 1]) newest = std::max(newest, pass.slots[pass.cu_len[row]]);
+    kv.expect(static_cast<size_t>(newest) / kPageTokens + 1);
     return pass;
 }
 

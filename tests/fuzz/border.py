@@ -387,7 +387,7 @@ def _known() -> dict[str, Callable[[], Any]]:
         "take_in": lambda: [(_row(),), (NO_DRAFT,), (NO_DRAFT,), (RowVerdict([3, 4]),), NO_DRAFT, {}, {}, []],
         "make_outcomes": lambda: [[_gain()], [], Outcome],
         "decode_rows": lambda: [[], None, {0: 2}, 4, lambda count: [*range(count)], BatchRow],
-        "zero_halves": lambda: [16, 8],
+        "PageMemory": lambda: [16],
         "write_halves": lambda: [[_floats(4, 8)], [1], [2], _ids(0, 1, 2, 3), np.zeros((16, 8), np.uint16)],
         "read_halves": lambda: [
             np.zeros((32, 8), np.uint16),
@@ -457,8 +457,17 @@ _METHODS: dict[str, Callable[[], tuple[Any, list[Any]]]] = {
         _online().compiled.choose,
         [(4, 0, 64, 64), True, np.full((2, 3), 0.5), _ids(3, 3), _ids(5, 9), _ids(0, 0), 2.0, 0.0],
     ),
+    "halves": lambda: (_ext.PageMemory(4).halves, [8]),
+    "expect": lambda: (_page_memory().expect, [1]),
     "next_hint": lambda: (_ext.TokenHints(*_good("TokenHints")).next_hint, [_ids(1)]),
 }
+
+
+def _page_memory() -> Any:
+    """Return the memory of some pages."""
+    memory = _ext.PageMemory(400)
+    memory.halves(64)
+    return memory
 
 
 def _finished(*arguments: Any) -> None:

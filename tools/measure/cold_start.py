@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from argparse import ArgumentParser
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -94,6 +94,7 @@ def run_once(args: Namespace) -> dict[str, float]:
         sys.stdin.readline()
         sliced.run_slice(SLICE_S)
         _tell({"done": sliced.done})
+    sys.stdin.readline()  # all others are done, too: what an end takes is none of their time
     sliced.finish(config.draft)
     stats = sliced.stats
     plain = sum(stats.k_histogram[:1])
@@ -134,15 +135,20 @@ class FreshRun:
         found: dict[str, float] = json.loads(line)
         return found
 
+    def _go_on(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which the next reading tells
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+
     def run_slice(self) -> None:
         """Have it answer for one slice."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        self._go_on()
         self.done = bool(self.read()["done"])
 
     def finish(self) -> dict[str, float]:
         """Wait for its end; return its figures."""
+        self._go_on()
         found = self.read()
         self._process.wait()
         return found
@@ -158,11 +164,11 @@ def fresh_runs(
 ) -> dict[str, dict[str, float]]:
     """Run policies side by side, slice by slice; return their figures by name."""
     with ExitStack() as stack:
-        runs = [FreshRun(policy, load, requests, args, cache) for policy in policies]
-        for run in runs:
-            stack.callback(run.kill)
-        for run in runs:
-            run.read()  # it is ready
+        runs = list[FreshRun]()
+        for policy in policies:  # one after another: what an engine chooses may depend on free memory
+            runs.append(FreshRun(policy, load, requests, args, cache))
+            stack.callback(runs[-1].kill)
+            runs[-1].read()  # it is ready
         while left := [run for run in runs if not run.done]:
             for run in left:
                 run.run_slice()
@@ -189,7 +195,8 @@ def measure(args: Namespace, loads: Mapping[int, int], cache: Path) -> Rates:
         fresh_runs([teacher], load, requests, args, cache)
     for turn in range(args.repeat):
         for load, requests in loads.items():
-            for name, found in fresh_runs(policies, load, requests, args, cache).items():
+            order = policies[:: -1 if turn % 2 else 1]
+            for name, found in fresh_runs(order, load, requests, args, cache).items():
                 console.print(f"turn {turn + 1}, {load} in flight, {name}: {found['tokens_per_s']:.1f}")
                 rates.setdefault((name, load), []).append(found)
     return rates

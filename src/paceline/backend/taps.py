@@ -48,7 +48,8 @@ class HostTapStore:
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
         starts: list[int] = taps.cu_len.tolist()[:-1]
         kernels.write_halves(states, starts, list(counts), taps.slots, self.bits)
-        self._memory.expect(int(taps.slots.max(initial=0)) // PAGE_TOKENS + 1)
+        along_rows = taps.slots[: taps.cu_len[-1]]  # branches have pages behind all others
+        self._memory.expect(int(along_rows.max(initial=0)) // PAGE_TOKENS + 1)
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
         """Return states of pieces (row of `pages`, first token, tokens) in order, [tokens, width] float32."""
