@@ -45,8 +45,6 @@ std::vector<float> maybe_vector(const nb::dict& vectors, const char* name, size_
 
 bool alike(const std::shared_ptr<const Matrix>& a, const std::shared_ptr<const Matrix>& b) { return read_alike(a->type(), b->type()); }
 
-bool has_floats(const Matrix& m) { return m.type() == WeightType::f32 || m.type() == WeightType::bf16; }
-
 // The experts of a layer; null without a router.
 std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
     if (!matrices.contains("router")) return nullptr;
@@ -57,7 +55,7 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
     Mixture found{shape.experts_per_token, shape.routing, matrix_of(matrices, "router", num, shape.hidden),
                   maybe_vector(vectors, "router_bias", num), maybe_vector(vectors, "router_correction", num), nullptr, {}};
     if (matrices.contains("shared_gate")) found.shared_gate = matrix_of(matrices, "shared_gate", 1, shape.hidden);
-    require(has_floats(*router) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
+    require((router->type() == WeightType::f32 || router->type() == WeightType::bf16) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
     for (size_t i = 0; i < num; ++i) {
         const std::string name = "experts." + std::to_string(i) + ".";
         const auto matrix = [&](const char* part, size_t out, size_t in) { return matrix_of(matrices, (name + part).c_str(), out, in); };
@@ -224,13 +222,17 @@ std::vector<uint32_t> checked_ids(const Ids& ids, const Shape& shape) {
 }
 
 void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediate, size_t num_heads, size_t head_dim,
-                  const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, float norm_eps, const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed,
-                  const std::shared_ptr<Matrix>& head, const Array<float>& final_norm, const Table<float>& inverse_frequencies,
-                  const Table<float>& magnitudes, const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
-                  float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap, float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed, const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
-                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares, bool norms_values,
-                  const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid, float share_scale, bool reads_rows,
-                  const nb::dict& corrector_matrices, const nb::dict& corrector_vectors, const std::shared_ptr<RankMemory>& ranks) {
+                  const std::vector<std::pair<size_t, size_t>>& heads, const std::vector<size_t>& kv_layers, float norm_eps,
+                  const std::shared_ptr<ThreadPool>& pool, const std::shared_ptr<Matrix>& embed, const std::shared_ptr<Matrix>& head,
+                  const Array<float>& final_norm, const Table<float>& inverse_frequencies, const Table<float>& magnitudes,
+                  const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
+                  float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
+                  float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
+                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
+                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
+                  bool norms_values, const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid,
+                  float share_scale, bool reads_rows, const nb::dict& corrector_matrices, const nb::dict& corrector_vectors,
+                  const std::shared_ptr<RankMemory>& ranks) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -307,14 +309,15 @@ void bind_decoder(nb::module_& m) {
     m.attr("RANK_MEMORY_BYTES") = RankMemory::kBytes;
     nb::class_<Decoder> decoder(m, "Decoder");
     decoder
-        .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "head_dim"_a, "heads"_a,
-             "kv_layers"_a, "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
+        .def("__init__", &make_decoder, "vocab"_a, "hidden"_a, "intermediate"_a, "num_heads"_a, "head_dim"_a, "heads"_a, "kv_layers"_a,
+             "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
-             "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false,
-             "norms_residual"_a = false, "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
+             "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false,
+             "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
              "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
-             "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f,
-             "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
+             "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false,
+             "share_scale"_a = 1.0f, "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(),
+             "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })

@@ -214,9 +214,8 @@ void bind_weights(nb::module_& m) {
     m.def("fuse", &fuse_states, "pool"_a, "fc"_a, "states"_a.noconvert(), "norms"_a.noconvert(), "eps"_a, "features"_a.noconvert());
     m.def("read_bandwidth", [](ThreadPool& pool, size_t bytes) {
         require(bytes <= size_t{1} << 34, "at most 16 GiB are read");
-        nb::gil_scoped_release unlocked;
         return read_bandwidth(pool, bytes);
-    }, "pool"_a, "bytes"_a);
+    }, "pool"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
     m.attr("MOST_IN_PIECE") = kMostInPiece;
     m.def("set_prefetching", [](size_t rows, size_t bytes, bool past) {
         require(0 < rows && rows <= kMostInPiece && bytes <= 1 << 16, "so many rows are not one piece, or that is too far ahead");
@@ -240,16 +239,14 @@ void bind_weights(nb::module_& m) {
         .def("drop_rest", [](KVStore& self, size_t page) { self.drop_rest(checked(self, page)); }, "page"_a)
         .def("read_page", [](const KVStore& self, size_t page, const OutArray<uint8_t>& to) {
             require(page < self.num_pages() && to.size() == self.page_bytes(), "no such page, or not its number of bytes");
-            nb::gil_scoped_release unlocked;
             self.read_page(page, to.data());
-        }, "page"_a, "to"_a.noconvert())
+        }, "page"_a, "to"_a.noconvert(), nb::call_guard<nb::gil_scoped_release>())
         .def("copy_page", [](KVStore& self, size_t from, size_t to) { self.copy_page(checked(self, from), checked(self, to)); },
              "source"_a, "target"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("write_page", [](KVStore& self, size_t page, const Array<uint8_t>& data) {
             require(page < self.num_pages() && data.size() == self.page_bytes(), "no such page, or not its number of bytes");
-            nb::gil_scoped_release unlocked;
             self.write_page(page, data.data());
-        }, "page"_a, "data"_a.noconvert());
+        }, "page"_a, "data"_a.noconvert(), nb::call_guard<nb::gil_scoped_release>());
     m.def("checksum", [](const Array<uint8_t>& data) { return checksum(data.data(), data.size()); }, "data"_a.noconvert(),
           nb::call_guard<nb::gil_scoped_release>());
 }
