@@ -157,17 +157,6 @@ void set_kv_layers(std::vector<Layer>& layers, const std::vector<size_t>& given)
     }
 }
 
-// Matrices by their names in checkpoints; `written` is the head times `relay.out`.
-Relay relay_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
-    const size_t size = matrix_at(matrices, "written")->in();
-    require(vectors.contains("embed_norm"), "a relay lacks the norm of the embedding");
-    const size_t inner = matrix_at(matrices, "tell")->in();
-    return {size, inner, vector_of(vectors["embed_norm"], shape.hidden, "embed_norm"),
-            matrix_of(matrices, "place", 2 * inner, 2 * shape.hidden),
-            matrix_of(matrices, "known", 2 * inner, shape.hidden + size), matrix_of(matrices, "tell", size, inner),
-            matrix_of(matrices, "written", shape.head_size, size)};
-}
-
 // What corrects the guesses of a block head; `mix` and `state` by kind.
 Corrector corrector_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
     Corrector found;
@@ -228,8 +217,8 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
-                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const nb::dict& relay_matrices,
-                  const nb::dict& relay_vectors, const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
+                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors,
+                  const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
                   bool norms_values, const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid,
                   float share_scale, bool reads_rows, const nb::dict& corrector_matrices, const nb::dict& corrector_vectors,
                   const std::shared_ptr<RankMemory>& ranks) {
@@ -257,7 +246,7 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     require(magnitudes.shape(0) == inverse_frequencies.shape(0) && magnitudes.shape(1) == head_dim / 2, "the wrong shape of magnitudes");
     const bool fused = fusing_matrices.contains("fc");
     require(final_norm.size() > 0 || fused || follows, "only a model that fuses features can do without the last norm");
-    require(!ranks || (!fused && !reads_rows && !token_ids && !input_matrices.size() && !relay_matrices.size()), "ranks share a plain decoder");
+    require(!ranks || (!fused && !reads_rows && !token_ids && !input_matrices.size()), "ranks share a plain decoder");
     Weights weights;
     weights.embed = embed, weights.head = head;
     weights.inverse_frequencies.assign(inverse_frequencies.data(), inverse_frequencies.data() + inverse_frequencies.size());
@@ -267,7 +256,6 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
     weights.fuse_bias = maybe_vector(fusing_vectors, "fc_bias", shape.hidden);
     weights.embed_norm = maybe_vector(fusing_vectors, "embed_norm", shape.hidden);
     weights.feature_norm = maybe_vector(fusing_vectors, "feature_norm", shape.hidden);
-    if (relay_matrices.contains("written")) weights.relay = relay_of(shape, relay_matrices, relay_vectors);
     if (reads_rows) weights.corrector = corrector_of(shape, corrector_matrices, corrector_vectors);
     if (token_ids) weights.token_ids = checked_ids(*token_ids, shape);
     for (nb::handle layer : layers) {
@@ -313,14 +301,13 @@ void bind_decoder(nb::module_& m) {
              "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false,
-             "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "relay_matrices"_a = nb::dict(),
-             "relay_vectors"_a = nb::dict(), "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
+             "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(),
+             "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
              "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false,
              "share_scale"_a = 1.0f, "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(),
              "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
-        .def_prop_ro("relay_size", [](const Decoder& self) { return self.relay().size; })
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })
         .def_prop_ro("weight_bytes", &Decoder::weight_bytes)
         .def_prop_ro("touched_experts", &Decoder::touched_experts)

@@ -188,23 +188,20 @@ void check_block_steps(const Pass& pass, const DraftSteps& steps) {
     require(at == pass.wanted.size(), "every wanted token is a row's");
 }
 
-void check_steps(const Pass& pass, const DraftSteps& steps, bool relayed) {
+void check_steps(const Pass& pass, const DraftSteps& steps) {
     require(steps.depths.size() == pass.num_rows, "every row needs its depth");
     require(steps.hints.size() == pass.num_rows, "every row needs its hints, or none in their place");
     const auto leaves_choice = [](const SamplingSpec& spec) { return spec.kind == SamplingKind::logits; };
     require(std::none_of(steps.specs.begin(), steps.specs.end(), leaves_choice), "draft steps choose every token themselves");
     require(std::all_of(steps.depths.begin(), steps.depths.end(), [](int64_t depth) { return depth >= 1; }), "a row is one deep at least");
     if (pass.reads_rows) return check_block_steps(pass, steps);
-    size_t at = 0;
+    require(pass.wanted.size() == pass.num_rows, "every wanted token is a row's");
     for (size_t row = 0; row < pass.num_rows; ++row) {
-        const int64_t end = pass.cu_len[row + 1], depth = steps.depths[row], num_wanted = relayed ? depth : 1;
-        require(1 <= depth && num_wanted <= end - pass.cu_len[row], "a row is one deep at least, with a token for each guess");
-        for (int64_t i = end - num_wanted; i < end; ++i)
-            require(at < pass.wanted.size() && pass.wanted[at++] == i, "the wanted tokens are the last of their rows");
-        const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[end - 1];
-        require(relayed || depth <= reach, "a row drafts beyond its pages");
+        const int64_t last = pass.cu_len[row + 1] - 1;
+        require(pass.cu_len[row] <= last && pass.wanted[row] == last, "the wanted tokens are the last of their rows");
+        const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[last];
+        require(steps.depths[row] <= reach, "a row drafts beyond its pages");
     }
-    require(at == pass.wanted.size(), "every wanted token is a row's");
 }
 
 void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs, const SamplingSpecs& specs, size_t vocab,
@@ -215,10 +212,9 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     const size_t ids = num_ids(decoder, vocab);
     const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
                            chosen.data(), margins.data(), second_ids.size() ? second_ids.data() : nullptr};
-    const bool relayed = decoder.relay().size > 0;
     require(pass.num_copies == 0, "the keys of draft steps have no copies");
     require(decoder.shape().num_ranks == 1, "ranks run one pass at a time");
-    check_steps(pass, steps, relayed);
+    check_steps(pass, steps);
     size_t num_chosen = 0;
     for (int64_t depth : depths) num_chosen += static_cast<size_t>(depth);
     require(stops.shape(1) == 3 && (!stops.shape(0) || stops.shape(0) == num_chosen), "the stops have the wrong shape");
@@ -228,8 +224,7 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     std::fill_n(second_ids.data(), second_ids.size(), kUnchosen);
     std::fill_n(margins.data(), num_chosen, NAN);
     nb::gil_scoped_release unlocked;
-    if (pass.reads_rows) return run_block_steps(decoder, pass, steps, kv);
-    relayed ? run_relayed_steps(decoder, pass, steps, kv) : run_steps(decoder, pass, steps, kv);
+    pass.reads_rows ? run_block_steps(decoder, pass, steps, kv) : run_steps(decoder, pass, steps, kv);
 }
 
 // Of a block head: keys and values of known tokens, which have features.
@@ -238,44 +233,6 @@ void store_context(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     const Pass pass = checked_inputs(decoder, kv, inputs, 1, decoder.shape().num_layers, true);
     nb::gil_scoped_release unlocked;
     if (pass.num_tokens > 0) decoder.store_context(pass, kv);
-}
-
-// One position of guesses, see `RelayStep`. Without previous_ids only the messages of first guesses are computed.
-void relay(Decoder& decoder, const Table<float>& first, const Table<float>& states, const Ids& previous_ids,
-           const Table<float>& previous_messages, const SamplingSpecs& specs, size_t vocab, const Out<int64_t>& chosen,
-           const Out<float>& logits, const Out<float>& margins, const Out<float>& messages) {
-    const Shape& shape = decoder.shape();
-    const size_t n = states.shape(0), size = decoder.relay().size, num_previous = previous_ids.size();
-    require(size > 0, "this decoder has no relay");
-    for (const auto* rows : {&first, &states})
-        require(n > 0 && rows->shape(0) == n && rows->shape(1) == shape.hidden, "states have the wrong shape");
-    require(messages.size() == n * size, "the messages have the wrong shape");
-    require(num_previous == 0 || num_previous == n, "every guess but the first ones has one before it");
-    require(previous_messages.shape(0) == num_previous && previous_messages.shape(1) == size, "the messages before have the wrong shape");
-    require(0 < vocab && vocab <= shape.head_size, "the model has fewer token ids");
-    Pass pass{};
-    pass.vocab = vocab;
-    pass.specs = specs.checked(num_previous, num_ids(decoder, vocab));
-    require(chosen.size() == num_previous && margins.size() == num_previous && logits.size() == specs.num_logit_rows() * vocab,
-            "the outputs have the wrong size");
-    RelayStep step{n, num_previous ? previous_ids.data() : nullptr, previous_messages.data(), {}, {}, {}, messages.data()};
-    std::vector<const float*> firsts;
-    for (size_t i = 0; i < n; ++i) {
-        firsts.push_back(first.data() + i * shape.hidden);
-        step.states.push_back(states.data() + i * shape.hidden);
-    }
-    for (size_t i = 0; i < num_previous; ++i) {
-        const int64_t token = previous_ids.data()[i];
-        require(0 <= token && static_cast<size_t>(token) < shape.vocab, "a token id lies outside the vocabulary");
-        pass.wanted.push_back(static_cast<int64_t>(i));
-    }
-    std::fill_n(margins.data(), num_previous, NAN);
-    pass.chosen = chosen.data(), pass.logits = logits.data(), pass.margins = margins.data();
-    nb::gil_scoped_release unlocked;
-    AlignedVector<float> sums;
-    decoder.relay_positions(firsts, step.states, sums);
-    for (size_t i = 0; i < n; ++i) step.position_sums.push_back(&sums[i * round_up(2 * decoder.relay().inner, kPanel)]);
-    decoder.relay_step(step, pass);
 }
 
 // The next guesses of blocks, see `BlockStep`.
@@ -330,10 +287,7 @@ void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
              "hints"_a, "chosen"_a.noconvert(), "margins"_a.noconvert(), "second_ids"_a.noconvert())
         .def("store_context", &store_context, "kv"_a, "inputs"_a)
         .def("correct", &correct, "states"_a.noconvert(), "previous_ids"_a.noconvert(), "previous_state"_a.noconvert(), "specs"_a, "vocab"_a,
-             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "state"_a.noconvert())
-        .def("relay", &relay, "first"_a.noconvert(), "states"_a.noconvert(), "previous_ids"_a.noconvert(),
-             "previous_messages"_a.noconvert(), "specs"_a, "vocab"_a, "chosen"_a.noconvert(), "logits"_a.noconvert(),
-             "margins"_a.noconvert(), "messages"_a.noconvert());
+             "chosen"_a.noconvert(), "logits"_a.noconvert(), "margins"_a.noconvert(), "state"_a.noconvert());
 }
 
 }  // namespace paceline

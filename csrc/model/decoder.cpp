@@ -11,9 +11,8 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool
     : shape_(shape), weights_(std::move(weights)), pool_(std::move(pool)), ranks_(std::move(ranks)),
       scratch_(new Scratch, [](Scratch* s) { delete s; }) {
     scratch_->threads.resize(pool_->size());
-    const size_t inputs = std::max(2 * shape.hidden, shape.hidden + std::max(weights_.relay.size, 2 * weights_.corrector.rank));
-    const size_t width = std::max(round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group),
-                                  2 * round_up(weights_.relay.inner, kInt8Group));
+    const size_t inputs = std::max(2 * shape.hidden, shape.hidden + 2 * weights_.corrector.rank);
+    const size_t width = round_up(std::max(inputs, shape.num_heads * shape.head_dim), kInt8Group);
     for (auto& own : scratch_->threads) own.normed.assign(width, 0.0f);
     for (Layer& layer : weights_.layers) {
         auto& found = scratch_->tilings;
@@ -30,8 +29,6 @@ size_t Decoder::weight_bytes() const {
     for (const auto* m : {&weights_.embed, &weights_.inputs.embed, &weights_.inputs.project})
         if (*m) total += (*m)->bytes();
     if (weights_.fuse) total += weights_.fuse->bytes();
-    if (const Relay& relay = weights_.relay; relay.size)
-        for (const auto* m : {&relay.position, &relay.previous, &relay.message, &relay.message_head}) total += (*m)->bytes();
     for (const auto* m : {&weights_.corrector.before, &weights_.corrector.mix, &weights_.corrector.out})
         if (*m) total += (*m)->bytes();
     for (const Layer& layer : weights_.layers) {

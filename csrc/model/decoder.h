@@ -23,7 +23,6 @@ class Decoder {
     Decoder(const Decoder&) = delete;
 
     const Shape& shape() const { return shape_; }
-    const Relay& relay() const { return weights_.relay; }
     const Corrector& corrector() const { return weights_.corrector; }
     const std::vector<Layer>& layers() const { return weights_.layers; }
     size_t weight_bytes() const;
@@ -39,12 +38,6 @@ class Decoder {
     // of 2 neighbours, of 4, and so on. Layers that did not run count as the mean of those that did.
     std::vector<double> touched_experts() const;
     void norm_last(float* state) const;  // apply `final_norm` in place, [hidden]
-
-    // The part of a message that depends on positions alone: sums [num positions, 2 * Relay::inner padded to 32].
-    // first, states: -> [hidden] of the row's first position and of this one.
-    void relay_positions(const std::vector<const float*>& first, const std::vector<const float*>& states, AlignedVector<float>& sums);
-    // Make the messages of one position and choose its guesses. `pass` holds the specs and outputs of its rows.
-    void relay_step(const RelayStep& step, const Pass& pass);
 
     // Of a block head: store keys and values of tokens that are known, made of the pass's features.
     void store_context(const Pass& pass, const KVStore& kv);
@@ -111,10 +104,6 @@ class Decoder {
     void choose_in_tile(const Pass& pass, size_t tile, size_t thread, const FillTile& fill);
     void choose_sampled(const Pass& pass, size_t index, size_t thread);
     void finish_choices(const Pass& pass);
-    // relay.cpp
-    void run_relay(const RelayStep& step, const Pass& pass, size_t thread);
-    void embed_previous(const RelayStep& step, size_t index, float* row);
-    void gate_message(const RelayStep& step, size_t index, float* row);
     // block.cpp
     void run_corrector(const BlockStep& step, const Pass& pass, size_t thread);
     void read_previous(const BlockStep& step, size_t index, float* row);

@@ -56,16 +56,6 @@ struct Layer {
     WeightType feed_type() const { return (gate ? gate : mixture->experts[0].gate)->type(); }
 };
 
-// The recurrence of a parallel draft head: each guess sends a message to the next, see `relay` in backend/reference/head.py.
-struct Relay {
-    size_t size = 0, inner = 0;                  // numbers of a message, and of its gate; size 0: there is no relay
-    std::vector<float> embed_norm;               // [hidden]
-    std::shared_ptr<const Matrix> position;      // [2 * inner, 2 * hidden] reads the states of the row's first and this position
-    std::shared_ptr<const Matrix> previous;      // [2 * inner, hidden + size] reads the previous guess and its message
-    std::shared_ptr<const Matrix> message;       // [size, inner] makes the message
-    std::shared_ptr<const Matrix> message_head;  // [head_size, size] turns a message into logits
-};
-
 // What corrects each guess of a block head by the one before, see `correction` in backend/reference/block_head.py.
 struct Corrector {
     size_t rank = 0;                         // numbers of a token's row; 0: nothing is corrected
@@ -93,7 +83,6 @@ struct Weights {
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
     std::vector<float> fuse_bias, embed_norm, feature_norm;  // bias of `fuse`, norms of what it reads: [hidden], or empty
     std::vector<uint32_t> token_ids;           // of the head's rows; empty: row numbers are token ids
-    Relay relay;
     Corrector corrector;
     LayerInputs inputs;
 };

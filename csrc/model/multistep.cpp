@@ -160,109 +160,6 @@ class SerialSteps {
     std::vector<float> margins_, logits_, states_, features_;
 };
 
-// One pass over all positions of each row's guesses, then their choices, position by position.
-class RelayedSteps {
-  public:
-    RelayedSteps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv)
-        : decoder_(decoder), active_(first, steps), pass_(first) {
-        run_pass(kv);
-        std::vector<int64_t> chosen;
-        std::vector<float> margins;
-        for (const ActiveRow& row : active_.rows()) chosen.push_back(chosen_[row.first]), margins.push_back(margins_[row.first]);
-        advance(0, chosen, margins);
-        if (done()) return;
-        sum_positions(steps);
-        relay(0, nullptr);
-    }
-
-    bool done() const { return active_.rows().empty(); }
-
-    void run(size_t step) {
-        const std::vector<int64_t> previous = std::move(newest_);
-        std::vector<int64_t> chosen(previous.size());
-        std::vector<float> margins(previous.size(), NAN), logits;
-        pass_.specs = active_.specs(step);
-        logits.resize(num_logit_rows(pass_.specs) * pass_.vocab);
-        pass_.wanted.resize(previous.size());
-        pass_.chosen = chosen.data(), pass_.margins = margins.data(), pass_.logits = logits.data();
-        relay(step, previous.data());
-        advance(step, chosen, margins);
-    }
-
-  private:
-    // Run the pass: it chooses the first guesses, and leaves states and logits of all.
-    void run_pass(const KVStore& kv) {
-        pass_.specs.assign(pass_.wanted.size(), SamplingSpec{SamplingKind::logits, 0.0, {}, {}, {}});
-        const std::vector<SamplingSpec> first = active_.specs(0);
-        for (size_t i = 0; i < first.size(); ++i) pass_.specs[active_.rows()[i].first] = first[i];
-        for (const SamplingSpec& spec : pass_.specs) logit_row_.push_back(spec.wants_logits() ? num_logits_++ : 0);
-        states_.resize(pass_.num_tokens * hidden());
-        logits_.resize(num_logits_ * pass_.vocab);
-        chosen_.resize(pass_.wanted.size());
-        margins_.assign(pass_.wanted.size(), NAN);
-        pass_.taps = {{pass_.num_layers, states_.data()}};
-        pass_.chosen = chosen_.data(), pass_.margins = margins_.data(), pass_.logits = logits_.data();
-        decoder_.forward(pass_, kv);
-        tokens_ = pass_.wanted;
-        for (int64_t token : tokens_) decoder_.norm_last(&states_[static_cast<size_t>(token) * hidden()]);
-    }
-
-    void sum_positions(const DraftSteps& steps) {
-        std::vector<const float*> first, states;
-        sums_row_.resize(tokens_.size());
-        for (const ActiveRow& row : active_.rows())
-            for (size_t at = row.first; at < row.first + static_cast<size_t>(steps.depths[row.index]); ++at) {
-                sums_row_[at] = states.size();
-                first.push_back(state(row.first));
-                states.push_back(state(at));
-            }
-        decoder_.relay_positions(first, states, sums_);
-    }
-
-    const float* state(size_t guess) const { return &states_[static_cast<size_t>(tokens_[guess]) * hidden()]; }
-
-    void relay(size_t step, const int64_t* previous) {
-        const size_t n = active_.rows().size(), stride = round_up(2 * decoder_.relay().inner, kPanel);
-        RelayStep now{n, previous, messages_.data(), {}, {}, {}, nullptr};
-        for (const ActiveRow& row : active_.rows()) {
-            const size_t at = row.first + step;
-            now.states.push_back(state(at));
-            now.position_sums.push_back(&sums_[sums_row_[at] * stride]);
-            if (previous) now.head_logits.push_back(&logits_[logit_row_[at] * pass_.vocab]);
-        }
-        std::vector<float> messages(n * decoder_.relay().size);
-        now.messages = messages.data();
-        decoder_.relay_step(now, pass_);
-        messages_ = std::move(messages);
-    }
-
-    void advance(size_t step, const std::vector<int64_t>& chosen, const std::vector<float>& margins) {
-        const size_t size = decoder_.relay().size;
-        std::vector<float> messages;
-        newest_.clear();
-        active_.advance(step, chosen.data(), margins.data(), nullptr, [&](size_t i) {
-            newest_.push_back(chosen[i]);
-            if (step > 0) messages.insert(messages.end(), &messages_[i * size], &messages_[i * size] + size);
-        });
-        messages_ = std::move(messages);
-    }
-
-    size_t hidden() const { return decoder_.shape().hidden; }
-
-    Decoder& decoder_;
-    ActiveRows active_;
-    Pass pass_;
-    size_t num_logits_ = 0;
-    std::vector<size_t> logit_row_, sums_row_;  // [guesses]
-    std::vector<int64_t> tokens_;               // [guesses] indices in the pass
-    std::vector<float> states_;                 // [tokens of the pass, hidden]
-    std::vector<float> logits_;                 // [num_logits, vocab] of guesses behind the first
-    std::vector<float> messages_;               // [active rows, size] of the newest guesses
-    AlignedVector<float> sums_;                 // [guesses of active rows, stride]
-    std::vector<int64_t> chosen_, newest_;
-    std::vector<float> margins_;
-};
-
 // One pass over a block of each row, then the choices of its guesses, one after another.
 class BlockSteps {
   public:
@@ -331,12 +228,6 @@ void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, con
         decoder.forward(serial.pass(step), kv);
         serial.advance(step);
     }
-}
-
-void run_relayed_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {
-    if (first.num_rows == 0) return;
-    RelayedSteps relayed(decoder, first, steps, kv);
-    for (size_t step = 1; !relayed.done(); ++step) relayed.run(step);
 }
 
 void run_block_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv) {

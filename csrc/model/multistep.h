@@ -24,10 +24,6 @@ struct DraftSteps {
 // reach as far as its passes. A decoder that reads features reads what the last pass made of the token before.
 void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);
 
-// Run `first` of a decoder with a relay. Its wanted tokens are the positions of each row's guesses, which are then chosen one after
-// another: each reads the message of the guess before.
-void run_relayed_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);
-
 // Run `first` of a block head, a block of each row. Its wanted tokens are the queries of each row's guesses, which are then chosen one
 // after another: each is corrected by the one before, the first by the block's first token.
 void run_block_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);

@@ -62,17 +62,6 @@ struct Pass {
     }
 };
 
-// One position of the guesses of a parallel draft head, for some rows.
-struct RelayStep {
-    size_t num_rows;
-    const int64_t* previous_ids;              // [num_rows] guesses before; null: this is the first position, its guesses are known
-    const float* previous_messages;           // [num_rows, Relay::size]
-    std::vector<const float*> states;         // [num_rows] -> [hidden] last hidden state of the position, after `final_norm`
-    std::vector<const float*> position_sums;  // [num_rows] -> [2 * Relay::inner] of `Decoder::relay_positions`
-    std::vector<const float*> head_logits;    // [num_rows] -> [vocab] of the LM head alone; empty: to be computed
-    float* messages;                          // [num_rows, Relay::size] out
-};
-
 // The next guess of each row of a block head, whose block has been run.
 struct BlockStep {
     size_t num_rows;

@@ -22,7 +22,7 @@ from paceline.backend.target import Deferred
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.backend.seam import PassRequest, PassResult, Pending, RelayRequest, RowView, Span
+    from paceline.backend.seam import CorrectRequest, PassRequest, PassResult, Pending, RowView, Span
     from paceline.core.nouns import Batch, SamplingSpec, Taps, Verdict
     from paceline.core.request_nouns import Admission
 
@@ -178,9 +178,9 @@ class OpaqueExecutor:
         pending = self.inner.launch(replace(request, packed=packed, features=features))
         return Deferred(lambda: _hidden(pending.wait()))
 
-    def relay(self, request: RelayRequest) -> PassResult:
-        known = request.known and (request.known[0], _fed_back(request.known[1]))
-        return _hidden(self.inner.relay(replace(request, hidden=on_host(request.hidden), known=known)))
+    def correct(self, request: CorrectRequest) -> PassResult:
+        hidden, state = on_host(request.hidden), _fed_back(request.state)
+        return _hidden(self.inner.correct(replace(request, hidden=hidden, state=state)))
 
 
 def _fed_back(fed_back: Any) -> Any:

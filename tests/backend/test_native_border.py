@@ -144,12 +144,7 @@ K.Decoder(**(good | CHANGES))
             "CHANGES", "{'layers': [(good['layers'][0][0] | {'attn_q': None}, good['layers'][0][1])]}"
         ),
         DECODER.replace("CHANGES", "{'fusing_matrices': {'fc': None}}"),
-        DECODER.replace("CHANGES", "{'relay_matrices': {'written': None}}"),
-        DECODER.replace(
-            "CHANGES",
-            "{'relay_matrices': {'written': good['head'], 'tell': None}, "
-            "'relay_vectors': {'embed_norm': good['final_norm']}}",
-        ),
+        DECODER.replace("CHANGES", "{'reads_rows': True, 'corrector_matrices': {'before': None}}"),
         "K.time_products(K.ThreadPool(1), [None], 1, 1)",
         f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from paceline.backend.reference.block_head import context_keys, correction, log_odds
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, last_norm, read_out, run_layers
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from paceline.model.heads.mtp import mtp_config
@@ -37,23 +37,20 @@ UNROLLED = 3  # steps of a draft that EAGLE-3 is trained for
 MASKS = 4  # mask tokens behind a text that P-EAGLE is trained for
 
 
-RELAY = "relay"  # kind: a P-EAGLE head whose guesses are told of those before them
 CORRECTED = "corrected"  # kind: a block head with a corrector and a confidence
 WHOLE = "whole"  # kind: a block head that writes with its target's own head
 BLOCKS = ("block", CORRECTED, WHOLE)
-_DRAFTERS = {RELAY: "peagle"} | dict.fromkeys(BLOCKS, "block")
 
 
 def drafter_of(kind: str) -> str:
     """Return the name of the drafter that runs heads of a kind."""
-    return _DRAFTERS.get(kind, kind)
+    return "block" if kind in BLOCKS else kind
 
 
 def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any]:
     """Return a config.json in the `speculators` format."""
     if kind in BLOCKS:
         return block_values(kind, target) | changes
-    relayed: dict[str, Any] = {"relay_size": 12, "norm_output": True} if kind == RELAY else {}
     layer = {
         **LAYER,
         "hidden_size": target.hidden_size,
@@ -70,9 +67,9 @@ def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any
         "eagle_aux_hidden_state_layer_ids": [1, target.num_layers - 1, target.num_layers],
         "mask_token_id": 300,
         "fusion_bias": kind == "eagle",
-        "draft_own_tokens": kind in ("eagle3", RELAY),
+        "draft_own_tokens": kind == "eagle3",
     }
-    return values | relayed | changes
+    return values | changes
 
 
 def block_values(kind: str, target: ModelConfig) -> dict[str, Any]:
@@ -228,14 +225,6 @@ def _peagle_loss(config: Any, weights: Any, embedded: Any, tapped: Any, soft: An
     positions = torch.arange(1, length + 1).repeat(NUM_TEXTS)
     hidden = run_layers(config, weights, tokens, inputs, positions, attend)
     logits = read_out(config, weights, hidden)[0].view(NUM_TEXTS, length, -1)
-    if config.relay_size:
-        normed = last_norm(config, weights, hidden).view(NUM_TEXTS, length, -1)
-        first = normed[:, cut - 1]
-        told = relay(config, weights, first, first, None)
-        for place in range(cut, length):
-            before = embedded.view(NUM_TEXTS, TEXT_LEN, -1)[:, place + 1]
-            told = relay(config, weights, first, normed[:, place], (before, told))
-            logits[:, place] = (normed[:, place] + relayed(weights, told)) @ weights["head"].T
     wanted = soft.view(NUM_TEXTS, TEXT_LEN, -1)[:, 1 : length + 1]
     return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
 

@@ -11,7 +11,7 @@ from paceline import kernels
 from paceline.backend.native import load as native
 from paceline.backend.reference.block_head import load_runner
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Features, FedBack, PassRequest, RelayRequest
+from paceline.backend.seam import CorrectRequest, Features, FedBack, PassRequest
 from paceline.core.nouns import SamplingSpec, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.heads.checkpoint import load_head
@@ -86,8 +86,8 @@ def _at_anchor(runner: HeadRunner, ids: np.ndarray, tapped: np.ndarray, anchor: 
     told: object = np.zeros((1, block.state_size), np.float32)
     logits, odds = [], []
     for number in range(block.num_drafts):
-        known = ([int(ids[anchor + number])], FedBack(told, FIRST))
-        result = runner.relay(RelayRequest(hidden, FIRST, [number], [LOGITS], known))
+        before = [int(ids[anchor + number])]
+        result = runner.correct(CorrectRequest(hidden, [number], [LOGITS], before, FedBack(told, FIRST)))
         assert result.logits is not None
         told = result.hidden
         logits.append(result.logits[0])

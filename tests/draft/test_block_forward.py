@@ -14,7 +14,7 @@ from paceline.backend.native import decoder as native_decoder
 from paceline.backend.native import load as native
 from paceline.backend.reference.block_head import load_runner
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Features, FedBack, Packed, PassRequest, RelayRequest, StepLimit
+from paceline.backend.seam import CorrectRequest, Features, FedBack, Packed, PassRequest, StepLimit
 from paceline.core.nouns import UNCHOSEN, SamplingSpec, Stop, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.heads.checkpoint import load_head, narrowed
@@ -111,8 +111,8 @@ def guess_all(runner: HeadRunner, kv: Any) -> tuple[np.ndarray, list[list[PassRe
     first = [depth * row for row in rows]
     found, results = [], []
     for number in range(depth):
-        places, known = [place + number for place in first], (before, FedBack(message, rows))
-        result = runner.relay(RelayRequest(hidden, first, places, [LOGITS] * len(rows), known))
+        places, state = [place + number for place in first], FedBack(message, rows)
+        result = runner.correct(CorrectRequest(hidden, places, [LOGITS] * len(rows), before, state))
         assert result.logits is not None
         before, message = result.logits.argmax(-1).tolist(), result.hidden
         found.append(before)
@@ -204,8 +204,8 @@ class StepByStep:
             before, message = int(TEXTS[row][-1]), np.zeros((1, block.state_size), np.float32)
             for number, spec in enumerate(of):
                 place = max(depths) * row + number
-                known = ([before], FedBack(message, [0]))
-                result = self.runner.relay(RelayRequest(hidden, [place], [place], [spec], known))
+                request = CorrectRequest(hidden, [place], [spec], [before], FedBack(message, [0]))
+                result = self.runner.correct(request)
                 assert result.margins is not None
                 before, message = int(result.token_ids[0]), result.hidden  # type: ignore[assignment]
                 chosen[row].append(before)
@@ -262,9 +262,42 @@ def test_the_border_refuses_what_does_not_fit(tmp_path: Path) -> None:
         runner.launch(PassRequest(packed, kv, [greedy] * 15, steps)).wait()
     state = np.zeros((1, 10), np.float32)
     for token, width, reason in ((TARGET.vocab_size, 10, "vocabulary"), (0, 9, "corrector")):
-        known = ([token], FedBack(state[:, :width], [0]))
+        states, told = np.zeros((1, WIDTH), np.float32), FedBack(state[:, :width], [0])
         with pytest.raises(ValueError, match=reason):
-            runner.relay(RelayRequest(np.zeros((1, WIDTH), np.float32), [0], [0], [LOGITS], known))
+            runner.correct(CorrectRequest(states, [0], [LOGITS], [token], told))
+
+
+@pytest.mark.parametrize(
+    ("which", "given", "reason"),
+    [
+        (0, np.zeros((2, WIDTH - 1), np.float32), "states"),
+        (0, np.zeros((0, WIDTH), np.float32), "states"),
+        (0, np.zeros((1, WIDTH), np.float32), "before it"),
+        (1, np.arange(1), "before it"),
+        (1, np.array([0, TARGET.vocab_size]), "vocabulary"),
+        (1, np.array([0, -1]), "vocabulary"),
+        (2, np.zeros((1, 10), np.float32), "corrector"),
+        (None, None, "fewer"),
+    ],
+)
+def test_the_border_refuses_guesses_that_do_not_fit(
+    which: int | None, given: Any, reason: str, tmp_path: Path
+) -> None:
+    values = FORMATS["speculators, rnn"]
+    runner = native_runner(load_head(write(tmp_path, values, scaled(values)), TARGET))
+    arrays: list[Any] = [np.zeros((2, WIDTH), np.float32), np.arange(2), np.zeros((2, 10), np.float32)]
+    arrays = [given if i == which else array for i, array in enumerate(arrays)]
+    others: Any = {
+        "specs": kernels.read_specs([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
+        "vocab": 1000 if which is None else 20,
+        "chosen": np.empty(2, np.int64),
+        "logits": np.empty((0, 20), np.float32),
+        "margins": np.empty(2, np.float32),
+        "state": np.empty((2, 10), np.float32),
+    }
+    for compiled, why in ((runner.compiled, reason), (runner.target.compiled, "no blocks")):
+        with pytest.raises(ValueError, match=why):
+            compiled.correct(*arrays, **others)
 
 
 def test_a_head_without_an_output_of_its_own_may_write_some_tokens_only(tmp_path: Path) -> None:

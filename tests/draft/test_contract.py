@@ -28,7 +28,7 @@ from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits
 from tests.backend.backends import ALL_BACKENDS, TEST_BACKENDS
 from tests.draft.foreign import TOKENIZERS, foreign_weights
-from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head, trained_mtp
+from tests.draft.heads import CORRECTED, WHOLE, drafter_of, trained_head, trained_mtp
 from tests.draft.test_cut_model import write_cut_model
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, SHARP, VOCAB, Answer, Request, assert_same, run, target
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
@@ -36,7 +36,7 @@ from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.backend.seam import PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import CorrectRequest, PassRequest, PassResult, Pending
     from paceline.core.nouns import Batch, Draft, Plan
     from paceline.draft.drafter import Drafter
     from paceline.engine.engine import Engine
@@ -59,10 +59,9 @@ VARIANTS = {
         "draft-model:model=other,vocabulary=strings",
         "draft-model:model=CUT",
     ),
-    drafter_of(RELAY): ("peagle:model=HEAD", "peagle:model=RELAY"),
     drafter_of(CORRECTED): ("block:model=HEAD", "block:model=CORRECTED", "block:model=WHOLE"),
 }
-KINDS = {"RELAY": RELAY, "CORRECTED": CORRECTED, "WHOLE": WHOLE}  # of heads, by the words of a spec
+KINDS = {"CORRECTED": CORRECTED, "WHOLE": WHOLE}  # of heads, by the words of a spec
 HEADS = ("eagle", "eagle3", "peagle")
 
 
@@ -267,8 +266,8 @@ class NoNumbers:
         pending = self._inner.launch(request)
         return Deferred(lambda: broken(pending.wait()))
 
-    def relay(self, request: RelayRequest) -> PassResult:
-        return broken(self._inner.relay(request))
+    def correct(self, request: CorrectRequest) -> PassResult:
+        return broken(self._inner.correct(request))
 
 
 def broken(result: PassResult) -> PassResult:

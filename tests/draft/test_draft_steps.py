@@ -20,7 +20,7 @@ from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.model.heads.config import read_config
-from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
+from tests.draft.heads import drafter_of, head_values, random_weights, write_head
 from tests.draft.test_cut_model import write_cut_model
 from tests.draft.test_head_drafter import requests
 from tests.engine.same_text import PLAIN, make_engine, run, target
@@ -44,7 +44,7 @@ def head(folder: Path, kind: str, **changes: Any) -> str:
 SPECS: dict[str, Callable[[Path], str]] = {
     "eagle3": lambda folder: head(folder, "eagle3"),
     "eagle": lambda folder: head(folder, "eagle"),
-    "relay": lambda folder: head(folder, RELAY),
+    "block": lambda folder: head(folder, "block"),
     "small": lambda folder: f"draft-model:model={write_cut_model(folder)},k=5",
     "first layers": lambda _: "draft-model:layers=1,k=5",
 }

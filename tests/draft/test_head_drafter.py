@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from paceline.backend.reference.block_head import context_keys, correction
-from paceline.backend.reference.head import fuse, last_norm, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, last_norm, read_out, run_layers
 from paceline.control.fixed import FixedK
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.nouns import PAGE_TOKENS, Batch, Draft, Plan, Scores, Taps, Verdict
@@ -38,7 +38,7 @@ from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.request_table import Limits
 from paceline.model.heads.checkpoint import Head, load_head
 from paceline.model.heads.config import read_config
-from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
+from tests.draft.heads import CORRECTED, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.draft.recycled import PlainRecycled, merged
 from tests.draft.test_head_forward import causal
 from tests.engine.same_text import (
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from paceline.backend.seam import PassRequest, Pending
     from paceline.engine.engine import Engine
 
-KINDS = ("eagle", "eagle3", "peagle", RELAY, "block", CORRECTED)
+KINDS = ("eagle", "eagle3", "peagle", "block", CORRECTED)
 
 
 def spec(kind: str, k: int = 4) -> str:
@@ -135,15 +135,8 @@ class Scratch:
         if self.config.algorithm.parallel:
             mask = fuse(self.config, self.weights, self.weights["mask_hidden"][None]).float().double()
             inputs = torch.cat([features, mask.expand(k - 1, -1)])
-            logits, normed = self.last(ids + [self.config.mask_token_id] * (k - 1), inputs, first, k)
-            tell = partial(relay, self.config, self.weights, normed[:1])
-            told = tell(normed[:1], None) if self.config.relay_size else None
-            for place, row in enumerate(logits):
-                if place and told is not None:
-                    before = self.decoder.embed[torch.tensor(guesses[-1:])]
-                    told = tell(normed[place : place + 1], (before, told))
-                    added = relayed(self.weights, told) @ self.weights["head"].T
-                    row[self.token_ids] += added[0].numpy()
+            logits, _ = self.last(ids + [self.config.mask_token_id] * (k - 1), inputs, first, k)
+            for row in logits:
                 guesses.append(choose(row, guesses))
             return guesses
         for _ in range(k):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, read_out, run_layers
 from paceline.model.heads.config import HeadConfig, head_shapes, read_config
 from tests.draft.test_head_files import EAGLE_FIRST, EAGLE_SPECULATORS, FIRST, FORMATS, TARGET
 
@@ -147,33 +147,6 @@ def test_the_forward_pass_is_the_papers(name: str) -> None:
     logits, next_features = read_out(config, ours, hidden)
     assert np.abs(logits.numpy() - expected).max() < 1e-6 * np.abs(expected).max()
     assert np.abs(next_features.numpy() - fed_back).max() < 1e-6 * np.abs(fed_back).max()
-
-
-def told(w: Mapping[str, Any], first: Any, normed: Any, known: Any, eps: float) -> Any:
-    """The relay, a number at a time. known: the guess before and what was told to it."""
-    inner = w["relay.tell"].shape[1]
-    sums = [float(row @ np.concatenate([first, normed])) for row in w["relay.place"]]
-    if known is not None:
-        read = np.concatenate([norm(known[0], w["relay.embed_norm"], eps), known[1]])
-        sums = [a + float(row @ read) for a, row in zip(sums, w["relay.known"], strict=True)]
-    gated = [sums[i] / (1 + math.exp(-sums[i])) * sums[inner + i] for i in range(inner)]
-    return np.array([math.tanh(float(row @ np.array(gated))) for row in w["relay.tell"]])
-
-
-def test_the_relay_is_its_formula() -> None:
-    config = read_config(CASES["peagle"] | {"relay_size": 5, "norm_output": True}, TARGET)
-    weights, random = weights_of(config), np.random.default_rng(2)
-    ours, width = {name: torch.from_numpy(w) for name, w in weights.items()}, config.layers.hidden_size
-    normed, embedded = (random.standard_normal((4, width)) for _ in range(2))
-    states = [torch.from_numpy(normed[place : place + 1]) for place in range(4)]
-    expected, found = None, None
-    for place in range(4):
-        known = None if found is None else (torch.from_numpy(embedded[place : place + 1]), found)
-        found = relay(config, ours, states[0], states[place], known)
-        before = None if expected is None else (embedded[place], expected)
-        expected = told(weights, normed[0], normed[place], before, config.layers.norm_eps)
-        np.testing.assert_allclose(found[0].numpy(), expected, rtol=1e-9)
-        np.testing.assert_allclose(relayed(ours, found)[0].numpy(), weights["relay.out"] @ expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["speculators", "eagle with a bias", "eagle, speculators"])

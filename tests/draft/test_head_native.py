@@ -15,7 +15,7 @@ from paceline.backend.native.head import NativeHead
 from paceline.backend.native.load import load_runner, pack_decoder
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.reference.head import ReferenceHead
-from paceline.backend.seam import Features, FedBack, Packed, PassRequest, PassResult, RelayRequest
+from paceline.backend.seam import Features, FedBack, Packed, PassRequest, PassResult
 from paceline.core.nouns import BROKEN, UNCHOSEN, Edits, SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
@@ -263,71 +263,6 @@ def test_own_tokens_are_written_in_the_targets_rows(case: str) -> None:
             drawn = [choose_token(x, c) for x, c in zip(logits, asked, strict=True)]
             assert chosen.token_ids.tolist() == drawn
             assert len(own) < 20 or set(drawn) & set(own.tolist())
-
-
-def relayed(runner: ReferenceHead | NativeHead, own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [3 places, 5 rows, vocab] and what was told [4 places, 5 rows, size]; some guesses are own tokens."""
-    random = np.random.default_rng(3)
-    runner.set_request_tokens(own)
-    states = random.standard_normal((4 * 5, TARGET.hidden_size)).astype(np.float32)
-    guesses = random.integers(0, TARGET.vocab_size, (4, 5))
-    first = list(range(5))
-    logits, told = [], [runner.relay(RelayRequest(states, first, first, ())).hidden]
-    for number, before in enumerate(guesses[:3], start=1):
-        places = [5 * number + row for row in first]
-        known = before.tolist(), FedBack(told[-1], first)
-        result = runner.relay(RelayRequest(states, first, places, [LOGITS] * 5, known))
-        logits.append(result.logits)
-        told.append(result.hidden)
-    return np.stack(logits), np.stack(told)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("types", "close"), [("f32", 1e-4), ("bf16", 0.05), ("int8", 0.05)])
-def test_guesses_are_told_as_the_twin_tells_them(types: str, close: float) -> None:
-    head = make_head({**CASES["relay"], "draft_vocab_size": 250})
-    head = replace(head, config=replace(head.config, request_tokens=True), token_ids=np.arange(70, 320))
-    reference, native = runners(head, types, own=types)
-    for own in (np.arange(0), np.array([4, 69, 7]), np.array([8])):
-        (expected, heard), (logits, told) = relayed(reference, own), relayed(native, own)
-        assert np.abs(told - heard).max() < close
-        absent = np.setdiff1d(np.arange(70), own)
-        assert np.isneginf(logits[:, :, absent]).all()
-        known = np.isfinite(expected)
-        assert known.sum() == logits.size // 320 * (250 + len(own))
-        assert np.abs(logits[known] - expected[known]).max() < close * 10 * expected[known].std()
-
-
-PLACE = [np.zeros((2, 32), np.float32)] * 2 + [np.arange(2), np.zeros((2, 6), np.float32)]
-
-
-@pytest.mark.parametrize(
-    ("which", "given", "reason"),
-    [
-        (0, np.zeros((2, 31), np.float32), "states"),
-        (0, np.zeros((1, 32), np.float32), "states"),
-        (1, np.zeros((2, 33), np.float32), "states"),
-        (1, np.zeros((0, 32), np.float32), "states"),
-        (2, np.arange(1), "before it"),
-        (2, np.array([0, 320]), "vocabulary"),
-        (2, np.array([0, -1]), "vocabulary"),
-        (3, np.zeros((2, 5), np.float32), "messages before"),
-        (None, None, "fewer"),
-    ],
-)
-def test_the_border_refuses_places_that_do_not_fit(which: int | None, given: Any, reason: str) -> None:
-    arrays = [given if i == which else array for i, array in enumerate(PLACE)]
-    others = {
-        "specs": kernels.read_specs([SamplingSpec("argmax", SamplingParams())] * 2, TARGET.vocab_size),
-        "vocab": 1000 if which is None else 20,
-        "chosen": np.empty(2, np.int64),
-        "logits": np.empty((0, 20), np.float32),
-        "margins": np.empty(2, np.float32),
-        "messages": np.empty((2, 6), np.float32),
-    }
-    for case, why in (("relay", reason), ("peagle", "no relay")):
-        native: Any = runners(make_head(CASES[case]))[1]
-        with pytest.raises(ValueError, match=why):
-            native.compiled.relay(*arrays, **others)
 
 
 @pytest.mark.parametrize("case", ["first", "eagle, first", "eagle, speculators"])

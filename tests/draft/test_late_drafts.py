@@ -13,7 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.engine.drafter_pool import DrafterPool
 from paceline.model.heads.config import read_config
-from tests.draft.heads import CORRECTED, RELAY, drafter_of, head_values, random_weights, trained_head, write_head
+from tests.draft.heads import CORRECTED, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.engine.same_text import (
     PLAIN,
     RestlessK,
@@ -69,7 +69,7 @@ def share_of_same(host: Drafted, device: Drafted) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED, "noisy"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "block", CORRECTED, "noisy"])
 def test_a_program_on_the_device_drafts_as_the_host_does(kind: str, temperature: float) -> None:
     spec = f"draft-model:model={kind},k=3"
     if kind != "noisy":

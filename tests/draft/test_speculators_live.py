@@ -246,7 +246,7 @@ def test_the_package_reads_our_block_heads_of_8_bits(toy: Path, tmp_path: Path) 
 def test_the_package_reads_our_other_heads(kind: str, toy: Path, tmp_path: Path) -> None:
     parallel = kind == "peagle"
     options = ["--taps", "1,3,5"]
-    model = trained(kind, toy, tmp_path, *options, *(["--relay", "0", "--layers", "2"] if parallel else []))
+    model = trained(kind, toy, tmp_path, *options, *(["--layers", "2"] if parallel else []))
     ids = torch.randint(VOCAB, (theirs.TOKENS,))
     tapped = torch.randn(theirs.TOKENS, model.fc.in_features)
     mask = load_head(tmp_path, toy_config()).config.mask_token_id

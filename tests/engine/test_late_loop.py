@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams, Speculation
 from paceline.core.request_nouns import Request
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.step import SerialLoop
-from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head
+from tests.draft.heads import CORRECTED, WHOLE, drafter_of, trained_head
 from tests.engine.same_text import PLAIN, Settings, assert_same, make_engine, plain_answers, run, target
 from tests.engine.test_same_text import assert_all_met, assert_some_met, suite
 
@@ -58,7 +58,7 @@ def test_same_text_one_step_late(draft: str) -> None:
     suite(draft, FEW, assert_met, CUDA)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", RELAY, CORRECTED])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", CORRECTED])
 def test_same_text_one_step_late_with_heads_on_the_device(kind: str) -> None:
     head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
     tally = suite(f"{drafter_of(kind)}:model={head}", FEW // 2, assert_accepted, CUDA)
@@ -89,7 +89,7 @@ def test_same_text_one_step_late_over_many_workloads(draft: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED, WHOLE])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "block", CORRECTED, WHOLE])
 def test_same_text_one_step_late_with_heads_over_many_workloads(kind: str) -> None:
     head = trained_head(kind, target().decoder)  # type: ignore[arg-type]
     suite(f"{drafter_of(kind)}:model={head}", 20, assert_some_met, CUDA)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.draft.heads import CORRECTED, RELAY, WHOLE, drafter_of, trained_head
+from tests.draft.heads import CORRECTED, WHOLE, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
     Request,
@@ -179,7 +179,7 @@ whole_heads = pytest.param(WHOLE, marks=pytest.mark.nightly)
 
 @many_in_the_nightly_run
 @pytest.mark.parametrize("types", ["f64", "int8"])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED, whole_heads])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "block", CORRECTED, whole_heads])
 def test_same_text_with_draft_heads(kind: str, types: str, examples: int) -> None:
     """Heads that were trained for a moment: right now and then."""
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.request_table import Limits
 from paceline.model.heads.config import read_config
-from tests.draft.heads import RELAY, drafter_of, head_values, random_weights, write_head
+from tests.draft.heads import drafter_of, head_values, random_weights, write_head
 from tests.engine.rank_requests import requests
 from tests.engine.same_text import DRAFTER_NOISE, MAX_LEN, ON_CORES, SHARP, VOCAB, assert_same, run
 from tests.tiny import tiny_config, tiny_tokenizer, tiny_weights
@@ -118,7 +118,7 @@ def test_texts_are_those_of_one_rank(draft: str, ranks: int, draft_ranks: int) -
     assert draft == "off" or sum(c.accepted for c in engine.stats().drafters.values()) > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3", RELAY])
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_texts_with_heads_whose_layers_are_shared(kind: str, tmp_path: Path) -> None:
     values = head_values(kind, CONFIG)
     head = write_head(tmp_path, values, CONFIG, random_weights(read_config(values, CONFIG)))

@@ -203,8 +203,6 @@ def _decoder_arguments() -> dict[str, Any]:
         "feeds_normed": False,
         "fusing_matrices": {},
         "fusing_vectors": {},
-        "relay_matrices": {},
-        "relay_vectors": {},
         "token_ids": None,
         "heads": [(KV_HEADS, DIM)] * 2,
         "kv_layers": [0, 1],

@@ -54,14 +54,12 @@ def head(tmp_path: Path) -> Path:
         "fc.weight": np.array([[127, -64], [1, 0]], np.int8),
         "fc.weight_scale": np.array([[0.5], [2.0]], np.float32),
         "norm.weight": np.array([1.0, 0.5], np.float16),
-        "relay.out.weight": np.array([[1, 0]], np.int8),
-        "relay.out.weight_scale": np.array([[0.5]], np.float32),
         "d2t": np.array([0, 3]),
         "t2d": np.array([True, False]),
     }
     save_file(tensors, folder / "model.safetensors")
     values = {"dtype": "float16", "quantization_config": {"format": "int-quantized"}, "norm_output": True}
-    values |= {"relay_size": 2, "draft_own_tokens": True}  # which others do not know
+    values |= {"draft_own_tokens": True}  # which others do not know
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 

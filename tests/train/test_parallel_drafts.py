@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from paceline.backend.reference.head import fuse, read_out, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, read_out, run_layers
 from paceline.model.heads.config import HeadConfig, read_config
 from paceline.train.drafts import plan_drafts
 from paceline.train.parallel_drafts import draft_in_parallel
@@ -28,25 +28,13 @@ def one_draft(
     rows = torch.cat([features[:first], unknown.expand(NUM_STEPS - 1, -1)])
     positions = torch.arange(1, first + NUM_STEPS)
     hidden = run_layers(config, weights, tokens, rows, positions, causal(config))
-    logits, normed = (x[first - 1 :] for x in read_out(config, weights, hidden))
-    if not config.relay_size:
-        return logits
-    told = [relay(config, weights, normed[:1], normed[:1], None)]
-    for place in range(1, NUM_STEPS):  # the guesses before are the text's own tokens
-        before = embedded[first + place : first + place + 1]
-        if not len(before):
-            break
-        told.append(relay(config, weights, normed[:1], normed[place : place + 1], (before, told[-1])))
-    return logits[: len(told)] + relayed(weights, torch.cat([told[0] * 0, *told[1:]])) @ weights["head"].T
+    logits, _ = read_out(config, weights, hidden)
+    return logits[first - 1 :]
 
 
-RELAYED = PEAGLE | {"relay_size": 6, "norm_output": True}
-
-
-@pytest.mark.parametrize("values", [PEAGLE, RELAYED])
 @pytest.mark.parametrize("keep", [1.0, 0.6])
-def test_every_guess_is_one_of_a_draft_by_itself(values: dict[str, Any], keep: float) -> None:
-    config = read_config(values, TARGET)
+def test_every_guess_is_one_of_a_draft_by_itself(keep: float) -> None:
+    config = read_config(PEAGLE, TARGET)
     weights = {n: torch.from_numpy(w) for n, w in weights_of(config).items()}
     torch.manual_seed(0)
     embedded = torch.randn(TOTAL, config.layers.hidden_size, dtype=torch.float64)
@@ -63,9 +51,8 @@ def test_every_guess_is_one_of_a_draft_by_itself(values: dict[str, Any], keep: f
             assert torch.allclose(weights["head"] @ guess, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("values", [PEAGLE, RELAYED])
-def test_all_that_is_learnt_has_a_gradient(values: dict[str, Any]) -> None:
-    config = read_config(values, TARGET)
+def test_all_that_is_learnt_has_a_gradient() -> None:
+    config = read_config(PEAGLE, TARGET)
     weights = {n: torch.from_numpy(w).requires_grad_() for n, w in weights_of(config).items()}
     embedded = torch.randn(TOTAL, config.layers.hidden_size).double()
     tapped = torch.randn(TOTAL, config.tapped_size).double()

@@ -120,7 +120,6 @@ def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -
     moved = {name: np.abs(after[name] - before[name]).max() for name in before}
     assert max(moved.values()) < 1e-3  # of 16 bits
     assert np.abs(after["layers.1.attn_o"]).max() > 1e-3
-    assert np.abs(after["relay.out"]).max() > 1e-3
     assert main(command("eagle3", toy, tmp_path / "none", "--start-from", str(tmp_path / "nowhere"))) == 2
     assert "nowhere" in capsys.readouterr().err
 
@@ -147,21 +146,18 @@ def test_what_a_head_started_from_may_be_kept_in_part(toy: Path, tmp_path: Path,
 
 
 def test_a_head_goes_on_with_the_tokens_it_has(toy: Path, tmp_path: Path, capsys: Any) -> None:
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    first, second = tmp_path / "first", tmp_path / "second"
     one_step = ["--steps", "1", "--eval-every", "1"]
-    assert main(command("peagle", toy, first, *one_step, "--vocab", "40", "--relay", "0")) == 0
-    words = command("peagle", toy, second, *one_step, "--relay", "8", "--start-from", str(first))
+    assert main(command("peagle", toy, first, *one_step, "--vocab", "40")) == 0
+    words = command("peagle", toy, second, *one_step, "--start-from", str(first))
     at = words.index("--vocab")
     assert main(words[:at] + words[at + 2 :]) == 0
-    plain, told = (load_head(folder, toy_config()) for folder in (first, second))
-    assert (plain.config.relay_size, told.config.relay_size) == (0, 8)
-    np.testing.assert_array_equal(plain.token_ids, told.token_ids)
+    before, after = (load_head(folder, toy_config()) for folder in (first, second))
+    np.testing.assert_array_equal(before.token_ids, after.token_ids)
     (first / "model.safetensors").unlink()
     save_file({"norm.weight": np.ones(4, np.float32)}, first / "model.safetensors")
     assert main(words[:at] + words[at + 2 :]) == 2
     assert "--vocab" in capsys.readouterr().err
-    assert main(command("peagle", toy, third, "--relay", "5000")) == 2
-    assert "--relay must be between 0 and 4096" in capsys.readouterr().err
 
 
 def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, capsys: Any) -> None:

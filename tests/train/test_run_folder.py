@@ -88,10 +88,8 @@ def test_a_draft_model_may_be_looked_at_in_other_depths_from_there(
     assert (tmp_path / "acceptance.png").is_file()
 
 
-def test_a_head_whose_relay_has_nothing_to_tell_goes_on(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one draft no guess comes after another: the relay's weights have no gradients, and so no moments."""
+def test_a_parallel_head_of_one_draft_goes_on(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one draft no token is masked, so the feature of masked ones learns nothing."""
     straight, halves = ([*command("peagle", toy, tmp_path / name), *OFTEN, "--k", "1"] for name in "sh")
     assert main(straight) == 0
     stop(halves, monkeypatch)

@@ -1,8 +1,8 @@
 """Compare the acceptance of a head in Paceline and in vLLM's build for CPUs.
 
 `python -m tools.peers.acceptance --draft eagle3:k=4 [--prompts FILE.jsonl]`. Both decode greedily in float32, one
-prompt at a time, and ignore the end of text. Both get the same copy of the head in float32, without the parts that
-only Paceline knows: the relay and the request's own tokens.
+prompt at a time, and ignore the end of text. Both get the same copy of the head in float32, which does not draft
+the request's own tokens: only Paceline knows them.
 """
 
 from __future__ import annotations

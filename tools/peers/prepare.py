@@ -25,8 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.model.config import num_weights
 from paceline.model.files import hf
 from paceline.model.files.gguf_file import open_gguf
-from paceline.model.heads.checkpoint import RELAY
-from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE
+from paceline.model.heads.config import OWN_TOKENS
 from paceline.model.shapes import is_shape, read_shape
 from paceline.model.weights import canonical_names, load_template, load_tokenizer
 from paceline.serve.prompts import Prompts
@@ -137,18 +136,18 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
 
 
 def unquantized_head(head: Path, folder: Path) -> Path:
-    """Return a float32 copy of a head, without the parts that only Paceline knows."""
+    """Return a float32 copy of a head, without the request's own tokens, which only Paceline knows."""
     target = folder / "head"
     target.mkdir(parents=True, exist_ok=True)
     stored = load_file(head / "model.safetensors")
     tensors = {}
     for name, tensor in stored.items():
-        if not name.endswith("_scale") and not name.startswith(RELAY):
+        if not name.endswith("_scale"):
             scaled = tensor * stored[f"{name}_scale"] if f"{name}_scale" in stored else tensor
             tensors[name] = scaled.astype(np.float32) if np.issubdtype(scaled.dtype, np.floating) else scaled
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     values = hf.read_json(head / "config.json") | {"dtype": "float32"}
-    for key in ("quantization_config", OWN_TOKENS, RELAY_SIZE):
+    for key in ("quantization_config", OWN_TOKENS):
         values.pop(key, None)
     (target / "config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return target

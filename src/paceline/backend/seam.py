@@ -230,22 +230,26 @@ class HeadRunner(DraftExecutor, Protocol):
     def new_tap_store(self, num_pages: int) -> TapStore:
         """Return an empty store of `num_pages` pages for the taps that the head reads."""
 
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses by messages from earlier ones. Relay and block heads only."""
+
+class BlockHeadRunner(HeadRunner, Protocol):
+    """Executes a block head: a pass makes states of all guesses, which are then chosen one after another."""
+
+    def correct(self, request: CorrectRequest) -> PassResult:
+        """Choose the next guesses, corrected by those before them."""
 
 
 @noun
-class RelayRequest:
-    """One step of a relay or block head, after its pass over all guesses.
+class CorrectRequest:
+    """One step of a block head, after its pass over all guesses.
 
-    `PassResult.hidden` are the messages to these guesses. A block head's first has the newest token before it.
+    `PassResult.hidden` is the corrector's state behind these guesses.
     """
 
     hidden: object  # `PassResult.hidden` of the pass
-    first: Sequence[int]  # [n] each row's first place in it
-    places: Sequence[int]  # [n] and that of the guess to come
-    specs: Sequence[SamplingSpec]  # [n]; none where these are the first guesses: the pass chose them
-    known: tuple[Sequence[int], FedBack] | None = None  # [n] guesses before, and their messages
+    places: Sequence[int]  # [n] of these guesses in it
+    specs: Sequence[SamplingSpec]  # [n]
+    before: Sequence[int]  # [n] tokens before them: the block's first one, then guesses
+    state: FedBack  # [n] of the corrector, before them
 
 
 # Drafting before the host knows the outcome of the last step -----------------------------------------

@@ -152,8 +152,6 @@ class Decoder:
         feeds_normed: bool = False,
         fusing_matrices: dict[str, Matrix] = ...,
         fusing_vectors: dict[str, _F32] = ...,
-        relay_matrices: dict[str, Matrix] = ...,
-        relay_vectors: dict[str, _F32] = ...,
         token_ids: _Ids | None = None,
         experts_per_token: int = 0,
         norms_shares: bool = True,
@@ -173,8 +171,6 @@ class Decoder:
     def vocab(self) -> int: ...
     @property
     def hidden(self) -> int: ...
-    @property
-    def relay_size(self) -> int: ...
     @property
     def maps_ids(self) -> bool: ...
     @property
@@ -201,10 +197,6 @@ class Decoder:
     def correct(
         self, states: _F32, previous_ids: _Ids, previous_state: _F32, specs: SamplingSpecs, vocab: int,
         chosen: _Ids, logits: _F32, margins: _F32, state: _F32,
-    ) -> None: ...
-    def relay(
-        self, first: _F32, states: _F32, previous_ids: _Ids, previous_messages: _F32, specs: SamplingSpecs,
-        vocab: int, chosen: _Ids, logits: _F32, margins: _F32, messages: _F32,
     ) -> None: ...
 
 # Rows and features

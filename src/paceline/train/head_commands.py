@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.model.heads.config import MOST_RELAYED
 from paceline.train.corpus import rarest_token, read_corpus
 from paceline.train.head_recipe import HeadShape
 from paceline.train.train_options import (
@@ -22,8 +21,6 @@ from paceline.train.train_options import (
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-
-RELAY = 256  # width of the state that each draft of a P-EAGLE head passes on to the next
 
 
 class TrainFeatures:
@@ -78,16 +75,12 @@ class TrainPEagle:
         add_training(parser)
         add_depths(parser, num_steps=8)
         parser.add_argument("--layers", type=int, default=2, metavar="N", help="of the head")
-        about = "width of the state from draft to draft; 0 for a head as in the paper"
-        parser.add_argument("--relay", type=int, default=RELAY, metavar="N", help=about)
 
     @staticmethod
     def run(args: Namespace) -> int:
         """Train a head of `--layers` layers."""
         if args.layers < 1:
             raise ConfigError(f"--layers must be at least 1, not {args.layers}")
-        if not 0 <= args.relay <= MOST_RELAYED:
-            raise ConfigError(f"--relay must be between 0 and {MOST_RELAYED}, not {args.relay}")
         target = open_target(args)
         taps = chosen_taps(args, target)
         material = gather(args, target, taps)
@@ -96,7 +89,6 @@ class TrainPEagle:
             architecture="PEagleDraftModel",
             num_layers=args.layers,
             num_steps=args.k,
-            relay_size=args.relay,
             taps=taps,
             mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
             own_tokens=args.own_tokens > 0,

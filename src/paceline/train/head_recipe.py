@@ -11,7 +11,7 @@ import torch
 from paceline.core.errors import UnsupportedModel
 from paceline.model.files.hf import LAYER_NAMES
 from paceline.model.heads.checkpoint import load_head
-from paceline.model.heads.config import OWN_TOKENS, RELAY_SIZE, HeadConfig, head_shapes, read_config
+from paceline.model.heads.config import OWN_TOKENS, HeadConfig, head_shapes, read_config
 from paceline.train.parallel_drafts import draft_in_parallel
 from paceline.train.recipe import hash_of, inherit
 from paceline.train.unroll import unroll
@@ -45,7 +45,6 @@ class HeadShape:
     num_steps: int
     taps: tuple[int, ...]
     mask_token_id: int | None = None
-    relay_size: int = 0  # width of the state between parallel drafts, see `head_layers.relay`
     own_tokens: bool = False  # trained to draft request tokens outside its vocabulary
 
 
@@ -124,7 +123,6 @@ def config_json(shape: HeadShape, target: TrainTarget, draft_vocab_size: int) ->
     proposal = {"proposal_type": "greedy", "speculative_tokens": shape.num_steps}
     optional = {} if shape.mask_token_id is None else {"mask_token_id": shape.mask_token_id}
     optional |= {OWN_TOKENS: True} if shape.own_tokens else {}
-    optional |= {RELAY_SIZE: shape.relay_size} if shape.relay_size else {}
     return optional | {
         "architectures": [shape.architecture],
         "speculators_model_type": shape.algorithm,
@@ -196,8 +194,6 @@ def first_weights(
             weights[name] = torch.ones(shape)
         else:
             weights[name] = torch.randn(shape, generator=random) * DEVIATION
-    if config.relay_size:
-        weights["relay.out"].zero_()  # the relayed state has no effect at first
     weights["norm"] = target.final_norm * FIRST_NORM
     weights["head"] = target.head[torch.from_numpy(vocabulary).to(target.head.device)]
     return {name: w.to(target.embed.device) for name, w in weights.items()}

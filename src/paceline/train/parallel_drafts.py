@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.backend.reference.head import fuse, last_norm, relay, relayed, run_layers
+from paceline.backend.reference.head import fuse, last_norm, run_layers
 from paceline.train.drafts import DraftDepth, TextBounds, TrainKV, attend, every_entry
 
 if TYPE_CHECKING:
@@ -54,27 +54,4 @@ def draft_in_parallel(
         attend_all,
     )
     true, *masked = torch.split(last_norm(config, weights, hidden), sizes)
-    normed = [true[depths[0].anchors], *masked]
-    return _relayed(config, weights, embedded, normed, depths) if config.relay_size else normed
-
-
-def _relayed(
-    config: HeadConfig,
-    weights: Weights,
-    embedded: torch.Tensor,
-    normed: list[torch.Tensor],
-    depths: Sequence[DraftDepth],
-) -> list[torch.Tensor]:
-    """Add to each draft the relayed state of the drafts before it.
-
-    The drafts before are the tokens of the text: a draft counts only where all before it were right.
-    """
-    first, hidden = normed[0], normed[:1]
-    state = relay(config, weights, first, first, None)
-    for number, depth in enumerate(depths[1:], 1):
-        first = first[depth.kept]
-        state = relay(
-            config, weights, first, normed[number], (embedded[depth.anchors + number], state[depth.kept])
-        )
-        hidden.append(normed[number] + relayed(weights, state))
-    return hidden
+    return [true[depths[0].anchors], *masked]

@@ -17,7 +17,7 @@ from paceline.backend.cuda.kernel_launch import interpreted
 from paceline.backend.cuda.row_tensors import RowTensors
 from paceline.backend.reference import block_head as reference
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Features, FedBack, HintRule, LateDraft, PassRequest, RelayRequest
+from paceline.backend.seam import CorrectRequest, Features, FedBack, HintRule, LateDraft, PassRequest
 from paceline.core.nouns import SamplingSpec, Taps
 from paceline.core.params import SamplingParams
 from paceline.model.config import Rope, Sliding
@@ -106,11 +106,11 @@ def test_a_block_head_by_kernels_says_what_the_reference_says() -> None:
         masks = [of_head.mask_token_id] * (block.size - 1)
         asked = pack([([5, *masks], 19, [0, 1]), ([6, *masks], 0, [3])])
         hidden = runner.launch(PassRequest(replace(asked, wanted=np.array([0, 1, 6, 7])), kv, ())).wait().hidden
-        known: Any = [5, 6], FedBack(np.zeros((2, block.state_size), np.float32), range(2))
+        before, state = [5, 6], FedBack(np.zeros((2, block.state_size), np.float32), range(2))
         results.append([])
         for place in (0, 1):
-            result = runner.relay(RelayRequest(hidden, [0, 2], [place, 2 + place], KINDS[:3:2], known))
-            known = [8, 9], FedBack(result.hidden, range(2))
+            result = runner.correct(CorrectRequest(hidden, [place, 2 + place], KINDS[:3:2], before, state))
+            before, state = [8, 9], FedBack(result.hidden, range(2))
             results[-1].append(result)
     for got, expected in zip(*results, strict=True):
         assert got.token_ids[0] == expected.token_ids[0]

@@ -14,7 +14,7 @@ from paceline.backend.cuda.tap_store import DeviceTapStore
 from paceline.backend.reference import block_head as reference
 from paceline.backend.reference import cut_model as reference_cut
 from paceline.backend.reference.decoder import ReferenceDecoder
-from paceline.backend.seam import Features, FedBack, PassRequest, RelayRequest
+from paceline.backend.seam import Features, FedBack, PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import SamplingSpec, Taps
 from paceline.core.params import SamplingParams
@@ -22,7 +22,7 @@ from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from paceline.model.heads.cut_model import CutModel
 from tests.backend.backends import load_on_host
-from tests.draft.heads import RELAY, draft_ids, head_values, random_weights
+from tests.draft.heads import draft_ids, head_values, random_weights
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
 
@@ -42,7 +42,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, norm before fc": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
     "peagle": ("peagle", {}),
-    "relay": (RELAY, {}),
 }
 
 
@@ -122,25 +121,17 @@ def test_a_head_catches_up_drafts_and_reads_what_it_drafted(case: str) -> None:
         same(list(results))
 
 
-@pytest.mark.parametrize("case", ["peagle", "relay"])
-def test_parallel_guesses_and_their_relay(case: str) -> None:
-    rounds: list[list[PassResult]] = []
-    for head, target in both_heads(case):
+def test_parallel_guesses() -> None:
+    results: list[PassResult] = []
+    for head, target in both_heads("peagle"):
         store, kv = tapped(head, target), head.new_kv(NUM_PAGES)
         pieces = [([*ids[1:], 300, 300], 1, pages) for ids, pages in TEXTS]
         known = [(i, 0, len(ids) - 1) for i, (ids, _) in enumerate(TEXTS)]
         wanted = np.array([35, 36, 37, 45, 46, 47])
         packed = replace(pack(pieces), wanted=wanted)
         specs = [spec(30 + i, "logits" if i == 2 else "noisy") for i in range(6)]
-        said = [head.launch(PassRequest(packed, kv, specs, features=Features(store, known))).wait()]
-        if case == "relay":
-            hidden = said[0].hidden
-            said.append(head.relay(RelayRequest(hidden, [0, 3], [0, 3], ())))
-            before = [7, 9], FedBack(said[1].hidden, [0, 1])
-            said.append(head.relay(RelayRequest(hidden, [0, 3], [1, 4], [spec(31), spec(34)], before)))
-        rounds.append(said)
-    for results in zip(*rounds, strict=True):
-        same(list(results))
+        results.append(head.launch(PassRequest(packed, kv, specs, features=Features(store, known))).wait())
+    same(results)
 
 
 @pytest.mark.parametrize("case", ["eagle", "eagle3"])

@@ -26,7 +26,7 @@ from paceline.model.config import Rope, Sliding
 from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
-from tests.draft.heads import CORRECTED, RELAY, draft_ids, drafter_of, head_values, random_weights, trained_head
+from tests.draft.heads import CORRECTED, draft_ids, drafter_of, head_values, random_weights, trained_head
 from tests.engine.same_text import PLAIN, make_engine, target
 from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
@@ -126,7 +126,7 @@ def test_a_targets_pass_never_waits(family: str) -> None:
     assert taps[3].shape == (12, config.hidden_size)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", RELAY, "block", CORRECTED])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "peagle", "block", CORRECTED])
 def test_a_heads_pass_never_waits(kind: str) -> None:
     target = tiny_config(num_layers=3)
     config = read_config(head_values(kind, target), target)
@@ -146,16 +146,12 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
             return
         normed, fed_back = head.read_out(head.run_layers(fake_pass(), features, kv))
         assert normed.shape == fed_back.shape == (12, config.layers.hidden_size)
-        if config.relay_size:
-            messages = head.relay_messages(normed, normed, None)
-            messages = head.relay_messages(normed, normed, (fed_back, messages))
-            assert head.relayed(messages).shape == normed.shape
 
 
 LOOKUPS = ["ngram:k=3", "suffix:k=3", "oracle:k=3,head=ngram,file="]
 
 
-HEADS = ["eagle3", "peagle", RELAY, CORRECTED]
+HEADS = ["eagle3", "peagle", CORRECTED]
 
 
 @pytest.mark.parametrize("draft", ["off", *LOOKUPS, "draft-model:model=noisy,k=3", *HEADS])

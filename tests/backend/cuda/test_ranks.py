@@ -63,7 +63,7 @@ from paceline.model.heads.checkpoint import Head
 from paceline.model.heads.config import read_config
 from tests.backend.backends import load_on_host
 from tests.backend.cuda.interpreter import run_interpreted
-from tests.draft.heads import CORRECTED, RELAY, draft_ids, head_values, random_weights
+from tests.draft.heads import CORRECTED, draft_ids, head_values, random_weights
 from tests.model.helpers import pack
 from tests.tiny import PLAIN_FAMILIES, tiny_config, tiny_weights
 
@@ -211,7 +211,7 @@ def loaded_narrow(config: ModelConfig, num_ranks: int, weight_type: str) -> Any:
     return load_on_host(config, weights, weight_type, "bf16", None, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize(("kind", "of_target"), [("eagle", 1), ("eagle3", 2), ("peagle", 3), (RELAY, 2)])
+@pytest.mark.parametrize(("kind", "of_target"), [("eagle", 1), ("eagle3", 2), ("peagle", 3)])
 def test_a_heads_layers_are_shared_whatever_its_target_has(kind: str, of_target: int) -> None:
     target = tiny_config(num_layers=3, tie_embeddings=False, **(THREE_HEADS if of_target == 3 else {}))
     config = read_config(head_values(kind, target), target)

@@ -75,7 +75,7 @@ def rows_of(num_rows: int) -> DeviceRows:
 class NoModel:
     """Passes that launch nothing."""
 
-    parallel = relays = False
+    parallel = False
     draft_ids = None
 
     def forward(self, tokens: Any, kv: Any, *, taps: Any) -> Any:

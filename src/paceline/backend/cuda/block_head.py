@@ -33,7 +33,6 @@ from paceline.backend.cuda.products import finished, multiply
 from paceline.backend.cuda.row_launches import blocks_by_kernel
 from paceline.backend.cuda.rowwise import embed, rms_norm
 from paceline.backend.cuda.tap_store import DeviceTapStore
-from paceline.backend.seam import FedBack
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.late_program import LateInput
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.seam import HintRule, PassRequest, PassResult, RelayRequest
+    from paceline.backend.seam import CorrectRequest, HintRule, PassRequest, PassResult
     from paceline.model.heads.block_format import BlockShape
     from paceline.model.heads.config import HeadConfig
 
@@ -124,18 +123,16 @@ class CudaBlockHead(CudaHead):
         return DeviceResult(nothing, hidden=self.run_block(seeing_all, request.kv))
 
     @torch.inference_mode()
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, corrected by those before them, see `HeadRunner`."""
+    def correct(self, request: CorrectRequest) -> PassResult:
+        """Choose the next guesses, corrected by those before them, see `BlockHeadRunner`."""
         assert isinstance(request.hidden, torch.Tensor)
-        assert request.known is not None, "the guess before the first one is the anchor"
-        token_ids, fed_back = request.known
         with on_device(self.setup.device):
             states = some_rows(request.hidden, request.places)
-            before = torch.tensor(token_ids, dtype=torch.int64, device=states.device)
-            told = torch.as_tensor(fed_back.hidden).to(states)  # zeros of the host at first
-            told = self._fed_back(FedBack(told, fed_back.rows))
+            before = torch.tensor(request.before, dtype=torch.int64, device=states.device)
+            told = torch.as_tensor(request.state.hidden).to(states)  # zeros of the host at first
+            told = some_rows(told, request.state.rows)
             logits = wide_product(states, self.output.matrix)
-            told = self.correct(logits, states, before, told)
+            told = self.add_correction(logits, states, before, told)
             choices = choose_by_specs(logits, request.specs, self._vocab_size, self.output.tokens)
             result, odds = to_host(DeviceResult(choices, hidden=told)), self.log_odds(states, before)
             return result if odds is None else replace(result, margins=odds.cpu().numpy())
@@ -164,7 +161,7 @@ class CudaBlockHead(CudaHead):
         return rms_norm(hidden.index_select(0, device_pass.wanted), last, eps)
 
     @torch.inference_mode()
-    def correct(
+    def add_correction(
         self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor, told: torch.Tensor
     ) -> torch.Tensor:
         """Add the corrector's part to logits, in place; return its next state [n, state_size].
@@ -229,7 +226,7 @@ class LateBlockHead(LateHead):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Correct logits in place by the guesses before; return the next state and log-odds."""
         head = self._of_blocks
-        return head.correct(logits, states, before, told), head.log_odds(states, before)
+        return head.add_correction(logits, states, before, told), head.log_odds(states, before)
 
 
 class BlockProgram(Program):

@@ -161,7 +161,7 @@ class CudaDecoder:
 class LateModel:
     """Runs a decoder's passes for `Program`; see `LateRunner`."""
 
-    parallel = relays = False
+    parallel = False
 
     def __init__(
         self,
@@ -190,12 +190,6 @@ class LateModel:
         if self._output is None:
             return self._decoder.logits(states)[:, : self._vocab_size]
         return wide_product(self._decoder.normed(states), self._output.whole)
-
-    def relay(
-        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raise: only heads relay."""
-        raise NotImplementedError
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
         """Ignore taps: a model reads tokens only."""

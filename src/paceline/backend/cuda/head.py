@@ -1,7 +1,7 @@
 """Draft heads on the `cuda` backend, over taps that stay on the device.
 
-`CudaHead` answers drafters on the host by `launch` and `relay`. Its layers (`fuse`, `run_layers`, `read_out`,
-`relay_messages`) take and return tensors and never wait for the device.
+`CudaHead` answers drafters on the host by `launch`. Its layers (`fuse`, `run_layers`, `read_out`) take and return
+tensors and never wait for the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.backend.cuda.device_rows import DeviceRows
 from paceline.backend.cuda.device_weights import num_bytes
 from paceline.backend.cuda.kv_store import DeviceKV
 from paceline.backend.cuda.late_program import Program
-from paceline.backend.cuda.launched import DeviceResult, launched, to_host
+from paceline.backend.cuda.launched import DeviceResult, launched
 from paceline.backend.cuda.output_matrix import wide_product
 from paceline.backend.cuda.pass_choice import choose_by_specs
 from paceline.backend.cuda.products import finished, multiply
-from paceline.backend.cuda.rowwise import embed, gated, rms_norm
+from paceline.backend.cuda.rowwise import embed, rms_norm
 from paceline.backend.cuda.tap_store import DeviceTapStore, interleaved, token_places
 from paceline.backend.seam import Capabilities
 
@@ -40,30 +40,9 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.layers import Stack
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.output_matrix import DraftOutput
-    from paceline.backend.seam import (
-        KV,
-        FedBack,
-        HintRule,
-        PassRequest,
-        PassResult,
-        Pending,
-        RelayRequest,
-        RowView,
-        TapStore,
-    )
+    from paceline.backend.seam import KV, FedBack, HintRule, PassRequest, Pending, RowView, TapStore
     from paceline.core.nouns import SamplingSpec
     from paceline.model.heads.config import HeadConfig
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RelayWeights:
-    """Weights of a relay, see `relay` of the reference backend's head."""
-
-    place: Matrix  # [2 inner, 2 width]
-    known: Matrix  # [2 inner, width + relay_size]
-    tell: Matrix  # [relay_size, inner]
-    out: Matrix  # [width, relay_size]
-    embed_norm: torch.Tensor  # [width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +61,6 @@ class HeadWeights:
     target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
     mask_taps: torch.Tensor | None  # [tapped_size] that stand for those of tokens not known yet
     stack: Stack  # its layers, perhaps shared with other ranks
-    relay: RelayWeights | None
 
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
         """Yield all that is its own."""
@@ -90,8 +68,6 @@ class HeadWeights:
         yield from (self.embed_norm, self.feature_norm, self.hidden_norm, self.norm, self.mask_taps)
         for layer in self.stack.layers:
             yield from layer.parts()
-        if (r := self.relay) is not None:
-            yield from (r.place, r.known, r.tell, r.out, r.embed_norm)
 
 
 class CudaHead:
@@ -168,21 +144,6 @@ class CudaHead:
         guessed = self.mask_feature if asked.fed_back is None else self._fed_back(asked.fed_back)
         return interleaved(known, guessed, *token_places(asked.pieces, packed.cu_len))
 
-    @torch.inference_mode()
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, see `HeadRunner`."""
-        assert isinstance(request.hidden, torch.Tensor)
-        states, specs = request.hidden, request.specs
-        with on_device(self.setup.device):
-            known = None
-            if request.known is not None:
-                token_ids = torch.tensor(request.known[0], dtype=torch.int64, device=self.setup.device)
-                known = embed(token_ids, self.weights.embed, 1.0), self._fed_back(request.known[1])
-            first, here = (some_rows(states, places) for places in (request.first, request.places))
-            messages = self.relay_messages(first, here, known)
-            here = here[: len(specs)] + self.relayed(messages[: len(specs)])
-            return to_host(DeviceResult(self._choose(here, specs), hidden=messages))
-
     def _choose(self, normed: torch.Tensor, specs: Sequence[SamplingSpec]) -> Choices:
         """Choose among the tokens of the draft vocabulary. normed: [n, width]."""
         logits = wide_product(normed, self.output.matrix) if len(normed) else normed.new_empty(0, 1)
@@ -243,29 +204,6 @@ class CudaHead:
         normed = _normed(hidden, self.weights.norm, self.config.layers.norm_eps)
         return normed, normed if self.config.norm_output else hidden
 
-    @torch.inference_mode()
-    def relay_messages(
-        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
-        """Return the messages [n, relay_size] that guesses receive.
-
-        first, here: [n, width] outputs at the rows' first places and at these guesses' own. known: the embeddings
-        [n, width] of the guesses before, and their messages; None for first guesses.
-        """
-        w, fast = self.weights.relay, self.setup.fast
-        assert w is not None
-        both = finished(multiply(torch.cat([first, here], dim=-1), w.place, fast=fast))
-        if known is not None:
-            before = rms_norm(known[0], w.embed_norm, self.config.layers.norm_eps)
-            both = both + finished(multiply(torch.cat([before, known[1]], dim=-1), w.known, fast=fast))
-        return torch.tanh(finished(multiply(gated(both, "silu"), w.tell, fast=fast)))
-
-    @torch.inference_mode()
-    def relayed(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the addition to normed states, [n, width], that messages make."""
-        assert self.weights.relay is not None
-        return finished(multiply(messages, self.weights.relay.out, fast=self.setup.fast))
-
 
 class LateHead:
     """Runs a head's passes for `Program`; see `LateRunner`."""
@@ -273,7 +211,6 @@ class LateHead:
     def __init__(self, head: CudaHead, kv: DeviceKV, taps: DeviceTapStore) -> None:
         self._head, self._kv, self._taps = head, kv, taps
         self.parallel = head.config.mask_token_id is not None
-        self.relays = bool(head.config.relay_size)
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
@@ -296,15 +233,6 @@ class LateHead:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the draft vocabulary."""
         return wide_product(states, self._head.output.whole)
-
-    def relay(
-        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the states of guesses with their messages added, and the messages."""
-        head = self._head
-        before = None if known is None else (embed(known[0], head.weights.embed, 1.0), known[1])
-        messages = head.relay_messages(first, here, before)
-        return here + head.relayed(messages), messages
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
         """Keep the taps of all tokens of a pass; later passes overwrite refused drafts'."""

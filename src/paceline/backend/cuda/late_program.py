@@ -50,7 +50,6 @@ class LateRunner(Protocol):
     """A draft model or head that runs passes on the device."""
 
     parallel: bool  # makes all guesses in one pass
-    relays: bool  # sends each guess a message from the one before
 
     @property
     def draft_ids(self) -> torch.Tensor | None:
@@ -61,14 +60,6 @@ class LateRunner(Protocol):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return the logits of states. [n, num_logits]"""
-
-    def relay(
-        self, first: torch.Tensor, here: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return states [n, width] that have read messages, and the messages; see `HeadRunner.relay`.
-
-        first, here: states at each row's first place and at this one. known: guesses before, and their messages.
-        """
 
     def write_taps(self, taps: Mapping[int, torch.Tensor], slots: torch.Tensor) -> None:
         """Keep the taps of all tokens of a target pass, committed or not."""
@@ -198,27 +189,11 @@ class Program:
         n, ahead = len(d.rows), deepest - 1
         asked = self._pack(d, bound + n * ahead, ahead, d.depth)
         states = self._runner.run_late(asked)[0].view(n, deepest, -1)
-        if self._runner.relays:
-            return self._relayed(states, d)
         if d.hints is None:
             return columns([self._choose(states[:, index], d, index) for index in range(deepest)])
         ids, add = d.hints.ahead(d.depth, deepest)
         hints = ((ids[:, index], torch.where(ids[:, index] < 0, 0.0, add)) for index in range(deepest))
         return columns([self._choose(states[:, index], d, index, hint) for index, hint in enumerate(hints)])
-
-    def _relayed(self, states: torch.Tensor, d: BegunDraft) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose guesses in turn, each by a message from the one before.
-
-        states: [n, deepest, width].
-        """
-        first = states[:, 0]
-        found = [self._choose_next(first, d, 0)]
-        _, messages = self._runner.relay(first, first, None)
-        for index in range(1, states.shape[1]):
-            known = found[-1][0].clamp(min=0), messages
-            here, messages = self._runner.relay(first, states[:, index], known)
-            found.append(self._choose_next(here, d, index, found[-1][0]))
-        return columns(found)
 
     def _pack(self, d: BegunDraft, bound: int, ahead: int = 0, depth: torch.Tensor | None = None) -> LateInput:
         """Pack each row's missing tokens and `ahead` places behind them.

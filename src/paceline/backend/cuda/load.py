@@ -13,7 +13,7 @@ from paceline.backend.cuda.cut_model import CudaCutModel
 from paceline.backend.cuda.decoder import CudaDecoder, DecoderWeights
 from paceline.backend.cuda.device_memory import check_card, enough_memory, torch_device
 from paceline.backend.cuda.device_weights import TYPES, RankReader, Setup, WeightReader
-from paceline.backend.cuda.head import CudaHead, HeadWeights, RelayWeights
+from paceline.backend.cuda.head import CudaHead, HeadWeights
 from paceline.backend.cuda.layers import read_stack
 from paceline.backend.cuda.output_matrix import DraftOutput
 from paceline.backend.cuda.rank_pool import DRAFT_FLAG, check_model, shared_stack
@@ -136,10 +136,6 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
     own_embed = reader.optional("embed")
     embed = target.weights.embed.to(device, reader.setup.dtype) if own_embed is None else own_embed
     fc_norms = [reader.tensor(f"fc_norm.{i}") for i in range(len(c.taps))] if c.fc_norm else []
-    relay = None
-    if c.relay_size:
-        place, known, tell, out = (reader.matrix(f"relay.{n}") for n in ("place", "known", "tell", "out"))
-        relay = RelayWeights(place, known, tell, out, reader.tensor("relay.embed_norm"))
     target_norm = target.weights.final_norm.to(device, reader.setup.dtype)
     inverse = _inverse(c.layers, device, None)
     with shared_stack(c.layers, reader, None) as (shape, own, lead):
@@ -157,7 +153,6 @@ def _read_head(config: HeadConfig, reader: WeightReader, target: CudaDecoder) ->
         target_norm=target_norm if c.algorithm.guesses_features else None,
         mask_taps=reader.optional("mask_hidden"),
         stack=stack,
-        relay=relay,
     )
 
 

@@ -9,15 +9,15 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32, read_inputs, run_pass, run_steps
-from paceline.backend.native.head import NativeHead
-from paceline.backend.native.relay import chosen_by, fed_back_rows
+from paceline.backend.native.head import NativeHead, fed_back_rows
+from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
     from numpy import float32, floating
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import PassRequest, RelayRequest
+    from paceline.backend.seam import CorrectRequest, PassRequest
 
 _NOTHING = np.empty(0, np.int64)
 
@@ -43,11 +43,10 @@ class NativeBlockHead(NativeHead):
         """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
         return self._norm("hidden_norm", super().fuse(tapped))
 
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, corrected by those before them, see `HeadRunner`."""
-        vocab, specs, states, known = self.vocabulary.num_tokens, request.specs, request.hidden, request.known
+    def correct(self, request: CorrectRequest) -> PassResult:
+        """Choose the next guesses, corrected by those before them, see `BlockHeadRunner`."""
+        vocab, specs, states = self.vocabulary.num_tokens, request.specs, request.hidden
         assert isinstance(states, np.ndarray)
-        assert known is not None, "the guess before the first one is the anchor"
         assert self.config.block is not None
         n = len(specs)
         read_specs = kernels.read_specs(list(specs), self.compiled.vocab if self.compiled.maps_ids else vocab)
@@ -56,8 +55,8 @@ class NativeBlockHead(NativeHead):
         state = np.empty((n, self.config.block.state_size), np.float32)
         self.compiled.correct(
             as_float32(states[request.places]),
-            np.array(known[0], np.int64),
-            fed_back_rows(known[1]),
+            np.array(request.before, np.int64),
+            fed_back_rows(request.state),
             read_specs,
             vocab=vocab,
             chosen=chosen,
@@ -65,5 +64,7 @@ class NativeBlockHead(NativeHead):
             margins=margins,
             state=state,
         )
-        found = chosen_by(chosen, margins, logits, specs)
+        found = PassResult(chosen, margins=margins)
+        if len(logits):
+            found = replace(found, logits=logits, logit_idx=logit_rows(specs))
         return replace(self.vocabulary.spread(found, specs), hidden=state)

@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32, run_pass, run_steps
-from paceline.backend.native.relay import fed_back_rows
 from paceline.backend.seam import Capabilities
 from paceline.backend.taps import HostTapStore, interleave
 from paceline.backend.target import Deferred
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.native.decoder import NativeDecoder
     from paceline.backend.native.draft_vocabulary import DraftVocabulary
-    from paceline.backend.native.relay import Relay
-    from paceline.backend.seam import PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending
     from paceline.model.heads.config import HeadConfig
 
 
@@ -44,7 +42,6 @@ class NativeHead:
     norms: NDArray[float32]  # [num_norms, part] right before `fc`, each for a part of the states
     vectors: Mapping[str, NDArray[float32]]  # norms and biases outside the layers
     mask_taps: NDArray[floating] | None  # [tapped_size] that stand for those of tokens not known yet
-    relay_parts: Relay | None
     capabilities: ClassVar = Capabilities(multi_step=True)  # its caller waits for drafts
 
     @cached_property
@@ -59,8 +56,6 @@ class NativeHead:
 
     def _put_row(self, index: int, row: NDArray[float32]) -> None:
         self.written.put_row(index, row)
-        if self.relay_parts:
-            self.relay_parts.put_row(index, row)
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""
@@ -109,13 +104,14 @@ class NativeHead:
         kernels.fuse(self.team, self.fc, rows, self.norms, c.layers.norm_eps, features)
         return features
 
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, see `HeadRunner`."""
-        assert self.relay_parts is not None
-        return self.relay_parts.run(self.compiled, self.vocabulary, request)
-
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         return _norm(self.vectors[name], rows, self.config.layers.norm_eps)
+
+
+def fed_back_rows(fed_back: FedBack) -> NDArray[float32]:
+    """Return the features fed back to guesses, [num_guesses, width]."""
+    assert isinstance(fed_back.hidden, np.ndarray)
+    return as_float32(fed_back.hidden.take(fed_back.rows, axis=0))
 
 
 def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArray[float32]:

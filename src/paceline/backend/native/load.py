@@ -14,7 +14,6 @@ from paceline.backend.native.decoder import NativeDecoder, SharedTables, as_floa
 from paceline.backend.native.draft_vocabulary import DraftVocabulary
 from paceline.backend.native.head import NativeHead
 from paceline.backend.native.packing import kept, matrix_type, pack, pack_layer
-from paceline.backend.native.relay import Relay
 from paceline.backend.registry import FILE, MAX_INT_KV_HEAD
 from paceline.backend.rope import inverse_frequencies, magnitudes
 from paceline.core.errors import ConfigError, suggest
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
 _FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
 
-_RELAY_MATRICES = ("place", "known", "tell")
 _MIXES = ("gate", "joint")  # matrices of correctors, of which one has at most one
 _TABLES = ("embed", "head", "input_embed")
 _TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
@@ -185,9 +183,6 @@ def load_runner(
     else:
         written = pack_head_rows(vocabulary, target, weight_type)
     num_rows = target.config.vocab_size if written is target.tables.head else len(vocabulary.token_ids)
-    relay, packed_relay = (
-        _pack_relay(weights, vocabulary, weight_type, team) if config.relay_size else (None, None)
-    )
     compiled = compile_decoder(
         replace(config.layers, vocab_size=target.config.vocab_size),
         team,
@@ -197,7 +192,6 @@ def load_runner(
             vectors.get("norm"),
             vocabulary.mapped_ids,
             config.norm_output,
-            packed_relay,
             _pack_corrector(weights, vectors, vocabulary, num_rows, weight_type, team) if config.block else None,
         ),
         layers=[
@@ -221,21 +215,7 @@ def load_runner(
         _last_norms(config, vectors),
         vectors,
         weights.get("mask_hidden"),
-        relay,
     )
-
-
-def _pack_relay(
-    weights: Mapping[str, NDArray[floating]],
-    vocabulary: DraftVocabulary,
-    weight_type: str,
-    team: kernels.ThreadPool,
-) -> tuple[Relay, PackedLayer]:
-    out = as_float32(weights["relay.out"])
-    written = _pack_own_output(vocabulary, as_float32(weights["head"]) @ out, weight_type)
-    matrices = {n: pack(weights, f"relay.{n}", weight_type, team) for n in _RELAY_MATRICES}
-    norm = as_float32(weights["relay.embed_norm"])
-    return Relay(out, written), (matrices | {"written": written}, {"embed_norm": norm})
 
 
 def _pack_corrector(
@@ -287,7 +267,7 @@ def _head_matrices(
 ) -> dict[str, Wanted]:
     """Return a head's own matrices, but no rows of its vocabulary: requests write there."""
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
-    own = {"fc", *(f"relay.{name}" for name in _RELAY_MATRICES), *(f"corrector.{name}" for name in _MIXES)}
+    own = {"fc", *(f"corrector.{name}" for name in _MIXES)}
     found = {
         name: Wanted(matrix_type(weights, name, weight_type), *shape)
         for name, shape in shapes.items()
@@ -310,7 +290,7 @@ def _last_norms(config: HeadConfig, vectors: Mapping[str, NDArray[float32]]) -> 
 def _vector_names(config: HeadConfig) -> set[str]:
     """Return the norms and biases outside the layers."""
     shapes = head_shapes(config).items()
-    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask", "relay."))}
+    return {n for n, shape in shapes if len(shape) == 1 and not n.startswith(("layers.", "mask"))}
 
 
 def _layer_shapes(config: HeadConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -385,7 +365,6 @@ class Output:
     norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
     token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
     feeds_normed: bool = False  # with several steps, the next reads a state as the head does
-    relay: PackedLayer | None = None  # messages between guesses that are made in one pass
     corrector: PackedLayer | None = None  # of a block head, perhaps empty; None: it is none
 
 
@@ -436,7 +415,6 @@ def compile_decoder(
     rotations = rotations_of(config)
     angles, sizes = turns(rotations, factors)
     fusing_matrices, fusing_vectors = entry.fusing or ({}, {})
-    relay_matrices, relay_vectors = output.relay or ({}, {})
     input_matrices, input_vectors = entry.of_layers or ({}, {})
     return kernels.Decoder(
         **settings_of(config, ranks.size if ranks else 1),
@@ -453,8 +431,6 @@ def compile_decoder(
         fusing_vectors=fusing_vectors,
         input_matrices=input_matrices,
         input_vectors=input_vectors,
-        relay_matrices=relay_matrices,
-        relay_vectors=relay_vectors,
         token_ids=output.token_ids,
         ranks=ranks,
         **_of_blocks(output.corrector),

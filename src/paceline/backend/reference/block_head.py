@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from paceline.backend.reference.attention import KVStore, cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ReferenceDecoder, check_draft_type, linear, rms_norm, to_numpy
-from paceline.backend.reference.head import ReferenceHead, last_norm
+from paceline.backend.reference.head import ReferenceHead, fed_back_rows, last_norm
 from paceline.backend.seam import PassResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import Decoder, Packed, PassRequest, RelayRequest
+    from paceline.backend.seam import CorrectRequest, Decoder, Packed, PassRequest
     from paceline.model.heads.block_format import BlockShape
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
@@ -64,16 +64,14 @@ class ReferenceBlockHead(ReferenceHead):
         return PassResult(np.empty(0, np.int64), hidden=states)
 
     @torch.inference_mode()
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, corrected by those before them, see `HeadRunner`."""
-        block, known = self.config.block, request.known
+    def correct(self, request: CorrectRequest) -> PassResult:
+        """Choose the next guesses, corrected by those before them, see `BlockHeadRunner`."""
+        block = self.config.block
         assert block is not None
-        assert known is not None, "the guess before the first one is the anchor"
         assert isinstance(request.hidden, np.ndarray)
-        assert isinstance(known[1].hidden, np.ndarray)
         states = self._take(request.hidden)[request.places]
-        before = torch.tensor(known[0], device=self._device)
-        told = self._take(known[1].hidden.take(known[1].rows, axis=0))
+        before = torch.tensor(request.before, device=self._device)
+        told = self._take(fed_back_rows(request.state))
         logits = functional.linear(states, self._weights["head"])
         added, told = correction(block, self._weights, states, before, told)
         if added is not None:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import FedBack, Packed, PassRequest, PassResult, Pending, RelayRequest
+    from paceline.backend.seam import FedBack, Packed, PassRequest, PassResult, Pending
     from paceline.core.nouns import SamplingSpec
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
@@ -152,32 +152,17 @@ class ReferenceHead:
         assert asked is not None
         assert isinstance(asked.taps, HostTapStore)
         if asked.fed_back is not None and not asked.pieces:
-            return _fed_back(asked.fed_back).astype(np.float32)
+            return fed_back_rows(asked.fed_back).astype(np.float32)
         known = self.fuse(asked.taps.read(packed.pages, asked.pieces))
         if len(known) == len(packed.token_ids):
             return known
-        guessed = self._mask_feature if asked.fed_back is None else _fed_back(asked.fed_back)
+        guessed = self._mask_feature if asked.fed_back is None else fed_back_rows(asked.fed_back)
         return interleave(known, asked.pieces, guessed, packed.cu_len)
 
     @torch.inference_mode()
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
         """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
         return to_numpy(fuse(self.config, self._weights, self._take(tapped)))
-
-    @torch.inference_mode()
-    def relay(self, request: RelayRequest) -> PassResult:
-        """Choose the next guesses, see `HeadRunner`."""
-        assert isinstance(request.hidden, np.ndarray)
-        states, specs = self._take(request.hidden), request.specs
-        known = None
-        if request.known is not None:
-            token_ids = torch.tensor(request.known[0], device=self._device)
-            known = functional.embedding(token_ids, self._embed), self._take(_fed_back(request.known[1]))
-        here = states[request.places]
-        messages = relay(self.config, self._weights, states[request.first], here, known)
-        here = here[: len(specs)] + relayed(self._weights, messages[: len(specs)])
-        result = self._choose(functional.linear(here, self._weights["head"]), specs)
-        return replace(result, hidden=to_numpy(messages))
 
     def _choose(
         self, logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_second: bool = False
@@ -188,7 +173,7 @@ class ReferenceHead:
         return choose_from(spread, specs, wants_second=wants_second)
 
 
-def _fed_back(fed_back: FedBack) -> NDArray[floating]:
+def fed_back_rows(fed_back: FedBack) -> NDArray[floating]:
     """Return the features fed back to guesses, [num_guesses, width]."""
     assert isinstance(fed_back.hidden, np.ndarray)
     features: NDArray[floating] = fed_back.hidden.take(fed_back.rows, axis=0)
@@ -274,37 +259,6 @@ def read_out(config: HeadConfig, weights: Weights, hidden: torch.Tensor) -> tupl
     """Return logits [n, draft_vocab_size] and the features of the next positions [n, width]."""
     normed = last_norm(config, weights, hidden)
     return functional.linear(normed, weights["head"]), normed if config.norm_output else hidden
-
-
-def relay(
-    config: HeadConfig,
-    weights: Weights,
-    first: torch.Tensor,
-    normed: torch.Tensor,
-    known: tuple[torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Return the messages that guesses receive, [n, relay_size], between -1 and 1.
-
-    A head that guesses all tokens at once does not know at one place what it guesses at the one before. This
-    recurrence over the places tells it, once the layers have been run (recurrent drafters: ReDrafter, arXiv
-    2403.09919; heads that see the guesses before: Hydra, arXiv 2402.05109). A guess's message is added, as
-    `relayed`, to the normed state that the vocabulary is multiplied with.
-
-    first, normed: [n, width] of the rows' first places and of these guesses' own, as `last_norm` returns them.
-    known: the embeddings [n, width] of the guesses before, and their messages [n, relay_size]; None for first
-    guesses.
-    """
-    both = functional.linear(torch.cat([first, normed], dim=-1), weights["relay.place"])
-    if known is not None:
-        before = rms_norm(known[0], weights["relay.embed_norm"], config.layers.norm_eps)
-        both = both + functional.linear(torch.cat([before, known[1]], dim=-1), weights["relay.known"])
-    gate, value = both.chunk(2, dim=-1)
-    return torch.tanh(functional.linear(functional.silu(gate) * value, weights["relay.tell"]))
-
-
-def relayed(weights: Weights, messages: torch.Tensor) -> torch.Tensor:
-    """Return the addition to normed states, [n, width], that messages make."""
-    return functional.linear(messages, weights["relay.out"])
 
 
 def _norm(weights: Weights, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,18 +9,21 @@ that hints and the head's corrector know those before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from paceline.backend.seam import FedBack, Packed, PassRequest, RelayRequest
+from paceline.backend.seam import CorrectRequest, FedBack, Packed, PassRequest
 from paceline.core.nouns import PAGE_TOKENS
-from paceline.draft.heads.parallel import RelayHeadDrafter
+from paceline.draft.autoregressive import draft_steps
+from paceline.draft.heads.head_drafter import HeadDrafter
+from paceline.draft.hints import RecycledGains
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import HeadRunner, PassResult, Span, StepLimit
+    from paceline.backend.seam import BlockHeadRunner, HeadRunner, PassResult, Span, StepLimit
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -28,31 +31,62 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
 
 
-class BlockHeadDrafter(RelayHeadDrafter):
+class BlockHeadDrafter(HeadDrafter):
     """Drafts a block in one pass, and chooses its tokens one after another."""
 
     entries_lag = 1  # the newest token's feature is not known before the target has read it
+    hint_gain = 6.0
+    recycled_gains = RecycledGains(pair=6.0, far_pair=2.0, token=3.0)
 
     def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
-        assert head.config.block is not None, "the config of a block head has its shape"
-        self._block = head.config.block
         super().__init__(asked, target, head, runner)
+        assert head.config.block is not None, "the config of a block head has its shape"
+        assert head.config.mask_token_id is not None, "and names its mask token"
+        self._block = head.config.block
+        self._mask = head.config.mask_token_id
         self._first_spare = target.num_pages + 1  # see `spare_pages`
+        self._hidden: object = None  # of the places of all guesses, `PassResult.hidden`
+        self._first: dict[int, int] = {}  # row -> its first place there
+        self._state: object = None  # of the corrector behind the newest guesses, `PassResult.hidden`
+        self._state_rows: dict[int, int] = {}  # row -> its row there
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         if missing := {row: count for row in starts if (count := self._entries.missing(row)) > 0}:
             self._make_entries(missing)
-        super()._draft(chains, starts)
+        all_steps = self._run_steps if self._head.capabilities.multi_step else None
+        draft_steps(self._rows, chains, starts, partial(self._run_next, chains), all_steps, dense=self._dense)
 
-    def _masked(
-        self,
-        known: Sequence[tuple[int, int, int]],
-        depths: Sequence[int],
-        specs: Sequence[SamplingSpec],
-        steps: Sequence[StepLimit] = (),
-    ) -> PassRequest:
-        """Return a pass over a block of each row. depths: guesses wanted of each."""
-        return PassRequest(self._packed([row for row, *_ in known], depths), self._kv, specs, steps)
+    def _run_steps(
+        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], steps: Sequence[StepLimit]
+    ) -> PassResult:
+        packed = self._packed([row for row, *_ in spans], [limit.depth for limit in steps])
+        return self._head.launch(PassRequest(packed, self._kv, specs, steps)).wait()
+
+    def _run_next(
+        self, chains: Mapping[int, Chain], spans: Sequence[Span], specs: Sequence[SamplingSpec]
+    ) -> PassResult:
+        """Choose the next guess of each row, see `RunSpans`."""
+        rows = [row for row, *_ in spans]
+        number = len(chains[rows[0]].token_ids)  # of each one's guesses so far: they go on together
+        if number == 0:
+            self._run_block(rows, [chains[row].depth for row in rows])
+        before = [guesses[-1] if guesses else int(self._rows.tokens(row)[-1]) for row, *_, guesses in spans]
+        places = [self._first[row] + number for row in rows]
+        state = FedBack(self._state, [self._state_rows[row] for row in rows])
+        runner = cast("BlockHeadRunner", self._head)
+        result = runner.correct(CorrectRequest(self._hidden, places, specs, before, state))
+        self._keep_state(rows, result.hidden)
+        return result
+
+    def _run_block(self, rows: Sequence[int], depths: Sequence[int]) -> None:
+        """Run the pass, and keep its output at every place."""
+        request = PassRequest(self._packed(rows, depths), self._kv, ())
+        self._hidden = self._head.launch(request).wait().hidden
+        self._first = {row: sum(depths[:index]) for index, row in enumerate(rows)}
+        self._keep_state(rows, np.zeros((len(rows), self._block.state_size), np.float32))
+
+    def _keep_state(self, rows: Sequence[int], state: object) -> None:
+        self._state, self._state_rows = state, {row: index for index, row in enumerate(rows)}
 
     def _packed(self, rows: Sequence[int], depths: Sequence[int]) -> Packed:
         size, num_rows = self._block.size, len(rows)
@@ -79,17 +113,3 @@ class BlockHeadDrafter(RelayHeadDrafter):
             wanted=np.concatenate([np.arange(i, i + depth) for i, depth in zip(firsts, depths, strict=True)]),
             first_keys=np.array([self._entries.first(row) for row in rows], np.int64),
         )
-
-    def _run_first(
-        self, spans: Sequence[Span], specs: Sequence[SamplingSpec], depths: Sequence[int]
-    ) -> PassResult:
-        """Run the pass, keep its output at every place, and choose each row's first guess."""
-        rows = [row for row, *_ in spans]
-        self._hidden = self._head.launch(self._masked([span[:3] for span in spans], depths, ())).wait().hidden
-        first = [sum(depths[:index]) for index in range(len(depths))]
-        self._first = dict(zip(rows, first, strict=True))
-        newest = [int(self._rows.tokens(row)[-1]) for row in rows]
-        nothing = FedBack(np.zeros((len(rows), self._block.state_size), np.float32), range(len(rows)))
-        result = self._head.relay(RelayRequest(self._hidden, first, first, specs, (newest, nothing)))
-        self._keep_messages(rows, result)
-        return result

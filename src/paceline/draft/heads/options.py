@@ -12,7 +12,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import MAX_BRANCHES, MAX_K
 from paceline.draft.heads.asked_head import AskedHead, head_needs, head_report
 from paceline.draft.heads.block_drafter import BlockHeadDrafter
-from paceline.draft.heads.parallel import ParallelHeadDrafter, RelayHeadDrafter
+from paceline.draft.heads.parallel import ParallelHeadDrafter
 from paceline.draft.heads.serial import SerialHeadDrafter
 from paceline.draft.late import LateDrafter
 from paceline.draft.registry import bounded
@@ -131,9 +131,7 @@ class PEagleConfig(HeadOptions):
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ModelError`, or `DrafterMismatch` if the head is not the target's."""
-        head = self.load(target)
-        make = RelayHeadDrafter if head.config.relay_size else ParallelHeadDrafter
-        return _drafter(make, self.asked(target), target, head)
+        return _drafter(ParallelHeadDrafter, self.asked(target), target, self.load(target))
 
 
 @dataclass(frozen=True, slots=True)

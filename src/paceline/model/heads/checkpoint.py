@@ -46,8 +46,6 @@ _NAMES = {
 }
 _LAYER_NAMES = {there: here for here, there in LAYER_NAMES.items()} | {"hidden_norm.weight": "hidden_norm"}
 _LAYER = re.compile(r"(?:layers\.(\d{1,3})|midlayer|transformer)\.(.+)")
-RELAY = "relay."  # begins the names of a relay's tensors
-_RELAY = re.compile(rf"{re.escape(RELAY)}(?:place|known|tell|out|embed_norm)(?=\.weight$)")
 _CORRECTIONS = "corrector.out"  # a row for each draft token
 _FC_NORM = re.compile(r"fc_norm\.(\d{1,2})\.weight")
 
@@ -160,8 +158,6 @@ def canonical_name(name: str) -> str | None:
         return _NAMES.get(name, name)
     if match := _FC_NORM.fullmatch(name):
         return f"fc_norm.{match[1]}"
-    if match := _RELAY.match(name):
-        return match[0]
     match = _LAYER.fullmatch(name)
     if match is None or match[2] not in _LAYER_NAMES:
         return None

@@ -67,9 +67,6 @@ _ALGORITHMS = {
     "PEagleDraftModel": PEAGLE,
 } | dict.fromkeys(BLOCK_NAMES, BLOCK_HEAD)
 OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
-RELAY_SIZE = "relay_size"  # likewise
-MOST_RELAYED = 4096
-RELAY_FACTOR = 3  # width inside a relay, by the width of its messages
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -87,7 +84,6 @@ class HeadConfig:
     fc_norm: bool = False  # a norm of its own for each tap (EAGLE-3.1, arXiv 2605.09992)
     norm_output: bool = False  # what is fed back is the normed output
     mask_token_id: int | None = None  # P-EAGLE and block heads: stands for a token that is not known yet
-    relay_size: int = 0  # P-EAGLE: numbers of the message to each guess from those before; 0: no relay
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
     feature_norm: bool = False  # MTP: a norm of the feature, too
@@ -130,6 +126,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     elif algorithm.blocks:
         config = _block_head(layers, everywhere, target)
     else:
+        _refuse_relay(everywhere)
         config = HeadConfig(
             algorithm=algorithm,
             layers=layers,
@@ -137,7 +134,6 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
             target_hidden_size=integer(everywhere, "target_hidden_size", target.hidden_size),
             taps=_taps(everywhere, algorithm, target),
             mask_token_id=_mask_token(everywhere) if algorithm.parallel else None,
-            relay_size=_relay_size(everywhere) if algorithm.parallel else 0,
             request_tokens=flag(everywhere, OWN_TOKENS),
             norm_before_residual=flag(everywhere, "norm_before_residual"),
             norm_before_fc=flag(everywhere, "norm_before_fc"),
@@ -205,20 +201,7 @@ def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {"layers.0.hidden_norm": (width,), "norm": (width,), "head": (c.draft_vocab_size, width)}
     if c.algorithm.parallel:
         shapes["mask_hidden"] = (c.tapped_size,)
-    return shapes | _relay_shapes(width, c.relay_size)
-
-
-def _relay_shapes(width: int, size: int) -> dict[str, tuple[int, ...]]:
-    if not size:
-        return {}
-    inner = RELAY_FACTOR * size
-    return {
-        "relay.embed_norm": (width,),
-        "relay.place": (2 * inner, 2 * width),
-        "relay.known": (2 * inner, width + size),
-        "relay.tell": (size, inner),
-        "relay.out": (width, size),
-    }
+    return shapes
 
 
 def _feature_head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
@@ -275,11 +258,13 @@ def _mask_token(values: Mapping[str, Any]) -> int:
     raise BadModelFile("a head that guesses several tokens at once needs mask_token_id in its config.json")
 
 
-def _relay_size(values: Mapping[str, Any]) -> int:
-    size = integer(values, RELAY_SIZE, 0)
-    if size > MOST_RELAYED:
-        raise BadModelFile(f"the head's {RELAY_SIZE} = {size} must be at most {MOST_RELAYED}")
-    return size
+def _refuse_relay(values: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedModel` for a head of an earlier version, whose guesses told each other of themselves."""
+    if integer(values, "relay_size", 0):
+        raise UnsupportedModel(
+            "the head has a relay (relay_size in its config.json), which this version does not read; train one "
+            "anew with `paceline train peagle`, or with `paceline train block`, whose guesses know one another"
+        )
 
 
 def _made_for(values: Mapping[str, Any]) -> str:
@@ -331,7 +316,5 @@ def _check(config: HeadConfig, target: ModelConfig, made_for: str) -> None:
         )
     if config.layers.rope.share != 1.0:
         raise UnsupportedModel("draft heads whose RoPE rotates a part of each head are not supported")
-    if config.relay_size and not config.norm_output:
-        raise BadModelFile(f"a head with {RELAY_SIZE} needs norm_output: guesses tell of what the norm made")
     if config.norm_before_fc and config.fc_norm:
         raise BadModelFile("the head asks for norm_before_fc and fc_norm, which exclude each other")
