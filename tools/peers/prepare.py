@@ -136,7 +136,10 @@ def unquantized(model: LoadedModel, folder: Path) -> Path:
 
 
 def unquantized_head(head: Path, folder: Path) -> Path:
-    """Return a float32 copy of a head, without the request's own tokens, which only Paceline knows."""
+    """Return a float32 copy of a head.
+
+    It is without the request's own tokens, which only Paceline knows.
+    """
     target = folder / "head"
     target.mkdir(parents=True, exist_ok=True)
     stored = load_file(head / "model.safetensors")

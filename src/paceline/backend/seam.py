@@ -232,7 +232,10 @@ class HeadRunner(DraftExecutor, Protocol):
 
 
 class BlockHeadRunner(HeadRunner, Protocol):
-    """Executes a block head: a pass makes states of all guesses, which are then chosen one after another."""
+    """Executes a block head.
+
+    A pass makes the states of all guesses, which are then chosen one after another.
+    """
 
     def correct(self, request: CorrectRequest) -> PassResult:
         """Choose the next guesses, corrected by those before them."""

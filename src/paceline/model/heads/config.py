@@ -259,7 +259,7 @@ def _mask_token(values: Mapping[str, Any]) -> int:
 
 
 def _refuse_relay(values: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedModel` for a head of an earlier version, whose guesses told each other of themselves."""
+    """Raise `UnsupportedModel` for a head of an earlier version with a relay between guesses."""
     if integer(values, "relay_size", 0):
         raise UnsupportedModel(
             "the head has a relay (relay_size in its config.json), which this version does not read; train one "
