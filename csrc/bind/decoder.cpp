@@ -217,11 +217,10 @@ void make_decoder(Decoder* self, size_t vocab, size_t hidden, size_t intermediat
                   const nb::list& layers, const std::vector<size_t>& windows, const std::vector<size_t>& ropes, float query_scale,
                   float embed_scale, const std::string& activation_name, float residual_scale, float score_cap, float logit_cap,
                   float query_growth, float query_context, bool norms_all, bool norms_residual, bool feeds_normed,
-                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors,
-                  const std::optional<Ids>& token_ids, size_t experts_per_token, bool norms_shares,
-                  bool norms_values, const nb::dict& input_matrices, const nb::dict& input_vectors, bool routes_by_sigmoid,
-                  float share_scale, bool reads_rows, const nb::dict& corrector_matrices, const nb::dict& corrector_vectors,
-                  const std::shared_ptr<RankMemory>& ranks) {
+                  const nb::dict& fusing_matrices, const nb::dict& fusing_vectors, const std::optional<Ids>& token_ids,
+                  size_t experts_per_token, bool norms_shares, bool norms_values, const nb::dict& input_matrices,
+                  const nb::dict& input_vectors, bool routes_by_sigmoid, float share_scale, bool reads_rows,
+                  const nb::dict& corrector_matrices, const nb::dict& corrector_vectors, const std::shared_ptr<RankMemory>& ranks) {
     Shape shape{vocab, hidden, intermediate, layers.size(), num_heads, 0, head_dim, norm_eps, query_scale, embed_scale,
                 activation(activation_name)};
     shape.residual_scale = residual_scale, shape.score_cap = score_cap, shape.logit_cap = logit_cap;
@@ -301,11 +300,10 @@ void bind_decoder(nb::module_& m) {
              "norm_eps"_a, "pool"_a, "embed"_a.none(), "head"_a.none(), "final_norm"_a, "inverse_frequencies"_a, "magnitudes"_a, "layers"_a,
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false,
-             "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(),
-             "token_ids"_a = nb::none(), "experts_per_token"_a = 0, "norms_shares"_a = true,
-             "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false,
-             "share_scale"_a = 1.0f, "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(),
-             "ranks"_a.none() = nb::none())
+             "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none(),
+             "experts_per_token"_a = 0, "norms_shares"_a = true, "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(),
+             "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f, "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(),
+             "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })

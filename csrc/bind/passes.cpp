@@ -195,10 +195,10 @@ void check_steps(const Pass& pass, const DraftSteps& steps) {
     require(std::none_of(steps.specs.begin(), steps.specs.end(), leaves_choice), "draft steps choose every token themselves");
     require(std::all_of(steps.depths.begin(), steps.depths.end(), [](int64_t depth) { return depth >= 1; }), "a row is one deep at least");
     if (pass.reads_rows) return check_block_steps(pass, steps);
-    require(pass.wanted.size() == pass.num_rows, "every wanted token is a row's");
+    require(pass.wanted.size() == pass.num_rows, "a row wants one token, its last");
     for (size_t row = 0; row < pass.num_rows; ++row) {
         const int64_t last = pass.cu_len[row + 1] - 1;
-        require(pass.cu_len[row] <= last && pass.wanted[row] == last, "the wanted tokens are the last of their rows");
+        require(pass.cu_len[row] <= last && pass.wanted[row] == last, "a row wants one token, its last");
         const auto reach = static_cast<int64_t>(pass.max_pages * kPageTokens) - pass.positions[last];
         require(steps.depths[row] <= reach, "a row drafts beyond its pages");
     }

@@ -128,6 +128,11 @@ from tests.fuzz import border
 good = border._decoder_arguments()
 K.Decoder(**(good | CHANGES))
 """
+BLOCKS = """
+from tests.fuzz import border
+good = border._block_arguments()
+K.Decoder(**(good | {'corrector_matrices': good['corrector_matrices'] | {'NAME': None}}))
+"""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +149,9 @@ K.Decoder(**(good | CHANGES))
             "CHANGES", "{'layers': [(good['layers'][0][0] | {'attn_q': None}, good['layers'][0][1])]}"
         ),
         DECODER.replace("CHANGES", "{'fusing_matrices': {'fc': None}}"),
-        DECODER.replace("CHANGES", "{'reads_rows': True, 'corrector_matrices': {'before': None}}"),
+        BLOCKS.replace("NAME", "before"),
+        BLOCKS.replace("NAME", "out"),
+        BLOCKS.replace("NAME", "joint"),
         "K.time_products(K.ThreadPool(1), [None], 1, 1)",
         f"{MATRICES}K.time_products(K.ThreadPool(1), [m, None], 1, 1)",
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); K.ThreadPool(1024)",

@@ -67,7 +67,7 @@ def head_values(kind: str, target: ModelConfig, **changes: Any) -> dict[str, Any
         "eagle_aux_hidden_state_layer_ids": [1, target.num_layers - 1, target.num_layers],
         "mask_token_id": 300,
         "fusion_bias": kind == "eagle",
-        "draft_own_tokens": kind == "eagle3",
+        "draft_own_tokens": kind in ("eagle3", "peagle"),
     }
     return values | changes
 

@@ -20,7 +20,7 @@ from paceline.core.nouns import UNCHOSEN, RowPlan, SamplingSpec, Stop
 from paceline.core.params import SamplingParams
 from paceline.core.sampling import choose_token
 from paceline.model.heads.config import read_config
-from tests.draft.heads import drafter_of, head_values, random_weights, write_head
+from tests.draft.heads import CORRECTED, drafter_of, head_values, random_weights, write_head
 from tests.draft.test_cut_model import write_cut_model
 from tests.draft.test_head_drafter import requests
 from tests.engine.same_text import PLAIN, make_engine, run, target
@@ -45,6 +45,7 @@ SPECS: dict[str, Callable[[Path], str]] = {
     "eagle3": lambda folder: head(folder, "eagle3"),
     "eagle": lambda folder: head(folder, "eagle"),
     "block": lambda folder: head(folder, "block"),
+    "corrected": lambda folder: head(folder, CORRECTED),
     "small": lambda folder: f"draft-model:model={write_cut_model(folder)},k=5",
     "first layers": lambda _: "draft-model:layers=1,k=5",
 }
@@ -109,13 +110,20 @@ def draft_steps(
     weight: float = 1.0,
     stops: tuple[Stop | None, ...] = (None, None),
     pointers: tuple[kernels.TokenHints | None, ...] = (None, None),
+    wanted: tuple[int, ...] = (2, 3),
 ) -> np.ndarray:
     weights = tiny_weights(CONFIG, dtype=torch.float32)
     weights["final_norm"] = weights["final_norm"] * weight
     decoder = pack_decoder(CONFIG, weights, kernels.ThreadPool(1), "f32", "f32")
-    packed = replace(pack([([5, 6, 7], 0, [1]), ([9], 0, [2])]), wanted=np.array([2, 3]))
+    packed = replace(pack([([5, 6, 7], 0, [1]), ([9], 0, [2])]), wanted=np.array(wanted))
     limits = [StepLimit(*of) for of in zip(depths, stops, pointers, strict=False)]
     return run_pass(decoder, packed, decoder.new_kv(3), specs or [GREEDY] * sum(depths), steps=limits).token_ids
+
+
+@pytest.mark.parametrize("wanted", [(1, 3), (2,), (3, 2), (1, 2, 3)])
+def test_a_row_wants_its_last_token_only(wanted: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="a row wants one token"):
+        draft_steps([2, 2], wanted=wanted)
 
 
 def test_rows_go_as_deep_as_each_was_asked() -> None:

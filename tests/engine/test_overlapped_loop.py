@@ -15,7 +15,7 @@ from paceline.control.policy import StepView
 from paceline.core.errors import RequestError
 from paceline.core.params import SamplingParams
 from paceline.engine.overlapped_loop import OverlappedLoop
-from tests.draft.heads import drafter_of, trained_head
+from tests.draft.heads import CORRECTED, drafter_of, trained_head
 from tests.engine.same_text import (
     PLAIN,
     Answer,
@@ -160,7 +160,9 @@ def test_two_groups_that_alternate_write_the_same_text(draft: str, types: str) -
     assert draft == "off" or (sum(tally.accepted_at) > 0 and tally.stats.drafter_failures > 0)
 
 
-@pytest.mark.parametrize(("kind", "types"), [("eagle", "f64"), ("eagle3", "int8"), ("peagle", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "types"), [("eagle", "f64"), ("eagle3", "int8"), ("peagle", "int8"), (CORRECTED, "int8")]
+)
 def test_heads_read_what_was_tapped_for_their_own_rows(kind: str, types: str) -> None:
     decoder: ReferenceDecoder = target().decoder  # type: ignore[assignment]
     tally = Tally()

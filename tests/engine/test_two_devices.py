@@ -36,7 +36,7 @@ from paceline.engine.late_loop import LateLoop
 from paceline.engine.overlapped_loop import OverlappedLoop
 from paceline.engine.remote.remote_drafter import RemoteDrafter
 from paceline.model.heads.config import read_config
-from tests.draft.heads import drafter_of, head_values, random_weights, trained_head, write_head
+from tests.draft.heads import CORRECTED, drafter_of, head_values, random_weights, trained_head, write_head
 from tests.engine import test_drafter_process as processes
 from tests.engine.same_text import (
     PLAIN,
@@ -128,7 +128,7 @@ FOREIGN = "draft-model:model=other,vocabulary=strings"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("draft", [OWN_MODEL, FOREIGN, "eagle3", "peagle"])
+@pytest.mark.parametrize("draft", [OWN_MODEL, FOREIGN, "eagle3", "peagle", CORRECTED])
 @pytest.mark.parametrize("overlap", LOOPS)
 def test_same_text_with_two_devices_over_many_workloads(draft: str, overlap: str) -> None:
     tally = compare(draft if draft in (OWN_MODEL, FOREIGN) else head_of(draft), overlap, 60)

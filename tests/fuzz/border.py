@@ -100,7 +100,7 @@ def anything(draw: Draw, depth: int = 0) -> Any:
     """Return an argument of any kind."""
     if depth < 3 and draw.below(2):
         some = [anything(draw, depth + 1) for _ in range(draw.below(5))]
-        named = {draw.one(("fc", "attn_q", "tell", "written", "attn_norm")): found for found in some[:1]}
+        named = {draw.one(("fc", "attn_q", "before", "out", "attn_norm")): found for found in some[:1]}
         return draw.one([some, tuple(some), named, draw.one(_objects())])
     return draw.one([draw.one(NUMBERS), draw.one(FLOATS), draw.one(TEXTS), None, _array(draw), _array(draw)])
 

@@ -83,7 +83,7 @@ class StepLimit(NamedTuple):
 
 
 class FedBack(NamedTuple):
-    """Features of a head's newest guesses: outputs of its last step."""
+    """Outputs of a head's last step: features of its newest guesses, or corrector states."""
 
     hidden: object  # `PassResult.hidden` of that step
     rows: Sequence[int]  # [num_guesses of the pass] the row of `hidden` that each reads
@@ -107,7 +107,7 @@ class PassRequest:
     """One pass, or several steps in one call.
 
     `steps` runs several: each chooses a token for every row that takes part, and the next reads that token. The
-    first reads `packed`, which wants the last token of each row (a parallel head: the places of all guesses);
+    first reads `packed`, which wants the last token of each row (a block head: the places of all guesses);
     `packed.pages` reach as far as all steps do. No spec of theirs is of kind `logits`.
     """
 

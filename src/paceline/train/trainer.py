@@ -140,7 +140,7 @@ class Trainer:
             with torch.no_grad():
                 weight.copy_(tensors[f"weight.{name}"])
             for optimizer, keys in zip(self._optimizers, _MOMENTS, strict=False):
-                if f"{keys[0]}.{name}" in tensors:  # a weight without a gradient so far has no moments
+                if f"{keys[0]}.{name}" in tensors:  # else it is a weight of the other optimizer
                     # Fused AdamW wants its step counter on the device of the weight.
                     moments = {key: tensors[f"{key}.{name}"].to(weight.device) for key in keys}
                     optimizer.state[weight] = moments

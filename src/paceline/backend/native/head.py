@@ -52,10 +52,7 @@ class NativeHead:
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
         """Write these tokens, too, see `DraftExecutor`."""
-        self.vocabulary.set_request_tokens(token_ids, self.compiled, self._put_row)
-
-    def _put_row(self, index: int, row: NDArray[float32]) -> None:
-        self.written.put_row(index, row)
+        self.vocabulary.set_request_tokens(token_ids, self.compiled, self.written.put_row)
 
     def new_kv(self, num_pages: int) -> kernels.KVStore:
         """Return an empty store of `num_pages` pages for the head's layers."""

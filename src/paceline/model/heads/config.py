@@ -126,7 +126,8 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     elif algorithm.blocks:
         config = _block_head(layers, everywhere, target)
     else:
-        _refuse_relay(everywhere)
+        if algorithm.parallel:
+            _refuse_relay(everywhere)
         config = HeadConfig(
             algorithm=algorithm,
             layers=layers,
