@@ -72,7 +72,7 @@ class Responder:
 
         Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.
         """
-        whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        whole: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         gather = None if self.job.stream else partial(self._gather, whole)
         events = await client.submit(self.job.requests, gather)
         watcher = asyncio.create_task(_watch(receive, events))
@@ -80,7 +80,8 @@ class Responder:
             if gather is None:
                 await self._stream(events, send)
             else:
-                await whole
+                if (error := await whole) is not None:
+                    raise error
                 response = Response(to_json(self._body()), media_type="application/json", headers=self._headers)
                 await response(scope, receive, send)
         except ClientDisconnected:
@@ -94,8 +95,11 @@ class Responder:
             watcher.cancel()
             await events.close()
 
-    def _gather(self, whole: asyncio.Future[None], event: Event) -> None:
-        """Take in an event of answers in one piece, which wakes nobody before their end."""
+    def _gather(self, whole: asyncio.Future[Exception | None], event: Event) -> None:
+        """Take in an event of answers in one piece, which wakes nobody before their end.
+
+        whole: gets None then, or what went wrong. It may be nobody who waits, where `submit` itself fails.
+        """
         if whole.done():
             return
         try:
@@ -103,7 +107,7 @@ class Responder:
             if self._finished:
                 whole.set_result(None)
         except Exception as error:  # raised where the answers are awaited
-            whole.set_exception(error)
+            whole.set_result(error)
 
     def _body(self) -> Json:
         """Return a whole response."""
