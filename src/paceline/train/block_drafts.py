@@ -101,11 +101,11 @@ def attend_blocks(
     own_scores = torch.matmul(folded.flatten(2, 3), own_keys.transpose(2, 3))  # [kv_heads, m, size * group, size]
     rows_each = size * group
     from_context, from_own = [], []
-    for b, (start, end) in zip(bounds, first.cuts, strict=True):
+    for b, (start, end), newest in zip(bounds, first.cuts, first.newest, strict=True):
         if start == end:
             continue
         anchors = first.anchors[start:end] - b.start
-        length = int(anchors[-1])
+        length = newest - b.start
         keys, values = (x[b.start : b.start + length].transpose(0, 1) for x in seen)
         unseen = torch.arange(length, device=query.device) >= anchors[:, None]
         scores = torch.matmul(folded[:, start:end].flatten(1, 3), keys.transpose(1, 2))

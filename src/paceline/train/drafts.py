@@ -37,6 +37,7 @@ class DraftDepth:
     kept: torch.Tensor  # [m] int64 indices among the drafts of the depth before
     own: torch.Tensor  # [m, depth] int64 their entries at depths 1..depth, numbered from depth 1 on
     cuts: tuple[tuple[int, int], ...]  # (first, end) of the drafts of each text
+    newest: tuple[int, ...]  # last anchor of each text, known to the host; any number where it has none
 
 
 def plan_drafts(
@@ -80,8 +81,9 @@ def _depth(
     device: torch.device,
 ) -> DraftDepth:
     edges = torch.searchsorted(anchors, torch.tensor([b.start for b in bounds] + [bounds[-1].end])).tolist()
+    newest = anchors[torch.tensor(edges[1:]) - 1].tolist() if len(anchors) else [0] * len(bounds)
     cuts = tuple(pairwise(edges))
-    return DraftDepth(anchors.to(device), kept.to(device), own.to(device), cuts)
+    return DraftDepth(anchors.to(device), kept.to(device), own.to(device), cuts, tuple(newest))
 
 
 def every_entry(bounds: Sequence[TextBounds], device: torch.device) -> DraftDepth:

@@ -219,7 +219,7 @@ class Trainer:
 @torch.inference_mode()
 def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Sequence[int]) -> Evaluation:
     """Draft at every position of held-out texts with at least `config.eval_tokens` tokens in all."""
-    agreed, accepted, counts = (torch.zeros(config.eval_steps, dtype=torch.float64) for _ in range(3))
+    agreed, accepted, counts = ([0] * config.eval_steps for _ in range(3))
     diverged = 0.0
     for pack in _first(packs(numbers, batcher.lengths(), config.batch_tokens), batcher, config.eval_tokens):
         batch = batcher.make(pack)
@@ -238,10 +238,9 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
             for sums, value in ((agreed, agrees), (accepted, alive)):
                 sums[number] += int(value.sum())
             counts[number] += len(hidden)
-    counts = counts.clamp(min=1)
-    return Evaluation(
-        diverged / float(counts[0]), tuple((agreed / counts).tolist()), tuple((accepted / counts).tolist())
-    )
+    each = [max(count, 1) for count in counts]
+    shares = (tuple(num / count for num, count in zip(sums, each, strict=True)) for sums in (agreed, accepted))
+    return Evaluation(diverged / each[0], *shares)
 
 
 def _first(batches: Iterator[list[int]], batcher: Batcher, num_tokens: int) -> Iterator[list[int]]:
