@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 SHARD_TOKENS = 1 << 15
-PASS_TOKENS = 512  # of one pass of the target; each token of an answer needs a row of logits
+PASS_TOKENS = 512  # of one pass of the target; each token of an answer needs a row of logits ...
+DEVICE_PASS_TOKENS = 4096  # ... and on a device a pass of few tokens takes as long as one of many
 TOP = 64  # number of most likely tokens kept of each distribution
 # Hidden states reach tens of thousands, and float16 ends at 65504. A power of two costs no precision.
 SCALE = 1 / 16
@@ -77,7 +78,9 @@ class FeatureFiles:
         self._paths = self._shard_paths()
         self._open: dict[int, TextFeatures] = {}
 
-    def compute(self, make_reader: Callable[[], TargetReader], on_progress: OnProgress) -> None:
+    def compute(
+        self, make_reader: Callable[[], TargetReader], on_progress: OnProgress, pass_tokens: int = PASS_TOKENS
+    ) -> None:
         """Compute the missing shards."""
         missing = [i for i, path in enumerate(self._paths) if not path.is_file()]
         if not missing:
@@ -88,7 +91,7 @@ class FeatureFiles:
         done = sum(sizes) - sum(sizes[i] for i in missing)
         for shard in missing:
             tensors = []
-            for numbers in packs(self._shards[shard], [len(t) for t in self._texts], PASS_TOKENS):
+            for numbers in packs(self._shards[shard], [len(t) for t in self._texts], pass_tokens):
                 texts = [self._texts[n] for n in numbers]
                 tensors.append(_features(read, texts))
                 done += sum(map(len, texts))

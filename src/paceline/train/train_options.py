@@ -15,7 +15,7 @@ from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
-from paceline.train.feature_store import FeatureFiles
+from paceline.train.feature_store import DEVICE_PASS_TOKENS, PASS_TOKENS, FeatureFiles
 from paceline.train.head_recipe import HeadRecipe
 from paceline.train.progress import progress
 from paceline.train.recipe import KINDS
@@ -186,7 +186,8 @@ def features_of(
     """Return the target's features of the texts; compute those that are missing."""
     store = FeatureFiles(target, taps, texts, args.features or args.data / "features", _weight_type(args))
     with progress("hidden states, tokens") as update:
-        store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""))
+        at_once = PASS_TOKENS if args.device == "cpu" else DEVICE_PASS_TOKENS
+        store.compute(lambda: _reader(args, target, taps), lambda done, total: update(done, total, ""), at_once)
     return store
 
 

@@ -1,0 +1,207 @@
+"""`scripts/train-on-gpu`: a block head for the default model, in a given time.
+
+It reads the answers in training/, times a few steps, and trains for as many as the time allows. With `--pack DIR`
+it only packs what this needs on a machine without network, in pieces that can be brought there one after another:
+
+DIR/first/       Paceline's wheel, its dependencies, the answers, and `run`
+DIR/model-NN/    pieces of the default model
+Each has a script `keep`, which copies it beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 540.0
+RESERVE_S = 20.0  # for the last evaluation, the files and what leads up to the first step
+PROBE_STEPS = 40  # timed: the second half of them
+TOKENS = 4_400_000  # of prompts and answers
+LONG_PROMPT, KEPT_SHARE = 700, 0.2  # of the prompts beyond so many tokens, this share: they teach little a token
+PIECE_MIB = 20.0
+RESULT_BYTES = 15 << 20  # of a piece of the trained head
+MAX_LEN, TAPS = 1280, "2,8,15,21,27"
+PACKED = "paceline-training"  # folder under the machine's temporary one
+KEEP = 'to="${{TMPDIR:-/tmp}}/{packed}"; mkdir -p "$to"; cp -r "$(dirname "$0")" "$to/"\n'
+RUN = """set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)"
+only=(--no-index --no-deps --no-compile --no-cache-dir)
+python3 -m pip install --quiet "${only[@]}" --upgrade --target "$here/site" "$here"/wheels/*.whl
+export PYTHONPATH="$here/site:$here" PYTHONUNBUFFERED=1
+exec python3 -P -m tools.gpu.training --pieces "$here/.." --answers "$here/training" "$@"
+"""
+SETTINGS = (
+    *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 3, "--copy", "0,15,29", "--k", 7, "--rank", 64),
+    *("--anchors", 0.25, "--vocab", 8192, "--held-out", 0.02, "--batch-tokens", 16384),
+    *("--eval-tokens", 32768, "--type", "int8", "--share-head"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pack, or train."""
+    args = _parser().parse_args(argv)
+    if args.pack is not None:
+        return pack_training(args.pack, args.mib)
+    args.out.mkdir(parents=True, exist_ok=True)
+    train(args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/train-on-gpu",
+        description="Train a block head for the default model on a GPU in a given time.",
+    )
+    out = Path(os.environ.get("OUT") or "block-head")
+    parser.add_argument("--pack", type=Path, metavar="DIR", help="only pack all that is needed elsewhere")
+    parser.add_argument("--mib", type=float, default=PIECE_MIB, metavar="N", help="of a piece of the model")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="for the head and its figures")
+    parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="for everything")
+    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="to learn from")
+    parser.add_argument("--device", default="cuda", metavar="NAME")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="for 6 kB a token; the quickest there is")
+    parser.add_argument("--answers", type=Path, default=ROOT / "training", metavar="DIR")
+    parser.add_argument("--pieces", type=Path, metavar="DIR", help="where model-NN/ lie; else the default model")
+    parser.add_argument("settings", nargs="*", metavar="-- OPTION", help="further options of `train block`")
+    return parser
+
+
+# Here: what is brought ----------------------------------------------------------------------------
+
+
+def pack_training(folder: Path, mib: float) -> int:
+    """Fill a folder with pieces; return the exit status."""
+    from paceline.model.files.pull import resolve
+    from tools.gpu.pack import build_wheel, fetch_missing, find_python, lighten, needed
+
+    first, python = folder / "first", find_python()
+    shutil.rmtree(folder, ignore_errors=True)
+    (first / "wheels").mkdir(parents=True)
+    lighten(build_wheel(python, ROOT), first / "wheels")
+    for _ in fetch_missing(python, needed(ROOT), first / "wheels"):
+        pass
+    hidden = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tools" / "gpu", first / "tools" / "gpu", ignore=hidden)
+    shutil.copy2(ROOT / "tools" / "__init__.py", first / "tools")
+    (first / "training").mkdir()
+    for path in sorted((ROOT / "training").glob("answers*.jsonl.xz")):
+        shutil.copy2(path, first / "training")
+    (first / "run").write_text(RUN, encoding="utf-8")
+    model = resolve("default")
+    (first / "SHA256").write_text(hashlib.sha256(model.read_bytes()).hexdigest(), encoding="utf-8")
+    for number, piece in enumerate(pieces_of(model, int(mib * (1 << 20)))):
+        (folder / f"model-{number:02}").mkdir()
+        (folder / f"model-{number:02}" / "piece").write_bytes(piece)
+    for part in sorted(folder.iterdir()):
+        (part / "keep").write_text(KEEP.format(packed=PACKED), encoding="utf-8")
+        size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+        sys.stdout.write(f"{size / 2**20:8.2f} MiB  {part.name}\n")
+    sys.stdout.write(f'There: bash DIR/PART/keep for each, then bash "${{TMPDIR:-/tmp}}/{PACKED}/first/run"\n')
+    return 0
+
+
+def pieces_of(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the file in pieces of at most so many bytes."""
+    with path.open("rb") as file:
+        while piece := file.read(size):
+            yield piece
+
+
+# There: training ----------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Read the texts, time some steps, train for as many as the time allows."""
+    end = perf_counter() + args.seconds
+    work = args.work or args.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    model = "default" if args.pieces is None else str(joined(args.pieces, work / "model.gguf"))
+    data = write_data(args.answers, work / "data", args.tokens)
+    same = ["--data", data, "--model", model, "--device", args.device]
+    _paceline(["features", *same, "--max-len", MAX_LEN, "--taps", TAPS])
+    settings = [*same, *SETTINGS, *args.settings]
+    probe, half = work / "probe", PROBE_STEPS // 2
+    timed = ["--steps", PROBE_STEPS, "--eval-every", half, "--eval-tokens", 1]
+    _paceline(["block", *settings, "--out", probe, *timed])
+    step_s = timed_step(probe / "metrics.jsonl")
+    steps = max(1, int((end - perf_counter() - RESERVE_S) / step_s))
+    sys.stdout.write(f"{1e3 * step_s:.0f} ms a step, {steps} steps\n")
+    every = max(1, steps // 10)
+    head = work / "head"
+    _paceline(["block", *settings, "--out", head, "--steps", steps, "--eval-every", every, "--save-every", every])
+    write_results(head, args.out)
+
+
+def joined(pieces: Path, target: Path) -> Path:
+    """Join the pieces of the model. Raises `ValueError` if they are not whole."""
+    with target.open("wb") as file:
+        for part in sorted(pieces.glob("model-*/piece")):
+            file.write(part.read_bytes())
+    wanted = (pieces / "first" / "SHA256").read_text(encoding="utf-8")
+    if hashlib.sha256(target.read_bytes()).hexdigest() != wanted:
+        raise ValueError(f"the model in {pieces} is not whole: bring all its pieces")
+    return target
+
+
+def write_data(answers: Path, folder: Path, tokens: int) -> Path:
+    """Write a shuffled part of the answers as `train data` does; return its folder."""
+    lines: list[bytes] = []
+    for path in sorted(answers.glob("answers*.jsonl.xz")):
+        lines += lzma.decompress(path.read_bytes()).splitlines(keepends=True)
+    chance = np.random.default_rng(5)
+    folder.mkdir(exist_ok=True)
+    with (folder / "answers.jsonl").open("wb") as file:
+        for index in chance.permutation(len(lines)).tolist():
+            row = json.loads(lines[index])
+            length = len(row["prompt_ids"])
+            if length > LONG_PROMPT and chance.random() > KEPT_SHARE:
+                continue
+            tokens -= sum(min(MAX_LEN, length + len(answer["token_ids"])) for answer in row["answers"])
+            if tokens < 0:
+                break
+            file.write(lines[index])
+    return folder
+
+
+def timed_step(metrics: Path) -> float:
+    """Return the seconds of a step in the second half of a probe.
+
+    A small evaluation is in it.
+    """
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    half, whole = rows[-2:]
+    return float(whole["wall_s"] - half["wall_s"]) / float(whole["step"] - half["step"])
+
+
+def write_results(head: Path, out: Path) -> None:
+    """Copy the head, its weights in pieces, and its figures."""
+    for name in ("config.json", "metrics.jsonl", "provenance.json", "acceptance.png"):
+        if (head / name).exists():
+            shutil.copy2(head / name, out)
+    for number, piece in enumerate(pieces_of(head / "model.safetensors", RESULT_BYTES)):
+        (out / f"model.safetensors.{number}").write_bytes(piece)
+
+
+def _paceline(words: Sequence[object]) -> None:
+    """Run `paceline train`. Raises `CalledProcessError`."""
+    code = "from paceline.cli import main; raise SystemExit(main())"
+    subprocess.run([sys.executable, "-c", code, "train", *map(str, words)], check=True)  # noqa: S603
+
+
+if __name__ == "__main__":
+    sys.exit(main())
