@@ -85,10 +85,12 @@ def _fill(folder: Path, root: Path) -> None:
     shutil.copytree(root / "tools" / "gpu", folder / "tools" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(root / "tools" / "__init__.py", folder / "tools")
     shutil.copy2(RUN, folder / "run")
-    described = _run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty"], "git does not know this checkout"
-    )
-    (folder / "COMMIT").write_text(described, encoding="utf-8")
+    (folder / "COMMIT").write_text(described(root), encoding="utf-8")
+
+
+def described(root: Path) -> str:
+    """Return the commit of a checkout. Raises `PackError`."""
+    return _run(["git", "-C", str(root), "describe", "--always", "--dirty"], "git does not know this checkout")
 
 
 def _report(folder: Path) -> int:

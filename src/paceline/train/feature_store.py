@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SHARD_TOKENS = 1 << 15
 PASS_TOKENS = 512  # of one pass of the target; each token of an answer needs a row of logits ...
-DEVICE_PASS_TOKENS = 4096  # ... and on a device a pass of few tokens takes as long as one of many
+DEVICE_PASS_TOKENS = 4096  # ... and on a device small passes cost their launches
 TOP = 64  # number of most likely tokens kept of each distribution
 # Hidden states reach tens of thousands, and float16 ends at 65504. A power of two costs no precision.
 SCALE = 1 / 16

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
 PRIVATE = system.MAP_PRIVATE | system.MAP_ANONYMOUS
 MADV_DONTNEED: int | None = getattr(system, "MADV_DONTNEED", None)  # not every system has it
-TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end
+TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end ...
+DEVICE_TILE_QUERIES = 2048  # ... and on a device a piece costs its launches, however short it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,14 +145,15 @@ def plan_tiles(packed: Packed, group: int, device: torch.device | str, window: i
 
     With a `window` a token sees that many tokens, its own included.
     """
+    most = TILE_QUERIES if torch.device(device).type == "cpu" else DEVICE_TILE_QUERIES
     by_len: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, (start, end) in enumerate(zip(packed.cu_len[:-1].tolist(), packed.cu_len[1:].tolist(), strict=True)):
-        for first in range(start, end, TILE_QUERIES):
-            by_len[min(TILE_QUERIES, end - first)].append((row, first))
+        for first in range(start, end, most):
+            by_len[min(most, end - first)].append((row, first))
     planned: list[Tiles] = []
     for num_queries, tiles in by_len.items():
         # Full tiles of long prefills see very different contexts: one by one they are not padded to the longest.
-        batches = [tiles] if num_queries < TILE_QUERIES else [[tile] for tile in tiles]
+        batches = [tiles] if num_queries < most else [[tile] for tile in tiles]
         planned += [_tiles(packed, batch, num_queries, group, device, window) for batch in batches]
     return planned
 
