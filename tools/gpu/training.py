@@ -172,7 +172,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def read_texts(same: Sequence[object], seconds: float) -> None:
-    """Let the target read the texts; what was read stays.
+    """Have the target read the texts; what was read stays.
 
     Raises `UnfinishedError`.
     """
