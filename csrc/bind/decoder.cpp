@@ -55,7 +55,8 @@ std::shared_ptr<const Mixture> mixture_of(const Shape& shape, const nb::dict& ma
     Mixture found{shape.experts_per_token, shape.routing, matrix_of(matrices, "router", num, shape.hidden),
                   maybe_vector(vectors, "router_bias", num), maybe_vector(vectors, "router_correction", num), nullptr, {}};
     if (matrices.contains("shared_gate")) found.shared_gate = matrix_of(matrices, "shared_gate", 1, shape.hidden);
-    require((router->type() == WeightType::f32 || router->type() == WeightType::bf16) && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
+    const bool has_floats = router->type() == WeightType::f32 || router->type() == WeightType::bf16;
+    require(has_floats && (!found.shared_gate || found.shared_gate->type() == router->type()), "a router has floats");
     for (size_t i = 0; i < num; ++i) {
         const std::string name = "experts." + std::to_string(i) + ".";
         const auto matrix = [&](const char* part, size_t out, size_t in) { return matrix_of(matrices, (name + part).c_str(), out, in); };
@@ -301,9 +302,9 @@ void bind_decoder(nb::module_& m) {
              "windows"_a, "ropes"_a, "query_scale"_a, "embed_scale"_a, "activation"_a, "residual_scale"_a = 1.0f, "score_cap"_a = 0.0f,
              "logit_cap"_a = 0.0f, "query_growth"_a = 0.0f, "query_context"_a = 1.0f, "norms_all"_a = false, "norms_residual"_a = false,
              "feeds_normed"_a = false, "fusing_matrices"_a = nb::dict(), "fusing_vectors"_a = nb::dict(), "token_ids"_a = nb::none(),
-             "experts_per_token"_a = 0, "norms_shares"_a = true, "norms_values"_a = false, "input_matrices"_a = nb::dict(), "input_vectors"_a = nb::dict(),
-             "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f, "reads_rows"_a = false, "corrector_matrices"_a = nb::dict(),
-             "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
+             "experts_per_token"_a = 0, "norms_shares"_a = true, "norms_values"_a = false, "input_matrices"_a = nb::dict(),
+             "input_vectors"_a = nb::dict(), "routes_by_sigmoid"_a = false, "share_scale"_a = 1.0f, "reads_rows"_a = false,
+             "corrector_matrices"_a = nb::dict(), "corrector_vectors"_a = nb::dict(), "ranks"_a.none() = nb::none())
         .def_prop_ro("vocab", [](const Decoder& self) { return self.shape().vocab; })
         .def_prop_ro("maps_ids", &Decoder::maps_ids)
         .def_prop_ro("hidden", [](const Decoder& self) { return self.shape().hidden; })

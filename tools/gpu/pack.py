@@ -73,24 +73,31 @@ def pack(folder: Path, root: Path) -> int:
 
 
 def _fill(folder: Path, root: Path) -> None:
-    if folder.exists() and any(folder.iterdir()) and not (folder / "COMMIT").exists():
+    clear(folder, "COMMIT")
+    bring_code(folder, root)
+    shutil.copy2(RUN, folder / "run")
+
+
+def clear(folder: Path, mark: str) -> None:
+    """Remove a pack, which holds the file `mark`. Raises `PackError`."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / mark).exists():
         raise PackError(f"{folder} is not empty, and no pack: name another folder")
-    python = find_python()
     shutil.rmtree(folder, ignore_errors=True)
-    wheels = folder / "wheels"
+
+
+def bring_code(folder: Path, root: Path) -> None:
+    """Write wheels, `tools` and the commit to a new folder. Raises `PackError`."""
+    python, wheels = find_python(), folder / "wheels"
     wheels.mkdir(parents=True)
     lighten(build_wheel(python, root), wheels)
     for name in fetch_missing(python, needed(root), wheels):
         sys.stdout.write(f"with {name}\n")
     shutil.copytree(root / "tools" / "gpu", folder / "tools" / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(root / "tools" / "__init__.py", folder / "tools")
-    shutil.copy2(RUN, folder / "run")
-    (folder / "COMMIT").write_text(described(root), encoding="utf-8")
-
-
-def described(root: Path) -> str:
-    """Return the commit of a checkout. Raises `PackError`."""
-    return _run(["git", "-C", str(root), "describe", "--always", "--dirty"], "git does not know this checkout")
+    described = _run(
+        ["git", "-C", str(root), "describe", "--always", "--dirty"], "git does not know this checkout"
+    )
+    (folder / "COMMIT").write_text(described, encoding="utf-8")
 
 
 def _report(folder: Path) -> int:

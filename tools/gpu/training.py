@@ -27,7 +27,8 @@ import numpy as np
 
 from paceline.model.files.catalogue import PACKAGED
 from paceline.model.files.pull import kept_file, resolve
-from tools.gpu.pack import PackError, build_wheel, described, fetch_missing, find_python, lighten, needed
+from tools.gpu.pack import PackError, bring_code, clear
+from tools.gpu.run import commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,7 +68,7 @@ SETTINGS = (
 
 
 class UnfinishedError(Exception):
-    """The time was too short; the message says for what, and what to do."""
+    """The run cannot go on; the message says what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,22 +110,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def pack_training(folder: Path, mib: float) -> None:
     """Fill a folder with pieces. Raises `PackError`."""
-    first, python = folder / "first", find_python()
-    if folder.exists() and any(folder.iterdir()) and not (first / "SHA256").exists():
-        raise PackError(f"{folder} is not empty, and no pack: name another folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    (first / "wheels").mkdir(parents=True)
-    lighten(build_wheel(python, ROOT), first / "wheels")
-    for _ in fetch_missing(python, needed(ROOT), first / "wheels"):
-        pass
-    hidden = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "tools" / "gpu", first / "tools" / "gpu", ignore=hidden)
-    shutil.copy2(ROOT / "tools" / "__init__.py", first / "tools")
+    first = folder / "first"
+    clear(folder, "first/COMMIT")
+    bring_code(first, ROOT)
     (first / "training").mkdir()
     for path in sorted((ROOT / "training").glob("answers*.jsonl.xz")):
         shutil.copy2(path, first / "training")
     (first / "run").write_text(RUN, encoding="utf-8")
-    (first / "COMMIT").write_text(described(ROOT), encoding="utf-8")
     model = resolve("default")
     (first / "SHA256").write_text(hashlib.sha256(model.read_bytes()).hexdigest(), encoding="utf-8")
     for number, piece in enumerate(pieces_of(model, int(mib * (1 << 20)))):
@@ -251,6 +243,7 @@ def timed_step(metrics: Path) -> float:
 def write_results(head: Path, out: Path) -> None:
     """Copy the head as far as it was trained, in pieces, with its figures."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / "COMMIT").write_text(commit(), encoding="utf-8")
     for name in ("config.json", "metrics.jsonl", "provenance.json", "acceptance.png"):
         if (head / name).exists():
             shutil.copy2(head / name, out)

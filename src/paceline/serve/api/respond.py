@@ -98,7 +98,7 @@ class Responder:
     def _gather(self, whole: asyncio.Future[Exception | None], event: Event) -> None:
         """Take in an event of answers in one piece, which wakes nobody before their end.
 
-        whole: gets None then, or what went wrong. It may be nobody who waits, where `submit` itself fails.
+        whole: gets None then, or what went wrong. Nobody waits for it if `submit` itself fails.
         """
         if whole.done():
             return
