@@ -107,10 +107,13 @@ def test_what_is_printed_can_be_a_file(file: Path, capsys: pytest.CaptureFixture
     assert "secret" not in printed
     assert f"port = 1234  # {file}" in printed
     assert "max-open = 1024  # default" in printed
+    assert "# api-key =  # command line" in printed
     values = tomllib.loads(printed)["serve"]
     assert values["model"] == 'a "b" \\ é'
     file.write_text(printed)
-    assert parsed(file, "serve", [])["served_model_name"] == ["a", "b"]
+    found = parsed(file, "serve", [])
+    assert found["served_model_name"] == ["a", "b"]
+    assert found["api_key"] is None  # no stand-in, which would be a key that anyone can guess
 
 
 @pytest.mark.parametrize("value", ["", "a\x7fb\n\"'\\", "é\u2028", 0.5, 7, True, ["a", 1], ("x",)])

@@ -85,7 +85,7 @@ _SWITCHES = {
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 _RESUMABLE = ("train", "compare")  # commands that resume where they stopped
-_SECRET = ("api-key",)  # options whose value is not printed
+_SECRET = ("api-key",)  # options printed as a comment, without their value
 _REFUSE = "paceline-refuse"  # error handler of standard input for bytes that are no text
 _ESCAPE = "paceline-escape"  # error handler of standard output for characters that its encoding lacks
 
@@ -326,8 +326,8 @@ def _resolved(
         variable = _variable(action)
         setter = variable if os.environ.get(variable, "").strip() else from_file
         setter = "command line" if _is_given(action, argv) else setter
-        shown = "# " if value is None else ""
-        text = "" if value is None else '"***"' if key in _SECRET else as_toml(value)
+        is_hidden = value is None or key in _SECRET
+        shown, text = ("# ", "") if is_hidden else ("", as_toml(value))
         lines.append(f"{shown}{key} = {text}  # {setter}".replace("=   #", "=  #"))
     return "\n".join(lines) + "\n"
 
