@@ -116,6 +116,14 @@ def test_what_is_printed_can_be_a_file(file: Path, capsys: pytest.CaptureFixture
     assert found["api_key"] is None  # no stand-in, which would be a key that anyone can guess
 
 
+def test_what_is_printed_without_options_can_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, printed = tmp_path / "empty.toml", tmp_path / "printed.toml"
+    empty.write_text("")
+    assert cli.main(["serve", "--config", str(empty), "--print-config"]) == 0
+    printed.write_text(capsys.readouterr().out)
+    assert parsed(printed, "serve", []) | {"config": None} == parsed(empty, "serve", []) | {"config": None}
+
+
 @pytest.mark.parametrize("value", ["", "a\x7fb\n\"'\\", "é\u2028", 0.5, 7, True, ["a", 1], ("x",)])
 def test_values_survive_toml(value: object) -> None:
     wanted = list(value) if isinstance(value, tuple) else value

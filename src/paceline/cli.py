@@ -298,7 +298,7 @@ def _file_arguments(action: argparse.Action, value: object, where: str) -> list[
     for part in parts:
         _check_value(action, str(part), where)
     if action.nargs == "+":
-        return [flag, *map(str, parts)]
+        return [flag, *map(str, parts)] if parts else []
     return [f"{flag}={part}" for part in parts]
 
 
