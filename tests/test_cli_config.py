@@ -52,6 +52,11 @@ def test_a_file_is_below_the_environment_and_that_below_the_command_line(file: P
     assert (found["port"], found["max_rows"], found["max_len"], found["prefix_cache"]) == (7, 9, 512, True)
 
 
+def test_the_environment_turns_off_what_the_file_turns_on(file: Path) -> None:
+    assert parsed(file, "serve", [], {"PACELINE_INSECURE": "0"})["insecure"] is False
+    assert parsed(file, "serve", ["--insecure"], {"PACELINE_INSECURE": "0"})["insecure"] is True
+
+
 def test_a_list_further_up_replaces_that_of_the_file(file: Path) -> None:
     assert parsed(file, "generate", [])["stop"] == ["x y", "z"]
     assert parsed(file, "generate", ["--stop", "q"])["stop"] == ["q"]

@@ -276,9 +276,9 @@ def _from_file(
         if key not in actions or key in (CONFIG_FLAG.removeprefix("--"), "print-config"):
             raise ConfigError(f"{section.path}: {parser.prog} has no option {key[:64]!r}{suggest(key, actions)}")
         action = actions[key]
-        is_list = isinstance(action, argparse._AppendAction)
-        if is_list and (_is_given(action, argv) or environ.get(_variable(action), "").strip()):
-            continue  # a list further up replaces this one
+        adds = isinstance(action, argparse._AppendAction) or action.nargs == 0
+        if adds and (_is_given(action, argv) or environ.get(_variable(action), "").strip()):
+            continue  # a list further up replaces this one, and no flag takes a switch back
         found += _file_arguments(action, value, f"{section.path}: {key}")
     return found
 
