@@ -342,7 +342,9 @@ def make_app(
     fleet = client if isinstance(client, EngineFleet) else None
     metrics = Metrics(EngineCollector(client) if fleet is None else fleet.metrics)
     state = AppState(client, metrics, tokenizer_cache, max_open)
-    client.on_snapshot = state.metrics.recent.take
+    client.on_snapshot = metrics.recent.take
+    if fleet is not None:
+        metrics.recent.engines = lambda: [member.recent for member in fleet.members.values()]
     if operation.metrics_names != OWN_NAMES:
         metrics.registry.register(VllmNames(client, partial(_name_or_none, state)))
     routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))

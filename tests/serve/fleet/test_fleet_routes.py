@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from paceline.control.online_cost import Predictions
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.serve.api.keys import KeyRing, new_key
 from paceline.serve.app import make_app
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
+from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.tokenizer_cache import TokenizerCache
+from paceline.serve.worker.messages import Snapshot
 from tests.serve.fleet.fake_engines import FakeEngines
 
 if TYPE_CHECKING:
@@ -55,3 +60,32 @@ def _drained(ring: KeyRing | None, key: str) -> list[int]:
         return [answer.status_code for answer in answers]
 
     return asyncio.run(scenario())
+
+
+def test_the_speeds_of_replicas_add_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of two replicas writes 40 tokens in each second of its steps."""
+
+    async def scenario() -> dict[str, Any]:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        replicas = [FakeEngines() for _ in range(2)]
+        for name, engines in enumerate(replicas):
+            fleet.add(str(name), engines)
+        _, state = make_app(fleet, TokenizerCache(), page=False)
+        telling = asyncio.create_task(tell_doings(state.metrics.recent, every_s=0.01))
+        await asyncio.sleep(0)
+        predictions = Predictions(step_s=3.0, plain_s=6.0)
+        worked = Stats(steps=60, step_s=3.0, output_tokens=120, predictions=predictions)
+        for stats in (Stats(), worked):
+            for engines in replicas:
+                engines.snapshot = Snapshot(stats, Gauges.none())
+                engines.on_snapshot(engines.snapshot)
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        telling.cancel()
+        await fleet.stop()
+        return state.metrics.recent.figures()
+
+    with caplog.at_level("INFO", "paceline.doings"):
+        figures = asyncio.run(scenario())
+    assert (figures["tokens_per_s"], figures["plain_tokens_per_s"]) == (80.0, 40.0)
+    assert "80.0 tok/s, " in caplog.records[0].message

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from paceline.core.logs import timed
-from paceline.serve.observe.recent import per_pass, rates
+from paceline.serve.observe.recent import per_pass
 
 if TYPE_CHECKING:
     from paceline.engine.gauges import Gauges
@@ -21,23 +22,19 @@ EVERY_S = 10.0
 
 async def tell_doings(recent: Recent, every_s: float = EVERY_S) -> None:
     """Log a line after each interval in which the engine worked."""
-    before = recent.newest
     while True:
+        begin_s = time.monotonic()
         await asyncio.sleep(every_s)
-        newest = recent.newest
-        if newest is None or newest is before:
-            continue
-        anew = before is None or newest.stats.steps < before.stats.steps  # of an engine that was restarted
-        gained = newest.stats if before is None or anew else newest.stats.since(before.stats)
-        before = newest
-        if gained.steps:
-            fields = doings(gained, newest.gauges)
+        window_s = time.monotonic() - begin_s
+        newest, gained = recent.newest, recent.since(window_s)
+        if newest is not None and gained is not None and gained.steps:
+            fields = doings(gained, newest.gauges, recent.speed(window_s))
             log.info(line(fields), extra=timed(fields))
 
 
-def doings(gained: Stats, gauges: Gauges) -> dict[str, float | None]:
+def doings(gained: Stats, gauges: Gauges, speed: tuple[float, float | None]) -> dict[str, float | None]:
     """Return what an interval brought, by name."""
-    tokens_per_s, plain_per_s = rates(gained)
+    tokens_per_s, plain_per_s = speed
     return {
         "running": gauges.num_running,
         "waiting": gauges.num_waiting,

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from paceline.engine.stats import Stats
     from paceline.serve.worker.messages import Snapshot
@@ -28,6 +28,7 @@ class Recent:
         self._snapshots: deque[tuple[float, Snapshot]] = deque()
         self._ttft_s: deque[float] = deque(maxlen=MOST_TIMES)
         self._tpot_s: deque[float] = deque(maxlen=MOST_TIMES)
+        self.engines: Callable[[], Iterable[Recent]] = lambda: (self,)  # each by itself, where this is their sum
 
     # What comes in -------------------------------------------------------------------------------
 
@@ -66,16 +67,27 @@ class Recent:
         before = [snapshot for at_s, snapshot in self._snapshots if at_s <= begin_s]
         return newest.stats.since(before[-1].stats if before else self._snapshots[0][1].stats)
 
+    def speed(self, window_s: float) -> tuple[float, float | None]:
+        """Return tokens per second of the time in steps, and the same estimated without drafts.
+
+        Engines step side by side, so their speeds add up.
+        """
+        counted = [stats for engine in self.engines() if (stats := engine.since(window_s)) is not None]
+        tokens_per_s = sum(stats.output_tokens / stats.step_s for stats in counted if stats.step_s)
+        whole = self.since(window_s)
+        speedup = None if whole is None else whole.predictions.speedup
+        return round(tokens_per_s, 3), round(tokens_per_s / speedup, 3) if speedup else None
+
     def figures(self) -> dict[str, Any]:
         """Return rates of the last seconds, and counts since the engine started."""
-        newest, rate, share = self.newest, self.since(RATE_S), self.since(SHARE_S)
-        if newest is None or rate is None or share is None:
+        newest, share = self.newest, self.since(SHARE_S)
+        if newest is None or share is None:
             return {}
         stats, gauges = newest.stats, newest.gauges
-        tokens_per_s = rates(rate)[0]
+        tokens_per_s, plain_tokens_per_s = self.speed(RATE_S)
         return {
             "tokens_per_s": tokens_per_s,
-            "plain_tokens_per_s": rates(rate)[1],
+            "plain_tokens_per_s": plain_tokens_per_s,
             "tokens_per_pass": per_pass(share),
             "acceptance_by_position": acceptance_by_position(share),
             "k_by_drafter": k_by_drafter(stats),
@@ -87,15 +99,6 @@ class Recent:
             "ttft_ms": _percentiles(self._ttft_s),
             "tpot_ms": _percentiles(self._tpot_s),
         }
-
-
-def rates(stats: Stats) -> tuple[float, float | None]:
-    """Return tokens per second of the time in steps, and the same estimated without drafts."""
-    if not stats.step_s:
-        return 0.0, None
-    tokens_per_s = stats.output_tokens / stats.step_s
-    speedup = stats.predictions.speedup
-    return round(tokens_per_s, 3), round(tokens_per_s / speedup, 3) if speedup else None
 
 
 def per_pass(stats: Stats) -> float | None:
