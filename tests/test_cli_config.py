@@ -93,6 +93,8 @@ def test_the_file_is_the_one_asked_for_or_the_usual_one(file: Path, tmp_path: Pa
         ('[serve]\nconfig = "x"', "has no option 'config'"),
         ("[serve.fast]\nport = 1", "no command 'serve fast'"),
         ("[train.eagl3]\n", "no command 'train eagl3'; did you mean 'train "),
+        ("[train]\nfoo = 1", "no command 'train foo'"),
+        ("[fleet]\ndrain = 1", r"fleet drain must be a section, \[fleet.drain\]"),
         ("[serve]\n" + "x" * 99 + " = 1", "is no option"),
         ("[serve", "is no TOML file"),
         ("\0", "is no TOML file"),

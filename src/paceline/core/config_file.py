@@ -66,10 +66,13 @@ def read_section(path: Path, command: str, commands: Collection[str]) -> dict[st
 
 def _check_inner(path: Path, section: str, keys: dict[str, Any], commands: Collection[str]) -> None:
     for name, value in keys.items():
-        if isinstance(value, dict) and f"{section} {name}" not in commands:
+        inner = f"{section} {name}"
+        if inner not in commands and (isinstance(value, dict) or section not in commands):
             known = [command for command in commands if command.startswith(f"{section} ")]
-            hint = suggest(f"{section} {name}", known) if known else ""
-            raise ConfigError(f"{path}: there is no command '{section} {name}'{hint}")
+            hint = suggest(inner, known) if known else ""
+            raise ConfigError(f"{path}: there is no command {inner!r}{hint}")
+        if inner in commands and not isinstance(value, dict):
+            raise ConfigError(f"{path}: {inner} must be a section, [{section}.{name}]")
 
 
 def _key(path: Path, key: str) -> str:
