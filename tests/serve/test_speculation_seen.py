@@ -141,6 +141,12 @@ def test_requests_with_a_salt_are_in_the_sums_only(http: httpx.Client) -> None:
     assert written >= 300
 
 
+def test_head_asks_for_no_feed(http: httpx.Client) -> None:
+    answer = http.head("/v1/speculation/live")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert http.get("/health", timeout=10).status_code == 200  # over the same connection
+
+
 def test_listeners_end_with_the_server(model: Path) -> None:
     with running(model) as server, server.client() as http:
         feed = listen(http)

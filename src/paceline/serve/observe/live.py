@@ -40,16 +40,21 @@ class LiveFeed:
         self._num_listeners = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the listener leaves or the server stops."""
+        """Send events until the listener leaves or the server stops; HEAD gets none."""
         if self._draining():
             raise shutting_down()
         if self._num_listeners >= MOST_LISTENERS:
             raise ApiError(503, f"{MOST_LISTENERS} listeners are the most; try again later", code="too_many")
+        start = {"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS}
+        if scope["method"] == "HEAD":
+            await send(start)
+            await _send(send, b"", more=False)
+            return
         self._num_listeners += 1
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await self._client.watch(on=True)
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            await send(start)
             await self._send_events(send, gone)
         except TimeoutError:
             pass  # too slow
