@@ -169,6 +169,20 @@ def test_the_key_is_asked_for_and_sent(model: Path, open_page: Any):
         open_page.faults[:] = [fault for fault in open_page.faults if "status of 401" not in fault]
 
 
+def test_an_answer_comes_after_the_site_s_data_were_cleared(page: Any, server: Server):
+    prepare(page, max_tokens="8")
+    say(page, "hello")
+    page.wait_for_selector("text=8 tokens")
+    session = page.context.new_cdp_session(page)
+    session.send("Storage.clearDataForOrigin", {"origin": server.url, "storageTypes": "indexeddb"})
+    page.get_by_role("button", name="New conversation").click()
+    say(page, "hello again")
+    page.wait_for_selector("text=8 tokens")
+    page.reload()
+    page.wait_for_selector(".list .open")
+    assert page.locator(".list .open").all_text_contents() == ["hello again"]
+
+
 HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascript:alert(3))
 ![p](https://example.org/x.png) <a href="data:text/html,x" style="x">b</a>
 

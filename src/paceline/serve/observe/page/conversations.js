@@ -34,7 +34,10 @@ function database() {
         request.result.createObjectStore(LISTED, { keyPath: "id" });
         request.result.createObjectStore(WHOLE, { keyPath: "id" });
       };
-      request.onsuccess = () => resolve(request.result);
+      request.onsuccess = () => {
+        request.result.onclose = () => (opened = null); // the user has cleared the site's data
+        resolve(request.result);
+      };
       request.onerror = () => resolve(null);
       request.onblocked = () => resolve(null);
     } catch {
@@ -58,15 +61,19 @@ async function within(mode, work) {
     return null;
   }
   return new Promise((resolve) => {
-    const transaction = db.transaction([LISTED, WHOLE], mode);
-    const request = work(transaction.objectStore(LISTED), transaction.objectStore(WHOLE));
-    transaction.oncomplete = () => resolve(request ? request.result : null);
     const failed = () => {
       lasting.value = false;
       resolve(null);
     };
-    transaction.onerror = failed;
-    transaction.onabort = failed;
+    try {
+      const transaction = db.transaction([LISTED, WHOLE], mode);
+      const request = work(transaction.objectStore(LISTED), transaction.objectStore(WHOLE));
+      transaction.oncomplete = () => resolve(request ? request.result : null);
+      transaction.onerror = failed;
+      transaction.onabort = failed;
+    } catch {
+      failed();
+    }
   });
 }
 
