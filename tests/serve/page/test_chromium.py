@@ -190,8 +190,9 @@ HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script> [a](javascrip
 """
 
 
-def test_text_of_a_model_is_never_run(page: Any):
-    elements = page.evaluate(
+def elements_of(page: Any, text: str) -> list[list[str | None]]:
+    """Elements that the page makes of a text: name, address, names of attributes."""
+    return page.evaluate(
         """async (text) => {
             const script = document.querySelector("script[type=module]").src;
             const { toHtml } = await import(new URL("markdown.js", script));
@@ -200,8 +201,16 @@ def test_text_of_a_model_is_never_run(page: Any):
             return [...template.content.querySelectorAll("*")].map((e) =>
                 [e.tagName, e.getAttribute("href"), ...e.getAttributeNames().sort()]);
         }""",
-        HOSTILE,
+        text,
     )
+
+
+def test_a_text_of_many_levels_is_shown_as_it_is(page: Any):
+    assert [tag for tag, *_ in elements_of(page, "> " * 10_000)] == ["PRE"]
+
+
+def test_text_of_a_model_is_never_run(page: Any):
+    elements = elements_of(page, HOSTILE)
     assert {tag for tag, *_ in elements} == {"P", "A", "BR", "CODE"}
     assert {href for _, href, *_ in elements} == {None, "https://example.org/x.png"}
     assert {name for _, _, *names in elements for name in names} == {"href", "rel", "target"}

@@ -40,7 +40,13 @@ function escaped(text) {
 
 /** @param {string} text */
 export function toHtml(text) {
-  return DOMPurify.sanitize(/** @type {string} */ (marked.parse(text)), ALLOWED);
+  let made;
+  try {
+    made = /** @type {string} */ (marked.parse(text));
+  } catch {
+    made = `<pre>${escaped(text)}</pre>`; // lists or quotes too deep in each other for its recursion
+  }
+  return DOMPurify.sanitize(made, ALLOWED);
 }
 
 /** @param {string} text */
