@@ -111,6 +111,26 @@ def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
     page.wait_for_selector(".list li", state="detached")
 
 
+def test_what_is_typed_while_an_answer_streams_stays(page: Any):
+    prepare(page, max_tokens="16000", lens=False)
+    say(page, "go on")
+    streams = page.locator(".answer[aria-busy=true] .markdown p").first
+    streams.wait_for()
+    page.hover(".list li")
+    page.get_by_role("button", name="Rename go on").click()
+    page.get_by_label("New name").press_sequentially("Our own name", delay=50)
+    assert page.get_by_label("New name").input_value() == "Our own name"
+    page.keyboard.press("Enter")
+    page.get_by_label("System prompt").press_sequentially("Be brief", delay=50)
+    assert streams.count()
+    page.get_by_role("button", name="Stop the answer").click()
+    page.wait_for_selector("text=stopped by you")
+    page.reload()
+    page.get_by_role("button", name="Our own name", exact=True).click()
+    page.wait_for_selector("text=stopped by you")
+    assert page.get_by_label("System prompt").input_value() == "Be brief"
+
+
 def test_a_race_of_the_same_seed_ends_with_the_same_text(page: Any):
     page.click("#tab-race")
     page.get_by_label("Prompt", exact=True).fill(REPEATS)

@@ -1,5 +1,5 @@
 /** Chat: conversations, messages, the field to write in. */
-import { batch, signal, useSignal } from "@preact/signals";
+import { batch, computed, signal, useSignal } from "@preact/signals";
 import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 
 import { AnswerView } from "./answer.js";
@@ -27,6 +27,7 @@ let running = null;
 const busy = signal(/** @type {string | null} */ (null)); // id of the conversation that is being answered
 const listOpen = signal(false);
 const drawerOpen = signal(matchMedia("(min-width: 1200px)").matches);
+const shownId = computed(() => current.value.id); // `current` itself changes with each frame of an answer
 const draft = signal(""); // what the user has written and not sent
 
 /** @param {Conversation} conversation */
@@ -47,11 +48,13 @@ async function respond(asked) {
   const control = new AbortController();
   running = control;
   const body = bodyOf(asked);
+  let latest = asked;
   /** @param {Answer} now */
   const withAnswer = (now) => {
     /** @type {ChatMessage} */
     const message = { role: "assistant", content: now.text, answer: now };
-    return { ...asked, ...titleOf(asked.id), updated: Date.now(), messages: [...asked.messages, message] };
+    latest = { ...latest, ...changed(asked.id), updated: Date.now(), messages: [...asked.messages, message] };
+    return latest;
   };
   /** @param {Answer} now */
   const show = (now) => {
@@ -72,9 +75,11 @@ async function respond(asked) {
   announced.value = last.fault ? `Error: ${faultText(last.fault)}` : `Answer complete: ${last.usage?.completion_tokens ?? 0} tokens`;
 }
 
-/** The title may change while an answer is written. @param {string} id */
-function titleOf(id) {
-  const found = current.value.id === id ? current.value : listed.value.find((other) => other.id === id);
+/** What the user may change while an answer is written. @param {string} id */
+function changed(id) {
+  const { title, system } = current.value;
+  if (current.value.id === id) return { title, system };
+  const found = listed.value.find((other) => other.id === id);
   return found ? { title: found.title } : {};
 }
 
@@ -104,10 +109,15 @@ function startNew() {
   document.getElementById("say")?.focus();
 }
 
+/** A name of its own, as each drawing would call a new function again. @param {HTMLInputElement | null} field */
+function selectAll(field) {
+  field?.select();
+}
+
 /** @param {{item: import("./types.js").Listed}} props */
 function ListItem({ item }) {
   const renaming = useSignal(false);
-  const here = current.value.id === item.id;
+  const here = shownId.value === item.id;
   if (renaming.value) {
     /** @param {any} event */
     const done = (event) => {
@@ -117,7 +127,7 @@ function ListItem({ item }) {
       if (String(title).trim()) rename(item.id, String(title).trim());
     };
     return html`<li><form class="rename" onSubmit=${done}>
-      <input name="title" aria-label="New name" maxlength="120" value=${item.title} ref=${(/** @type {any} */ field) => field?.select()}
+      <input name="title" aria-label="New name" maxlength="120" defaultValue=${item.title} ref=${selectAll}
         onKeyDown=${(/** @type {any} */ event) => event.key === "Escape" && (renaming.value = false)} />
     </form></li>`;
   }
