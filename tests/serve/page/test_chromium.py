@@ -131,6 +131,25 @@ def test_what_is_typed_while_an_answer_streams_stays(page: Any):
     assert page.get_by_label("System prompt").input_value() == "Be brief"
 
 
+def test_a_conversation_is_asked_anew_and_deleted_while_its_answer_streams(page: Any):
+    prepare(page, max_tokens="16000", lens=False)
+    say(page, "go on")
+    streams = page.locator(".answer[aria-busy=true] .markdown p").first
+    streams.wait_for()
+    with page.expect_event("requestfailed"):
+        page.get_by_role("button", name="Edit and ask again").click()
+        page.get_by_label("Edit the message").fill("go back")
+        page.get_by_role("button", name="Send again").click()
+    streams.wait_for()
+    page.hover(".list li")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export go on").click()
+    assert json.loads(download.value.path().read_text())["messages"][0]["content"] == "go back"
+    page.on("dialog", lambda dialog: dialog.accept())
+    with page.expect_event("requestfailed"):
+        page.get_by_role("button", name="Delete go on").click()
+
+
 def test_a_race_of_the_same_seed_ends_with_the_same_text(page: Any):
     page.click("#tab-race")
     page.get_by_label("Prompt", exact=True).fill(REPEATS)

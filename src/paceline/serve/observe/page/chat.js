@@ -66,11 +66,12 @@ async function respond(asked) {
   });
   await keep({ ...asked, updated: Date.now() });
   const last = await answer(body, control.signal, show);
+  const askedAnew = running !== control && busy.value === asked.id;
   if (running === control) {
     running = null;
     busy.value = null;
   }
-  if (listed.value.some((other) => other.id === asked.id)) await keep(withAnswer(last));
+  if (!askedAnew && listed.value.some((other) => other.id === asked.id)) await keep(withAnswer(last));
   if (last.seed !== null && !settings.value.lockSeed) change({ seed: String(last.seed) });
   announced.value = last.fault ? `Error: ${faultText(last.fault)}` : `Answer complete: ${last.usage?.completion_tokens ?? 0} tokens`;
 }
@@ -109,6 +110,13 @@ function startNew() {
   document.getElementById("say")?.focus();
 }
 
+/** @param {import("./types.js").Listed} item */
+function drop({ id, title }) {
+  if (!confirm(`Delete "${title}"?`)) return;
+  if (busy.value === id) stop();
+  remove(id);
+}
+
 /** A name of its own, as each drawing would call a new function again. @param {HTMLInputElement | null} field */
 function selectAll(field) {
   field?.select();
@@ -137,7 +145,7 @@ function ListItem({ item }) {
     <span class="tools">
       <${Button} icon="edit" label=${`Rename ${item.title}`} onClick=${() => (renaming.value = true)} />
       <${Button} icon="save" label=${`Export ${item.title}`} onClick=${() => download(item.id)} />
-      <${Button} icon="trash" label=${`Delete ${item.title}`} onClick=${() => confirm(`Delete "${item.title}"?`) && remove(item.id)} />
+      <${Button} icon="trash" label=${`Delete ${item.title}`} onClick=${() => drop(item)} />
     </span>
   </li>`;
 }
