@@ -77,6 +77,24 @@ def test_an_answer_streams_and_the_lens_sums_equal_the_usage(page: Any):
     assert f"Pass {len(answer['passes'])}" in page.inner_text(".detail")
 
 
+def test_the_lens_estimates_nothing_that_the_usage_leaves_open(page: Any):
+    timed = {"draft_ms": None, "target_ms": 1.0, "step_ms": 2.0, "expected_ms": None}
+    drafted = {"drafter": None, "drafts": [], "k": 0, "proposed": 0, "expected": None}
+    tokens = [{"id": 1, "text": "a", "from": "target"}]
+    one = {"prefill": False, "tokens": tokens, "rows": 1} | timed | drafted
+    passes = [one | {"plain_ms": 5.0}, one | {"plain_ms": None}]
+    told = {"ms_per_token": 2.0, "plain_ms_per_token": None, "saved_ms": None}
+    event = {
+        "choices": [{"delta": {"content": "aa"}, "speculation": {"passes": passes}, "finish_reason": "stop"}],
+        "usage": {"completion_tokens": 2, "total_tokens": 3, "speculation": told},
+    }
+    body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
+    page.route("**/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    say(page, "hello")
+    page.wait_for_selector(".reply .figures")
+    assert page.locator(".sums dd").all_text_contents()[3:] == ["2.0 ms", "–", "–"]
+
+
 def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
     prepare(page, max_tokens="16000", lens=False, lockSeed=False)
     say(page, "go on")

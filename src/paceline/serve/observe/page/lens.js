@@ -178,10 +178,13 @@ function Detail({ pass, index, count }) {
 /** @param {{passes: Pass[], usage: Usage | null}} props */
 export function Sums({ passes, usage }) {
   const own = sums(passes);
-  const told = usage?.speculation;
-  const perToken = told?.ms_per_token ?? (own.tokens ? own.ms / own.tokens : null);
-  const plain = told?.plain_ms_per_token ?? (own.plainTokens ? own.plainMs / own.plainTokens : null);
-  const saved = told?.saved_ms ?? (own.plainTokens ? own.plainMs - own.msOfPlain : null);
+  /** @type {Partial<import("./types.js").Speculated>} */
+  const told = usage?.speculation ?? {};
+  const {
+    ms_per_token: perToken = own.tokens ? own.ms / own.tokens : null,
+    plain_ms_per_token: plain = own.plainTokens ? own.plainMs / own.plainTokens : null, // null: some passes have no estimate
+    saved_ms: saved = own.plainTokens ? own.plainMs - own.msOfPlain : null,
+  } = told;
   const length = own.passes ? own.tokens / own.passes : null;
   return html`<dl class="facts sums">
     <div><dt>tokens per pass</dt><dd data-sum="tokens_per_pass">${fixed(length, 2)}</dd></div>
