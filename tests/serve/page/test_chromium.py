@@ -213,6 +213,9 @@ def test_errors_are_shown_as_they_are(open_page: Any, server: Server):
 def test_the_key_is_asked_for_and_sent(model: Path, open_page: Any):
     with running(model, "--api-key", "secret") as server:
         page = open_page(server.url)
+        page.get_by_label("Key", exact=True).fill("secret\u200b")  # with an invisible character
+        page.keyboard.press("Enter")
+        assert page.locator("dialog[open] input:invalid").count() == 1
         page.get_by_label("Key", exact=True).fill("wrong")
         page.keyboard.press("Enter")
         page.wait_for_selector("dialog .fault")

@@ -110,7 +110,8 @@ function KeyDialog() {
     <form onSubmit=${done}>
       <h2 id="key-title">API key</h2>
       ${keyWanted.value ? html`<p class="fault">${keyWanted.value}</p>` : html`<p class="faint">Sent with every request of this page.</p>`}
-      <label class="field"><span>Key</span><input name="key" type="password" autocomplete="off" spellcheck="false" value=${apiKey.value} /></label>
+      <label class="field"><span>Key</span><input name="key" type="password" autocomplete="off" spellcheck="false"
+        pattern=" *[!-~]* *" title="Letters, digits and signs of ASCII: no others can be sent" value=${apiKey.value} /></label>
       <label class="check"><input name="remember" type="checkbox" /><span>Remember it in this browser; otherwise until this tab is closed</span></label>
       <div class="row"><button type="button" class="plain" onClick=${close}>Cancel</button><button class="button main">Use the key</button></div>
     </form>
