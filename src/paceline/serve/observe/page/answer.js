@@ -6,7 +6,7 @@ import { Markdown } from "./markdown.js";
 /** @typedef {import("./types.js").Answer} Answer */
 
 /** @param {Answer} answer */
-export function tokensPerSecond(answer) {
+function tokensPerSecond(answer) {
   const tokens = answer.usage?.completion_tokens ?? answer.passes.reduce((sum, pass) => sum + pass.tokens.length, 0);
   return tokens && answer.totalMs ? (tokens / answer.totalMs) * 1000 : null;
 }
@@ -14,7 +14,7 @@ export function tokensPerSecond(answer) {
 const ENDS = /** @type {Record<string, string>} */ ({ length: "reached the token limit", stopped: "stopped by you" });
 
 /** @param {{answer: Answer, onSeed?: (seed: number) => void}} props */
-export function Figures({ answer, onSeed }) {
+function Figures({ answer, onSeed }) {
   const { usage, seed } = answer;
   const accepted = usage?.speculation?.acceptance_length;
   return html`<p class="figures">

@@ -25,7 +25,6 @@ export function memo(draw) {
 
 const PATHS = {
   plus: "M12 5v14M5 12h14",
-  send: "M12 19V5M6 11l6-6 6 6",
   stop: "M7 7h10v10H7z",
   retry: "M4 12a8 8 0 1 0 3-6.2M4 4v4h4",
   edit: "M4 20h4L19 9l-4-4L4 16z",
@@ -45,7 +44,7 @@ const PATHS = {
 };
 
 /** @param {{name: keyof typeof PATHS}} props */
-export function Icon({ name }) {
+function Icon({ name }) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${PATHS[name]} /></svg>`;
 }
 

@@ -30,7 +30,7 @@ function SeedField() {
   </div>`;
 }
 
-export function DraftField() {
+function DraftField() {
   const { draft } = settings.value;
   const names = ["auto", "off", ...(model.value?.drafters ?? [])];
   if (!names.includes(draft)) names.push(draft);
@@ -41,7 +41,7 @@ export function DraftField() {
   </label>`;
 }
 
-export function SamplingFields() {
+function SamplingFields() {
   return html`
     <${NumberField} name="temperature" label="Temperature" hint="server's default" step="0.1" min="0" max="2" />
     <${NumberField} name="top_p" label="Top p" hint="server's default" step="0.05" min="0" max="1" />

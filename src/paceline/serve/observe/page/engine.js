@@ -18,7 +18,7 @@ const MAX_STEPS = 1200;
 const DRAW_MS = 250; // between two drawings
 const RETRY_MS = 2000;
 
-export const live = signal(/** @type {Live | null} */ (null));
+const live = signal(/** @type {Live | null} */ (null));
 const history = signal(/** @type {Sample[]} */ ([]));
 const steps = signal(/** @type {{at: number, step: Step}[]} */ ([]));
 const fault = signal(/** @type {import("./types.js").Fault | null} */ (null));

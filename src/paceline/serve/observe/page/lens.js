@@ -17,7 +17,7 @@ const MEASURED = 32; // passes that set the scale, which then stays
  * Sums over the passes of an answer. Only decode passes count, as in `usage.speculation`.
  * @param {Pass[]} passes
  */
-export function sums(passes) {
+function sums(passes) {
   const total = { passes: 0, tokens: 0, drafted: 0, verified: 0, kept: 0, ms: 0, plainMs: 0, plainTokens: 0, msOfPlain: 0 };
   for (const pass of passes) {
     if (pass.prefill) continue;
@@ -176,7 +176,7 @@ function Detail({ pass, index, count }) {
 }
 
 /** @param {{passes: Pass[], usage: Usage | null}} props */
-export function Sums({ passes, usage }) {
+function Sums({ passes, usage }) {
   const own = sums(passes);
   /** @type {Partial<import("./types.js").Speculated>} */
   const told = usage?.speculation ?? {};

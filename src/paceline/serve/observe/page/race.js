@@ -85,7 +85,7 @@ function ids(told) {
 }
 
 /** What the race showed; null until both ended by themselves. @param {Lane[]} both */
-export function outcome(both) {
+function outcome(both) {
   const [plain, auto] = both.map((one) => one.answer);
   if (both.some((one) => one.state !== "done" || one.answer.fault || one.answer.finish === "stopped")) return null;
   const [left, right] = [ids(plain), ids(auto)];
