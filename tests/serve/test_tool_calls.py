@@ -321,6 +321,15 @@ def test_schemas_that_are_too_long_together_are_refused_by_the_field_tools() -> 
     assert caught.value.param == "tools"
 
 
+def fits(grammar: Grammar, text: str) -> bool:
+    """Whether a text is a whole answer."""
+    vocabulary = grammars._vocabulary(MARKED, MARKED.vocab_size)
+    matcher = LLMatcher(vocabulary, grammars.source(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = MARKED.encode(text, add_special=False)
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
 def test_a_grammar_of_the_answer_begins_behind_the_reasoning() -> None:
     forms = forms_of("json", MARKED, thinks=True)
     for content in (
@@ -330,12 +339,18 @@ def test_a_grammar_of_the_answer_begins_behind_the_reasoning() -> None:
     ):
         grammar = forms.grammar(None, content, opened=True)
         assert grammar is not None
-        vocabulary = grammars._vocabulary(MARKED, MARKED.vocab_size)
-        matcher = LLMatcher(vocabulary, grammars.source(grammar))
-        ids = MARKED.encode("so {\n</think>\n\na/b", add_special=False)
-        assert matcher.validate_tokens(ids) == len(ids)
-        assert matcher.consume_tokens(ids)
-        assert matcher.is_accepting()
+        assert fits(grammar, "so {\n</think>\n\na/b")
+
+
+def test_a_schema_behind_the_reasoning_is_rewritten_and_has_the_style_it_has_alone() -> None:
+    properties = {"a": {"type": "string", "format": "phone"}, "b": {"type": "integer"}}
+    content = Grammar.json_schema({"type": "object", "properties": properties, "minProperties": 1})
+    for alone in (content, Grammar.json_schema(True)):
+        behind = forms_of("json", MARKED, thinks=True).grammar(None, alone, opened=True)
+        assert behind is not None
+        for text in ('{"a": "x", "b": 1}', '{"a":"x","b":1}', '{\n"a": "x", "b": 1}', "{}"):
+            assert fits(behind, f"so</think>{text}") == fits(alone, text)
+    assert not fits(content, "{}")
 
 
 # Choice of the family --------------------------------------------------------------------------------

@@ -66,13 +66,21 @@ def source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return LLMatcher.grammar_from_lark(grammar.text)
+    return LLMatcher.grammar_from_json_schema(json_source(grammar.text))
+
+
+def json_source(text: str) -> str:
+    """Return the text of a JSON schema as llguidance reads it, style included. Raises `RequestError`."""
     try:
-        schema = json.loads(grammar.text)
+        schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not JSON: {error}", "grammar") from None
     if not isinstance(schema, dict | bool) or schema is False:
         raise RequestError("the JSON schema must be an object", "grammar")
-    return LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else supported(schema)), JSON_STYLE)
+    known = {} if schema is True else supported(schema)
+    own = known.get("x-guidance")
+    style = {**JSON_STYLE, **own} if isinstance(own, dict) else JSON_STYLE
+    return json.dumps({**known, "x-guidance": style}, separators=(",", ":"))
 
 
 def check(grammar: Grammar, tokenizer: Tokenizer | None = None) -> None:

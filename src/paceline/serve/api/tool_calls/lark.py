@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.model.grammar import JSON_STYLE
 from paceline.model.json_schema import satisfiable, supported
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 MAX_CALLS = 32  # of one answer
 _ANY = "(?s:.)*"
 _LOOSE_FORM = {"whitespace_pattern": r"[ \t\r\n]{0,40}"}
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as templates write it
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ def escaped(text: str) -> str:
 def json_rule(schema: Mapping[str, Any], lenient: bool, loose: bool = False) -> str:
     """Return the expression of JSON by a schema; lenient: without unsupported keywords."""
     return "%json " + json.dumps(
-        {**schema, "x-guidance": {**(_LOOSE_FORM if loose else _JSON_FORM), "lenient": lenient}},
+        {**schema, "x-guidance": {**(_LOOSE_FORM if loose else JSON_STYLE), "lenient": lenient}},
         ensure_ascii=False,
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, Grammar
+from paceline.model.grammar import json_source
 from paceline.serve.api.tool_calls.harmony import ChannelGrammar, HarmonyCalls
 from paceline.serve.api.tool_calls.lark import MAX_CALLS, LarkText, escaped, literal
 from paceline.serve.api.tool_calls.reader import ReaderPlan
@@ -140,7 +141,7 @@ def _bare_calls(lark: LarkText, use: ToolUse, key: str) -> tuple[str, str]:
 def _content(lark: LarkText, grammar: Grammar) -> str:
     """Add a grammar of an answer's own text to another; return the expression."""
     if grammar.kind == "json_schema":
-        return lark.rule("content", f"%json {grammar.text}")
+        return lark.rule("content", f"%json {json_source(grammar.text)}")
     if grammar.kind == "regex":
         pattern = grammar.text.replace("\n", "\\n")
         return lark.rule("CONTENT", "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/")
