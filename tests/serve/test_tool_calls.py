@@ -353,6 +353,27 @@ def test_a_schema_behind_the_reasoning_is_rewritten_and_has_the_style_it_has_alo
     assert not fits(content, "{}")
 
 
+def test_a_grammar_behind_the_reasoning_keeps_its_names_to_itself() -> None:
+    forms = forms_of("hermes", MARKED, thinks=True)
+    for text, answer in (
+        ('start: "(" start? ")"', "(())"),
+        ('start: content call? // }\ncontent: "{"\ncall: thoughts\nthoughts: PLAIN\nPLAIN: /}/', "{}"),
+    ):
+        behind = forms.grammar(None, Grammar.lark(text), opened=False)
+        beside = forms.grammar(ToolUse(TOOLS), Grammar.lark(text), opened=False)
+        assert behind is not None
+        assert beside is not None
+        for whole in (answer, f"<think>so</think>{answer}"):
+            assert fits(behind, whole)
+            assert fits(beside, whole)
+        assert not fits(behind, "(<think>so</think>())")
+        assert fits(beside, "<think>so</think>" + tagged(NOW_JSON))
+    nameless = forms.grammar(None, Grammar.lark('root: "a"'), opened=False)
+    assert nameless is not None
+    with pytest.raises(RequestError, match="start"):
+        grammars.check(nameless)
+
+
 # Choice of the family --------------------------------------------------------------------------------
 
 

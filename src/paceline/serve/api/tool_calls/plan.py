@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
 
 _GAP = '("\\n" | "\\n\\n")?'
-_START = re.compile(r"(?m)^start(?=\s*[:\[])")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +144,4 @@ def _content(lark: LarkText, grammar: Grammar) -> str:
     if grammar.kind == "regex":
         pattern = grammar.text.replace("\n", "\\n")
         return lark.rule("CONTENT", "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/")
-    if not _START.search(grammar.text):
-        raise RequestError("a lark grammar needs the rule start", "structured_outputs")
-    lark.rules.append(_START.sub("content", grammar.text))
-    return "content"
+    return lark.rule("content", f"%lark {{\n{grammar.text}\n}}")  # its names are its own
