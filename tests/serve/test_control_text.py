@@ -143,6 +143,22 @@ def test_the_last_message_is_continued() -> None:
     assert ids.count(IDS["<|im_end|>"]) == 1
 
 
+@pytest.mark.parametrize("prefill", ["<", "|", "\n", "The answer is ", "im", "the <|im_end|"])
+def test_a_continued_message_ends_where_its_text_ends(prefill: str) -> None:
+    messages = {"role": "user", "content": "Say 'The answer is 42'"}, {"role": "assistant", "content": prefill}
+    begun = TOKENIZER.decode(ids_of(OPEN, *messages[:1]), skip_special=False)
+    as_sent = prompts_of(CHATML.replace("{% else %}{{ m.content | trim }}", "{% else %}{{ m.content }}"))
+    for prompts, text in ((GUARDED, prefill.lstrip()), (OPEN, prefill.lstrip()), (as_sent, prefill)):
+        ids = ids_of(prompts, *messages, continue_final=True, add_generation_prompt=False)
+        assert TOKENIZER.decode(ids, skip_special=False) == begun + text
+
+
+def test_a_template_that_drops_the_last_text_cannot_continue_it() -> None:
+    prompts = prompts_of("{% for m in messages %}{{ m.content[:1] }}{% endfor %}")
+    with pytest.raises(RequestError, match="changes the last message"):
+        ids_of(prompts, {"role": "assistant", "content": "ab"}, continue_final=True, add_generation_prompt=False)
+
+
 @pytest.mark.parametrize(
     "messages", [[{"role": "user", "content": "a"}], [{"role": "assistant", "content": ""}]], ids=["user", "empty"]
 )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
 
 MAX_DRAWN_SEED = 1 << 53  # exclusive; clients whose numbers are doubles keep every integer below it
+_END_MARK = "\ue400"  # private use, and none of the marks of `control_text`
 MAX_CHAR_BYTES = 4  # in UTF-8
 MAX_FILE_BYTES = 1 << 30  # of a file of prompts
 
@@ -79,14 +80,14 @@ class Prompts:
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
         family = None if self.forms is None else self.forms.family
-        values = template_values(conversation)
+        values = template_values(_with_end_marked(conversation) if conversation.continue_final else conversation)
         guarded = GuardedValues((values,)) if self.guard is None else self.guard.guarded(values)
         source = self.template.source.text
         asked = [written_out(values, source, family) for values in guarded.asked]
         texts = self.template.render_all(asked)
         text, which = (texts[0], 0) if self.guard is None else self.guard.chosen(guarded, texts)
         if conversation.continue_final:
-            text = _up_to_final(text, asked[which]["messages"][-1]["content"])
+            text = _up_to_end(text)
         ids = self._encoded(text, guarded.mark if which == 0 else "")
         return ChatPrompt(ids, self._opened(conversation, text))
 
@@ -159,15 +160,23 @@ class Prompts:
             )
 
 
-def _up_to_final(text: str, content: str) -> str:
-    """Return a rendered prompt up to the end of its last message's content. Raises `RequestError`."""
-    for wanted in (content, content.strip()):
-        at = text.rfind(wanted)
-        if at >= 0:
-            return text[: at + len(wanted)]
-    raise RequestError(
-        "the chat template changes the last message, so it cannot be continued", "continue_final_message"
-    )
+def _with_end_marked(conversation: Conversation) -> Conversation:
+    """Return a conversation with a mark behind its last message's text.
+
+    The text itself may stand elsewhere in the prompt, or run into what the template writes behind it.
+    """
+    *before, last = conversation.messages
+    return replace(conversation, messages=[*before, {**last, "content": f"{last['content']}{_END_MARK}"}])
+
+
+def _up_to_end(text: str) -> str:
+    """Return a rendered prompt up to the mark. Raises `RequestError`."""
+    before, found, _ = text.rpartition(_END_MARK)
+    if not found:
+        raise RequestError(
+            "the chat template changes the last message, so it cannot be continued", "continue_final_message"
+        )
+    return before
 
 
 def part_text(kind: object, text: object) -> str:
