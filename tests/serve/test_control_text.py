@@ -176,7 +176,8 @@ def test_a_prompt_says_whether_it_ends_inside_reasoning() -> None:
     for content, opened in (("<think>so", True), ("<think>so</think>yes", False)):
         prefill = {"role": "assistant", "content": content}
         conversation = Conversation([user, prefill], continue_final=True, add_generation_prompt=False)
-        assert prompts.of_conversation(conversation).opened == opened
+        prompt = prompts.of_conversation(conversation)
+        assert (prompt.opened, prompt.continues) == (opened, not opened)
 
 
 # Templates that know no tools ------------------------------------------------------------------------

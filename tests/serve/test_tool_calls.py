@@ -67,9 +67,11 @@ def forms_of(name: str, tokenizer: Tokenizer, *, thinks: bool = False) -> Answer
     return AnswerForms(tokenizer, BY_NAME[name], THINK if thinks else None, special)
 
 
-def read(forms: AnswerForms, ids: Sequence[int], splits: Sequence[int], *, opened: bool = False) -> Any:
+def read(
+    forms: AnswerForms, ids: Sequence[int], splits: Sequence[int], *, opened: bool = False, continues: bool = False
+) -> Any:
     """What a reader finds, with the ids of calls left out."""
-    plan = forms.reader_plan(ToolUse(TOOLS), opened)
+    plan = forms.reader_plan(ToolUse(TOOLS), opened, continues)
     assert plan is not None
     reader, detokenizer, events, start = plan.reader(), forms.tokenizer.detokenizer(), [], 0
     for end in [*splits, len(ids)]:
@@ -200,6 +202,15 @@ def test_a_marker_behind_a_text_that_was_cut_stays_out() -> None:
     reader = plan.reader()
     ids = MARKED.encode("one stop<tool_call>", add_special=False)
     assert shown(collected([*reader.push("one ", ids), *reader.finish()])) == ("", "one", [])
+
+
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+def test_an_answer_that_continues_a_text_keeps_its_first_white_space(name: str) -> None:
+    forms = forms_of(name, MARKED, thinks=True)
+    ids = MARKED.encode(" 42, and so on.\n", add_special=False)
+    for splits in ((), range(1, len(ids))):
+        assert read(forms, ids, splits, continues=True) == ("", " 42, and so on.", [])
+        assert read(forms, ids, splits) == ("", "42, and so on.", [])
 
 
 # Grammars --------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class ChatPrompt(NamedTuple):
 
     ids: tuple[int, ...]
     opened: bool  # it ends inside reasoning
+    continues: bool  # it ends inside a message's text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +90,8 @@ class Prompts:
         if conversation.continue_final:
             text = _up_to_end(text)
         ids = self._encoded(text, guarded.mark if which == 0 else "")
-        return ChatPrompt(ids, self._opened(conversation, text))
+        opened = self._opened(conversation, text)
+        return ChatPrompt(ids, opened, conversation.continue_final and not opened)
 
     def _encoded(self, text: str, mark: str) -> tuple[int, ...]:
         """Return the ids of a rendered text; the pieces between marks are tokenised by themselves."""
@@ -120,9 +122,9 @@ class Prompts:
 
         return formed
 
-    def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
+    def reader_plan(self, use: ToolUse | None, prompt: ChatPrompt) -> ReaderPlan | None:
         """Return how to read an answer; None if it is plain text."""
-        return None if self.forms is None else self.forms.reader_plan(use, opened)
+        return None if self.forms is None else self.forms.reader_plan(use, prompt.opened, prompt.continues)
 
     def room(self, prompt_ids: Sequence[int]) -> int:
         """Return the largest number of tokens that an answer to this prompt may have."""

@@ -74,7 +74,7 @@ class ChatCall:
         return replace(completion, choices=choices)
 
     def _message(self, text: str, token_ids: Sequence[int]) -> ParsedAnswer:
-        plan = self.prompts.reader_plan(self.use, self.prompt.opened)
+        plan = self.prompts.reader_plan(self.use, self.prompt)
         if plan is None:
             return ParsedAnswer("", text, ())
         reader = plan.reader()

@@ -76,7 +76,7 @@ def _job(
     plain = params_of(prompts.room(prompt.ids))
     params = prompts.answer_form(use, prompt.opened)(plain)
     prompts.check_room(prompt.ids, params.max_tokens)
-    plan = prompts.reader_plan(use, prompt.opened)
+    plan = prompts.reader_plan(use, prompt)
     new_reader: Any = PlainReader if plan is None else plan.reader
     seed, name = seed_of(params), secrets.token_hex(12)
     speculation = body.speculation.checked() if body.speculation else None

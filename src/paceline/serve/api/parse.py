@@ -170,7 +170,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     conversation = _conversation(body)
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
     requests = _requests(body, [prompt.ids], prompts, prompts.answer_form(use, prompt.opened))
-    plan = prompts.reader_plan(use, prompt.opened)
+    plan = prompts.reader_plan(use, prompt)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
     return _job(body, requests, serving, form, arrival_s, ignored)

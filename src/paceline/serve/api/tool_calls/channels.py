@@ -28,10 +28,13 @@ class ChannelReader:
     is. Text without a header is content: the answer continues a message.
     """
 
-    def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str], splits: bool, opened: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, markers: Mapping[int, str], splits: bool, opened: bool, continues: bool
+    ) -> None:
         """Begin with the first message.
 
         markers: id -> text of the special tokens. splits: reasoning is told apart. opened: it has begun.
+        continues: the content has, in the prompt.
         """
         self._markers = MarkerText(tokenizer, markers) if markers else None
         self._family = HarmonyCalls()
@@ -39,7 +42,7 @@ class ChannelReader:
         self._splits = splits
         self._header: Header | None = Header("reasoning") if opened else None  # of the message that is read
         self._body: CallBody | None = None  # of a call; None once its arguments are complete
-        self._reasoning, self._content = TrimmedText(), TrimmedText()
+        self._reasoning, self._content = TrimmedText(), TrimmedText(continues)
         self._held = ""
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:

@@ -39,13 +39,16 @@ class AnswerForms:
         """True if answers are runs of messages, see `harmony`."""
         return self.family.in_channels or (self.marks is not None and self.marks.in_channels)
 
-    def reader_plan(self, use: ToolUse | None, opened: bool) -> ReaderPlan | None:
-        """Return the plan of answers' readers; None if every answer is plain text."""
+    def reader_plan(self, use: ToolUse | None, opened: bool, continues: bool = False) -> ReaderPlan | None:
+        """Return the plan of answers' readers; None if every answer is plain text.
+
+        opened, continues: the prompt ends inside reasoning, or inside a message's text.
+        """
         tools = () if use is None else use.callable
         if not tools and self.marks is None and not self.in_channels:
             return None
         family = self.family if tools else None
-        return ReaderPlan(self.tokenizer, family, tools, self.marks, opened, self.in_channels)
+        return ReaderPlan(self.tokenizer, family, tools, self.marks, opened, continues, self.in_channels)
 
     def grammar(self, use: ToolUse | None, content: Grammar | None, opened: bool) -> Grammar | None:
         """Return the grammar of an answer; None if it is free.

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 class _CallSplit:
     """Separation of content and calls."""
 
-    def __init__(self, family: ToolFamily, tools: Sequence[Tool]) -> None:
+    def __init__(self, family: ToolFamily, tools: Sequence[Tool], continues: bool) -> None:
+        """continues: the content has begun in the prompt."""
         self._family = family
         self._tools = tools
         self._sink = CallSink(family.new_id)
         self._body: CallBody | None = None
-        self._content = TrimmedText()
+        self._content = TrimmedText(continues)
         self._held = ""
         self._calls_before = 0  # when the body began
         self._bare = BareHead([tool.name for tool in tools], family.bare_key) if family.bare_key else None
@@ -93,12 +94,15 @@ class ReaderPlan:
     tools: Sequence[Tool]
     marks: ReasoningMarks | None  # None: no reasoning
     opened: bool  # the prompt ends inside the reasoning
+    continues: bool = False  # the prompt ends inside a message's text
     in_channels: bool = False  # answers are runs of messages, whatever else the family says
 
     def reader(self) -> AnswerReader:
         """Return the reader of one answer."""
         if self.in_channels:
-            return ChannelReader(self.tokenizer, self.markers(), self.marks is not None, self.opened)
+            return ChannelReader(
+                self.tokenizer, self.markers(), self.marks is not None, self.opened, self.continues
+            )
         return PartReader(self)
 
     def markers(self) -> dict[int, str]:
@@ -117,7 +121,7 @@ class PartReader:
         markers = plan.markers()
         self._markers = MarkerText(plan.tokenizer, markers) if markers else None
         self._reasoning = None if plan.marks is None else ReasoningSplit(plan.marks, plan.opened)
-        self._calls = None if plan.family is None else _CallSplit(plan.family, plan.tools)
+        self._calls = None if plan.family is None else _CallSplit(plan.family, plan.tools, plan.continues)
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:
         """Return the events of an outcome."""

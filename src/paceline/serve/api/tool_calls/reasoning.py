@@ -65,9 +65,10 @@ def check_marks(name: str) -> None:
 class TrimmedText:
     """Text in pieces without white space at its start and end."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: bool = False) -> None:
+        """started: text was given out before."""
         self.held = ""  # white space that only counts if text follows
-        self._started = False
+        self._started = started
 
     def go_on(self) -> None:
         """Take the held white space as given out: text follows elsewhere."""
