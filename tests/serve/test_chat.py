@@ -91,6 +91,7 @@ def test_settings_are_checked(server: Server) -> None:
         ("/load", "say from where"),
         ("/load /nowhere/at.all", "No such file"),
         ("/save /nowhere/at.all", "No such file"),
+        ("/save ~nosuchuser/at.all", "home directory"),
         ("/sav x", "did you mean '/save'"),
     ],
 )
@@ -99,6 +100,24 @@ def test_a_command_that_cannot_be_done_says_why(
 ) -> None:
     monkeypatch.setenv("EDITOR", "true")
     assert said in session(server, f"{line}\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "editor", "said"),
+    [
+        ("/set max_tokens 1000000\n/retry", "", "status 400"),
+        ("/edit", "no-such-editor", "No such file"),
+        ("/edit", "vi '", "No closing quotation"),
+    ],
+)
+def test_a_message_that_gets_no_other_answer_keeps_the_one_it_has(
+    server: Server, command: str, editor: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", editor)
+    chat, shown = session(server, f"hello\n{command}\n")
+    assert said in shown
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def obey(chat: Chat, line: str) -> bool | None:
         return None
     try:
         return command(chat, rest.strip())
-    except (PacelineError, OSError) as error:
+    except (PacelineError, OSError, ValueError, RuntimeError) as error:  # ~nobody, a quote in $EDITOR
         chat.write(f"error: {error}\n")
         return None
 
@@ -104,24 +104,22 @@ def _edit(chat: Chat, _: str) -> None:
     editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "")
     if not editor:
         raise RequestError("set EDITOR to a program that edits a file, such as nano")
-    last = _take_back(chat)
+    last, earlier = _last(chat)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         file = Path(folder) / "message.txt"
         file.write_text(last, encoding="utf-8")
         subprocess.run([*editor, str(file)], check=False)  # noqa: S603 - the user's own editor
         changed = file.read_text(encoding="utf-8", errors="replace").strip()
     if changed:
-        chat.answer(changed)
+        chat.answer(changed, earlier)
 
 
-def _take_back(chat: Chat) -> str:
-    """Remove the last message of the user and what follows; return it. Raises `RequestError`."""
+def _last(chat: Chat) -> tuple[str, list[dict[str, str]]]:
+    """Return the user's last message, and the messages before it. Raises `RequestError`."""
     index = max((i for i, m in enumerate(chat.messages) if m["role"] == "user"), default=-1)
     if index < 0:
         raise RequestError("there is no message yet")
-    last = chat.messages[index]["content"]
-    chat.messages = chat.messages[:index]
-    return last
+    return chat.messages[index]["content"], chat.messages[:index]
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -157,7 +155,7 @@ COMMANDS: dict[str, Callable[[Chat, str], bool | None]] = {
     "/system": _system,
     "/set": _set,
     "/draft": _draft,
-    "/retry": lambda chat, _: chat.answer(_take_back(chat)),
+    "/retry": lambda chat, _: chat.answer(*_last(chat)),
     "/edit": _edit,
     "/save": _save,
     "/load": _load,

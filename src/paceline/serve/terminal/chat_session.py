@@ -80,9 +80,12 @@ class Chat:
         """Forget the conversation."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def answer(self, line: str) -> None:
-        """Ask for the answer to a message, and keep both unless it failed."""
-        conversation = [*self.messages, {"role": "user", "content": line}]
+    def answer(self, line: str, earlier: list[dict[str, str]] | None = None) -> None:
+        """Ask for the answer to a message, and keep both unless it failed.
+
+        earlier: messages before it, in place of all.
+        """
+        conversation = [*(self.messages if earlier is None else earlier), {"role": "user", "content": line}]
         text, figures, failed = "", None, None
         start_s = first_s = time.monotonic()
         try:
@@ -100,7 +103,7 @@ class Chat:
         except EngineDied as error:
             failed = str(error)
         if failed is not None:
-            self.write(f"\nerror: {failed}\nthe conversation is as it was before this message\n")
+            self.write(f"\nerror: {failed}\nthe conversation is as it was\n")
             return
         self.messages = [*conversation, {"role": "assistant", "content": text}]
         self.write(f"\n{_summary(figures, time.monotonic() - first_s)}\n")
