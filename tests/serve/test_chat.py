@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,10 @@ import httpx
 import pytest
 
 from paceline.core.errors import ConfigError, RequestError
+from paceline.serve.terminal.chat import add_arguments
 from paceline.serve.terminal.chat_commands import COMMANDS, HELP, obey
 from paceline.serve.terminal.chat_session import Chat
+from paceline.serve.terminal.generate import sampling_values
 from paceline.serve.terminal.line_input import LineInput
 from paceline.serve.terminal.speakers import ServerSpeaker, _piece
 from tests.serve.conftest import running
@@ -136,6 +139,13 @@ def test_a_file_that_is_no_conversation_is_refused(server: Server, text: str, tm
     chat, shown = session(server, f"/load {tmp_path / 'c.json'}\n")
     assert "conversation" in shown
     assert chat.messages == []
+
+
+@pytest.mark.parametrize(("flags", "asked"), [([], None), (["--max-tokens", "256"], 256)])
+def test_answers_are_as_long_as_the_flag_says(flags: list[str], asked: int | None) -> None:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    assert sampling_values(parser.parse_args(flags)).get("max_tokens") == asked
 
 
 def test_messages_of_several_lines() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
@@ -29,6 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
     parser.add_argument("--no-history", action="store_true", help="keep no history of typed lines")
     add_sampling_arguments(parser)
+    parser.set_defaults(max_tokens=None)  # a server's answers may fill the context
     add_engine_arguments(parser)
 
 
@@ -36,7 +37,7 @@ def run(args: Namespace) -> int:
     """Converse and return the exit status."""
     given = sampling_values(args)
     with ExitStack() as stack:
-        speaker = _server(args, given) if args.url else _local(args, stack)
+        speaker = _server(args) if args.url else _local(args, stack)
         if sys.stdin.isatty():
             sys.stderr.write(f"\ntalking to {speaker.name}; /help lists the commands\n\n")
         lines = LineInput(sys.stdin, list(COMMANDS), keep=not args.no_history)
@@ -55,10 +56,8 @@ def _local(args: Namespace, stack: ExitStack) -> Speaker:
     return LocalSpeaker(llm)
 
 
-def _server(args: Namespace, given: dict[str, Any]) -> Speaker:
+def _server(args: Namespace) -> Speaker:
     usual = engine_config(args)
     if args.draft or usual.model != "default":
         raise ConfigError("--url: the server has its own model and drafter; leave out --model and --draft")
-    if given.get("max_tokens") == 256:  # the flag's own default: a server's answers may fill the context
-        del given["max_tokens"]
     return ServerSpeaker(args.url, args.api_key)

@@ -112,7 +112,7 @@ def sampling_values(args: Namespace) -> dict[str, Any]:
     values = {name: getattr(args, name) for name, _, _ in _NUMBERS}
     if args.seed is not None and args.seed < 0:  # as clients of other servers say "random"
         values["seed"] = None
-    given = {name: value for name, value in values.items() if value is not None or name not in _LEFT_OUT}
+    given = {name: value for name, value in values.items() if value is not None}
     given["stop"] = tuple(args.stop or ())
     SamplingParams(**given)
     return given
