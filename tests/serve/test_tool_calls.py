@@ -324,6 +324,43 @@ def test_values_that_no_type_allows_do_not_refuse_a_function(family: str) -> Non
     assert satisfiable(numbers) == numbers
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_tagged_values_of_any_schema_are_held_to_it_and_read_by_it(strict: bool) -> None:
+    parts = {
+        "Item": {"type": "object", "properties": {"n": {"$ref": "#/$defs/Count"}}, "required": ["n"]},
+        "Count": {"type": "integer"},
+        "Color": {"enum": ["red", "blue"]},
+    }
+    properties = {
+        "items": {"type": "array", "items": {"$ref": "#/$defs/Item"}},
+        "one": {"$ref": "#/$defs/Item"},
+        "wrapped": {"allOf": [{"$ref": "#/$defs/Item"}], "default": None},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "level": {"enum": [1, 2]},
+        "color": {"$ref": "#/$defs/Color"},
+        "phone": {"anyOf": [{"type": "string", "format": "phone"}, {"type": "null"}]},
+        "any": {"description": "Anything."},
+        "kind": {"type": "object", "properties": {"a": {"type": "string", "format": "phone"}}},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "$defs": parts}
+    forms, use = forms_of("qwen3_coder", MARKED), ToolUse((Tool("f", None, schema, strict),), "required")
+    grammar = forms.grammar(use, None, opened=False)
+    assert grammar is not None
+    item = {"n": 1}
+    values = [[item], item, item, None, 2, "red", "7", "7", {"a": "7"}]
+    sent = dict(zip(properties, values, strict=True))
+    text = forms.family.written("f", json.dumps(sent))
+    assert fits(grammar, text)
+    for name, wrong in (("one", "7"), ("level", "3"), ("count", "x"), ("color", "green")):
+        good = sent[name] if isinstance(sent[name], str) else json.dumps(sent[name])
+        assert not fits(grammar, text.replace(f"{name}>\n{good}", f"{name}>\n{wrong}"))
+    plan = forms.reader_plan(use, opened=False)
+    assert plan is not None
+    reader = plan.reader()
+    answer = collected([*reader.push(text, MARKED.encode(text, add_special=False)), *reader.finish()])
+    assert json.loads(answer.calls[0].arguments) == sent
+
+
 def test_schemas_that_are_too_long_together_are_refused_by_the_field_tools() -> None:
     long = {"type": "object", "properties": {"a": {"enum": ["x" * 3000]}}}
     tools = tuple(Tool(f"f{i}", None, long) for i in range(64))

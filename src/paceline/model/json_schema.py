@@ -42,6 +42,11 @@ def supported(schema: Any) -> Any:
     return _Rewriter(schema).rewrite(schema, 0)
 
 
+def resolved(schema: Any, root: Any) -> Any:
+    """Return what a schema's references within `root` lead to; None for nothing."""
+    return _Rewriter(root)._resolved(schema)
+
+
 def satisfiable(schema: Any, depth: int = 0) -> Any:
     """Return a schema without lists of values of which none has the type beside it.
 

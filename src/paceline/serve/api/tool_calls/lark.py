@@ -59,7 +59,7 @@ class LarkText:
 
     def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
         """Add the JSON of arguments, loose: with any white space; return the name."""
-        return self.rule(name, json_rule(_closed(tool), not tool.strict, loose))
+        return self.rule(name, json_rule(closed(tool), not tool.strict, loose))
 
 
 def literal(text: str) -> str:
@@ -80,7 +80,7 @@ def json_rule(schema: Mapping[str, Any], lenient: bool, loose: bool = False) -> 
     )
 
 
-def _closed(tool: Tool) -> dict[str, Any]:
+def closed(tool: Tool) -> dict[str, Any]:
     """Return the schema of arguments, which have no others than those it names. Raises `RequestError`."""
     given = {"type": "object", **(tool.parameters or {"properties": {}})}
     schema: dict[str, Any] = supported(given if tool.strict else satisfiable(given))

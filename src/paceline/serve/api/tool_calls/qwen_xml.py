@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from paceline.model.json_schema import satisfiable
+from paceline.model.json_schema import resolved
 from paceline.serve.api.tool_calls.bodies import XmlBody
-from paceline.serve.api.tool_calls.lark import json_rule, literal, repeated
+from paceline.serve.api.tool_calls.lark import closed, json_rule, literal, repeated
 from paceline.serve.api.tool_calls.object_families import CLOSE, OPEN, HermesCalls
 
 if TYPE_CHECKING:
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from paceline.serve.api.tool_calls.lark import LarkText
     from paceline.serve.conversation import Tool
 
+    Schema = Mapping[str, Any]
+
 MAX_LENGTH = 1000  # of a text in a grammar; longer ones are not bounded
-_TEXT_KINDS = ("string", None)
+_WAYS = ("anyOf", "oneOf", "allOf")
 
 
 class QwenXmlCalls(HermesCalls):
@@ -34,8 +36,13 @@ class QwenXmlCalls(HermesCalls):
 
     def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:
         """Return the reader of what follows an opener."""
-        schemas = {tool.name: _properties(tool) for tool in tools}
-        return XmlBody(opener, CLOSE, lambda f, p: _is_text(schemas.get(f, {}).get(p)))
+        roots = {tool.name: tool.parameters or {} for tool in tools}
+
+        def is_text(function: str, parameter: str) -> bool:
+            root = roots.get(function, {})
+            return _is_text(_properties(root).get(parameter), root)
+
+        return XmlBody(opener, CLOSE, is_text)
 
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
         """Add the rules of calls behind the first opener and return their expression."""
@@ -44,11 +51,11 @@ class QwenXmlCalls(HermesCalls):
         return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel)
 
     def _function(self, lark: LarkText, index: int, tool: Tool) -> str:
-        required = (tool.parameters or {}).get("required") or ()
+        root = closed(tool)
+        required = root.get("required") or ()
         parts = [literal(f"<function={tool.name}>\n")]
-        for number, (name, schema) in enumerate(_properties(tool).items()):
-            held = schema if tool.strict else satisfiable(schema)
-            value = _value(lark, f"value_{index}_{number}", held, not tool.strict)
+        for number, (name, schema) in enumerate(_properties(root).items()):
+            value = _value(lark, f"value_{index}_{number}", schema, root, not tool.strict)
             parameter = f"{literal(f'<parameter={name}>' + chr(10))} {value}"
             parts.append(parameter if name in required else f"({parameter})?")
         return " ".join(parts)
@@ -63,25 +70,45 @@ class QwenXmlCalls(HermesCalls):
         return f"{OPEN}\n<function={name}>\n{''.join(lines)}</function>\n{CLOSE}"
 
 
-def _properties(tool: Tool) -> Mapping[str, Any]:
-    found = (tool.parameters or {}).get("properties")
+def _properties(root: Schema) -> Schema:
+    found = root.get("properties")
     return found if isinstance(found, dict) else {}
 
 
-def _is_text(schema: Any) -> bool:
-    """Return True if a parameter's value is written without quotes."""
-    return not isinstance(schema, dict) or schema.get("type") in _TEXT_KINDS
+def _is_text(schema: Any, root: Schema) -> bool:
+    """Return True if a parameter's value is written without quotes: it may be a text.
+
+    root: schema of all parameters, to which references refer.
+    """
+    known = resolved(schema, root)
+    if not isinstance(known, dict) or known.get("type"):
+        return _may_be_text(known)
+    ways = [way for key in _WAYS if isinstance(known.get(key), list) for way in known[key]]
+    return any(_may_be_text(resolved(way, root)) for way in ways or [known])
 
 
-def _value(lark: LarkText, name: str, schema: Any, lenient: bool) -> str:
+def _may_be_text(schema: Any) -> bool:
+    """Return True if neither type nor listed values of a schema are others than texts."""
+    if not isinstance(schema, dict):
+        return True
+    if kind := schema.get("type"):
+        return bool(kind == "string")
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return not isinstance(values, list) or all(isinstance(value, str) for value in values)
+
+
+def _value(lark: LarkText, name: str, schema: Any, root: Schema, lenient: bool) -> str:
     """Add the rule of a value with its closing tag; return its name."""
     closing = "\n</parameter>\n"
-    if not _is_text(schema):
-        return lark.rule(name, f"{json_rule(schema, lenient)} {literal(closing)}")
-    choices = schema.get("enum") if isinstance(schema, dict) else None
+    if not _is_text(schema, root):
+        refers = '"$ref"' in json.dumps(schema)
+        parts = {key: root[key] for key in ("$defs", "definitions") if refers and key in root}
+        return lark.rule(name, f"{json_rule({**parts, **schema}, lenient)} {literal(closing)}")
+    known = resolved(schema, root)
+    choices = known.get("enum") if isinstance(known, dict) else None
     if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
         return lark.rule(name, f"({' | '.join(map(literal, choices))}) {literal(closing)}")
-    return f'{lark.until(name, closing[:-1], _length(schema))} "\\n"'
+    return f'{lark.until(name, closing[:-1], _length(known))} "\\n"'
 
 
 def _length(schema: Any) -> str:
