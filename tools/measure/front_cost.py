@@ -3,10 +3,11 @@
     python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray] [--whole]
 
 All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
-new each time. The client is a process of its own on the same cores; its own time is told, too. With `--whole` the
-answers of a full server are not streamed; the client then takes next to nothing of the engines' cores. Two plain
-servers at once, without a front, tell what two engines can reach here; they need cores of their own. So does a
-plain server with the threads of both, and as many requests as two have.
+new each time. In each round a server answers single requests, then many for `--seconds`: each answer that ends is
+followed by the next, and their lengths differ. The client is a process of its own on the same cores; its own time
+is told, too. With `--whole` the answers of a full server are not streamed; the client then takes next to nothing
+of the engines' cores. Two plain servers at once, without a front, tell what two engines can reach here; they need
+cores of their own. So does a plain server with the threads of both, and as many requests as two have.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
@@ -28,11 +30,15 @@ from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ON_RAY, TWO, APART, LARGE = "one replica on Ray", "two replicas", "two plain servers", "plain, both's cores"
 WARM_ROUNDS = 1
 TIMEOUT_S = 120.0
+FILLING = 0.25  # of the seconds that are counted, before these
+FIRST_OF_LOAD = 100  # numbers before it are of single requests
+NUMBERS = 100_000  # of a round's requests
+STRIDE = 37  # between the lengths of two answers that follow each other
 
 
 @dataclass(slots=True)
@@ -93,6 +99,46 @@ async def answer(client: httpx.AsyncClient, url: str, number: int, max_tokens: i
     return first, perf_counter() - start, tokens
 
 
+@dataclass(slots=True)
+class SteadyLoad:
+    """A load in which each answer that ends is followed by the next."""
+
+    urls: Sequence[str]
+    in_flight: int
+    args: argparse.Namespace
+    answers: list[tuple[float, float, int]] = field(default_factory=list)  # (begin, end, tokens) by perf_counter()
+    late: int = 0  # places whose answer at the end of the time has come
+
+    async def tokens_per_s(self, client: httpx.AsyncClient, first_number: int) -> float:
+        """Fill the servers; return the tokens a second from then on, for `--seconds`.
+
+        The load stays as it is until all answers that were open at the end of that time have come, too.
+        """
+        start_s = perf_counter() + self.args.seconds * FILLING
+        end_s, numbers = start_s + self.args.seconds, count(first_number)
+        targets = [self.urls[index % len(self.urls)] for index in range(self.in_flight)]
+        await asyncio.gather(*(self._ask(client, url, numbers, end_s) for url in targets))
+        return sum(share_within(start_s, end_s, *answer) for answer in self.answers) / float(self.args.seconds)
+
+    async def _ask(self, client: httpx.AsyncClient, url: str, numbers: Iterator[int], end_s: float) -> None:
+        """Ask for one answer after another."""
+        ask, begin_s = whole_answer if self.args.whole else streamed_tokens, perf_counter()
+        while self.late < self.in_flight:
+            number = next(numbers)
+            tokens = await ask(
+                client, url, number, self.args.tokens // 2 + number * STRIDE % (self.args.tokens + 1)
+            )
+            ended_s = perf_counter()
+            self.answers.append((begin_s, ended_s, tokens))
+            self.late += begin_s <= end_s < ended_s
+            begin_s = ended_s
+
+
+def share_within(start_s: float, end_s: float, begin_s: float, ended_s: float, tokens: int) -> float:
+    """Return an answer's tokens that came between two times, if they came evenly."""
+    return tokens * max(min(end_s, ended_s) - max(start_s, begin_s), 0.0) / (ended_s - begin_s)
+
+
 async def one_round(
     urls: Sequence[str], number: int, in_flight: int, args: argparse.Namespace, figures: Figures
 ) -> None:
@@ -102,13 +148,10 @@ async def one_round(
             first, whole, tokens = await answer(client, urls[0], number + index, args.tokens)
             figures.ttft_ms.append(first * 1e3)
             figures.alone_per_s.append((tokens - 1) / (whole - first))
-        start, start_cpu = perf_counter(), process_time()
-        targets = [urls[index % len(urls)] for index in range(in_flight)]
-        ask = whole_answer if args.whole else streamed_tokens
-        many = (ask(client, url, number + 100 + index, args.tokens) for index, url in enumerate(targets))
-        count = sum(await asyncio.gather(*many))
-        figures.together_per_s.append(count / (perf_counter() - start))
-        figures.client_ms.append((process_time() - start_cpu) / count * 1e3)
+        load, start_cpu = SteadyLoad(urls, in_flight, args), process_time()
+        figures.together_per_s.append(await load.tokens_per_s(client, number + FIRST_OF_LOAD))
+        tokens = sum(answer[2] for answer in load.answers)
+        figures.client_ms.append((process_time() - start_cpu) / tokens * 1e3)
 
 
 def table(figures: Mapping[str, Figures], args: argparse.Namespace) -> str:
@@ -147,7 +190,8 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="answers of a full server are not streamed")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--singles", type=int, default=4, help="single requests of a round")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of load, each round")
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer; of many from half to 1.5 of it")
     parser.add_argument("--in-flight", type=int, default=16, help="at each replica")
     args = parser.parse_args()
     usual = ["--model", args.model, "--draft", args.draft, "--threads", str(args.threads)]
@@ -167,7 +211,7 @@ def main() -> int:
         for number in range(-WARM_ROUNDS, args.rounds):
             for name, servers in urls.items():
                 kept = figures[name] if number >= 0 else Figures()
-                asyncio.run(one_round(servers, 1000 * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
+                asyncio.run(one_round(servers, NUMBERS * (number + WARM_ROUNDS + 1), in_flight[name], args, kept))
             sys.stderr.write(f"round {number + 1} of {args.rounds}\n")
     sys.stdout.write(table(figures, args))
     return 0
