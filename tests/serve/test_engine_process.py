@@ -24,6 +24,7 @@ from paceline.engine.assembly.owner import EngineOwner
 from paceline.engine.renewal import Renewal
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
+from paceline.serve.worker import process
 from paceline.serve.worker.commands import FlushCache, Obeyed, ReleaseMemory, UpdateWeights
 from paceline.serve.worker.messages import Cancel, OutcomeBatch, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
@@ -98,6 +99,23 @@ def test_a_profile_prices_rows_and_keys_apart_and_more_rows_never_cost_less() ->
 def test_a_server_looks_once_for_each_serial_step() -> None:
     looks = [submit("a"), None, None, submit("b"), None, StopEngine()]
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
+
+
+@pytest.mark.parametrize("every_s", [0.0, 1e9])
+def test_a_whole_answer_is_told_at_its_beginning_now_and_then_and_at_its_end(
+    every_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SNAPSHOT_S", every_s)
+    asked = replace(request_of("whole"), whole=True, params=replace(PARAMS, max_tokens=6))
+    engine = make_engine("off", PLAIN)
+    line = Line(iter([Submit.of(asked), *[None] * 8, StopEngine()]))
+    owner = EngineOwner(EngineConfig(), None, Built(engine, "tiny", None, 256, ()))
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
+    told = [m.outcomes for m in line.sent if isinstance(m, OutcomeBatch)]
+    assert (len(told) == 2) == (every_s > 0)
+    assert [(o.start, len(o.token_ids)) for (o,) in told][:1] == [(0, 1)]
+    assert sum(len(o.token_ids) for (o,) in told) == 6
+    assert told[-1][0].finish_reason == "length"
 
 
 def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

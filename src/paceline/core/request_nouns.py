@@ -34,6 +34,7 @@ class Request:
     speculation: Speculation | None = None  # None: the engine's own
     told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
     tells_start: bool = False  # an outcome without words comes before the first step in which it takes part
+    whole: bool = False  # nobody reads the answer before its end, so outcomes may be told together
 
     def check(self) -> None:
         """Assert what every package may rely on."""

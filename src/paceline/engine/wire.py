@@ -53,6 +53,7 @@ class Submit(Message, frozen=True):
     salt: Salt = ""
     told: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
     tells_start: bool = False
+    whole: bool = False
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = (
         None  # of `Speculation`; None: the request has none
     )
@@ -77,6 +78,7 @@ class Submit(Message, frozen=True):
             r.salt,
             r.told,
             r.tells_start,
+            r.whole,
             *speculation,
         )
 
@@ -93,6 +95,7 @@ class Submit(Message, frozen=True):
             None if self.draft is None else Speculation(self.draft, *asked),
             self.told,
             self.tells_start,
+            self.whole,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,14 @@ def test_only_deaths_in_its_steps_are_strikes(deaths: list[tuple[bool, bool]]) -
             assert answer.strikes == sum(kind != "early" for kind in fresh)
         if early >= MOST_UNSTARTED + MOST_STRIKES:
             assert answer.strikes >= MOST_STRIKES, "what ends replicas at once is given up, too"
+
+
+def test_only_a_first_leg_gathers_what_it_writes() -> None:
+    """Else a request that ends its replicas after some tokens would get on with each, by its first token."""
+    for whole in (False, True):
+        answer = Journal().begin(replace(request_of("r"), whole=whole), NO_ANSWERS)
+        told = [answer.continued(answer.begin_leg(str(number))).whole for number in range(3)]
+        assert told == [whole, False, False]
 
 
 def test_hangs_before_any_step_of_it_are_blamed_only_behind_many() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ class Responder:
         """
         whole: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         gather = None if self.job.stream else partial(self._gather, whole)
-        events = await client.submit(self.job.requests, gather)
+        events = await client.submit([replace(r, whole=not self.job.stream) for r in self.job.requests], gather)
         watcher = asyncio.create_task(_watch(receive, events))
         try:
             if gather is None:

@@ -155,9 +155,12 @@ class OngoingAnswer:
         self.full.clear()
 
     def continued(self, leg: AnswerLeg) -> Request:
-        """Return the request of a leg, which goes on where the client is."""
-        told = self.request.told + tuple(self.told)
-        return replace(self.request, request_id=leg.request_id, told=told, tells_start=True)
+        """Return the request of a leg, which goes on where the client is.
+
+        After a first leg each token is told at once: an answer that ends its replicas must not seem to get on.
+        """
+        told, whole = self.request.told + tuple(self.told), self.request.whole and self.num_begun == 1
+        return replace(self.request, request_id=leg.request_id, told=told, tells_start=True, whole=whole)
 
     def news(self, leg: AnswerLeg, outcome: Outcome) -> Outcome | None:
         """Return what an outcome adds, and count it as sent; None if nothing.

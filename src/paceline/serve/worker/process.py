@@ -35,6 +35,7 @@ from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
 from paceline.serve.worker.commands import Obeyed, ReleaseMemory, UpdateWeights
+from paceline.serve.worker.gathering import Gathering
 from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -60,6 +61,8 @@ from paceline.serve.worker.messages import (
 from paceline.serve.worker.obey import BEAT_S, Commands, Preparation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.core.pass_notes import StepNote
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
@@ -121,6 +124,7 @@ class EngineWorker:
         self.commands = commands
         self.server = server
         self.publisher = publisher
+        self._gathering = Gathering()
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
         self.stopped = False
@@ -178,10 +182,9 @@ class EngineWorker:
             self._receive()  # requests that came while the pass ran join the next one
             if self.stopped or not self._has_work:
                 return
-        outcomes = self.engine.step()
+        outcomes = self._gathering.take_in(self.engine.step())
         self._send_snapshot()
-        if outcomes:
-            self.server.send(OutcomeBatch(tuple(outcomes)))
+        self._send(outcomes)
         self._publish()
 
     def _publish(self) -> None:
@@ -194,6 +197,7 @@ class EngineWorker:
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self._has_work:
             self._next_snapshot_s, self._next_beat_s = now_s + SNAPSHOT_S, now_s + BEAT_S
+            self._send(self._gathering.take_held())
             if self.commands.owner.asleep:
                 self.server.send(Snapshot(Stats(), Gauges.none()))
                 return
@@ -226,8 +230,13 @@ class EngineWorker:
         self.server.send(reply)
 
     def _send_outcomes(self) -> None:
-        """Send what came without a step."""
-        if not self.commands.owner.asleep and (outcomes := self.engine.outputs.take_outcomes()):
+        """Send what came without a step, and what has waited."""
+        if not self.commands.owner.asleep:
+            outcomes = self._gathering.take_in(self.engine.outputs.take_outcomes())
+            self._send(self._gathering.take_held() + outcomes)
+
+    def _send(self, outcomes: Sequence[Outcome]) -> None:
+        if outcomes:
             self.server.send(OutcomeBatch(tuple(outcomes)))
 
     def _submit(self, message: Submit) -> None:
@@ -237,7 +246,9 @@ class EngineWorker:
             if self.commands.lost:
                 raise EngineDied(self.commands.lost)
             self.engine.outputs.on_start = self._tell_start
-            self.engine.add(message.request())
+            request = message.request()
+            self.engine.add(request)
+            self._gathering.expect(request)
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
             self.server.send(Rejected(message.request_id, type(error).__name__, str(error), param))
@@ -246,7 +257,7 @@ class EngineWorker:
             self.server.send(Rejected(message.request_id, "", INTERNAL))
 
     def _tell_start(self, outcome: Outcome) -> None:
-        self.server.send(OutcomeBatch((outcome,)))
+        self._send((outcome,))
 
     def _cancel(self, message: Cancel) -> None:
         if not self.commands.owner.asleep:
