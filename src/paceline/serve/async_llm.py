@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, RequestError
@@ -158,6 +159,7 @@ class AsyncLLM(Asking):
     ) -> Completion:
         asked = self._or_default(params)
         requests = self._requests(prompt_ids, asked, as_told(answer_ids, asked.n))
+        requests = [replace(request, whole=True) for request in requests]
         answers = [self._open_answer(request) for request in requests]
         async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
