@@ -17,6 +17,7 @@ struct PassInputs {
     Table<float> features;
     Ids wanted;
     Table<int64_t> copies;
+    bool branched;
 };
 
 // See `Masks`.
@@ -91,7 +92,8 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
               {in.wanted.data(), in.wanted.data() + in.wanted.size()}, {}, vocab, num_layers, {}, nullptr, nullptr, nullptr};
     pass.reads_rows = shape.reads_rows;
     require(in.copies.shape(1) == 2, "a copy is a token and a slot");
-    pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0);
+    pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0), pass.branched = in.branched;
+    require(pass.branched || !pass.num_copies, "copies are for the rows of branches");
     check_tokens(shape, kv, pass);
     int64_t newest = 0;  // of rows' first tokens: branches and guesses may have pages behind all others
     for (size_t row = 0; row < num_rows; ++row)
@@ -212,7 +214,7 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     const size_t ids = num_ids(decoder, vocab);
     const DraftSteps steps{depths, stops.shape(0) ? stops.data() : nullptr, specs.checked(chosen.size(), ids), hints, ids,
                            chosen.data(), margins.data(), second_ids.size() ? second_ids.data() : nullptr};
-    require(pass.num_copies == 0, "the keys of draft steps have no copies");
+    require(!pass.branched, "draft steps have no branches");
     require(decoder.shape().num_ranks == 1, "ranks run one pass at a time");
     check_steps(pass, steps);
     size_t num_chosen = 0;
@@ -269,9 +271,9 @@ void correct(Decoder& decoder, const Table<float>& states, const Ids& previous_i
 
 void bind_passes(nb::module_& m, nb::class_<Decoder>& decoder) {
     nb::class_<PassInputs>(m, "PassInputs")
-        .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids, Table<int64_t>>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
+        .def(nb::init<Ids, Ids, Ids, Ids, Table<int64_t>, Ids, Table<float>, Ids, Table<int64_t>, bool>(), "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "slots"_a.noconvert(), "cu_len"_a.noconvert(), "pages"_a.noconvert(), "first_keys"_a.noconvert(), "features"_a.noconvert(),
-             "wanted"_a.noconvert(), "copies"_a.noconvert());
+             "wanted"_a.noconvert(), "copies"_a.noconvert(), "branched"_a);
     nb::class_<MaskInputs>(m, "Masks")
         .def(nb::init<Table<int32_t>, Array<uint8_t>>(), "words"_a.noconvert(), "masked"_a.noconvert())
         .def("open", &MaskInputs::open);

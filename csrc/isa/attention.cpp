@@ -2,6 +2,7 @@
 // the queries beside it: so it depends on neither batch nor chunk nor thread. A page holds, for each KV head, keys as [head_dim][16]
 // and values as [16][head_dim]: the scores of sixteen keys, and sums over sixteen values, take whole vectors.
 #include "attention.h"
+#include "quantise.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {
@@ -107,6 +108,18 @@ size_t page_bytes(size_t head_dim) {
     return head_dim * kPageTokens * sizeof(T);
 }
 
+// Mix the values of the keys that one query attends to, and read no others: a value that is not finite, times a weight of 0, is NaN.
+template <class T>
+PACELINE_APART void mix_alone(const AttentionSpan& span, const Pages<T>& pages, size_t query) {
+    const size_t hidden = num_hidden(span, query, pages.count), seen = num_seen(span, query, pages.count), dim = span.head_dim;
+    __builtin_memset(span.mixed + query * dim, 0, dim * sizeof(float));
+    for (size_t page = hidden / kPageTokens; page * kPageTokens < seen; ++page) {
+        const size_t start = page * kPageTokens, left = seen - start;
+        mix<1, T>(pages.values + page, start < hidden ? hidden - start : 0, left < kPageTokens ? left : kPageTokens, dim,
+                  span.scores + query * kSpan + start, span.mixed + query * dim);
+    }
+}
+
 template <class T>
 void attend(const AttentionSpan& span) {
     const size_t head_dim = span.head_dim;
@@ -133,6 +146,8 @@ void attend(const AttentionSpan& span) {
                       span.mixed + first * head_dim);
         });
     }
+    for (size_t r = 0; r < span.num_queries; ++r)
+        if (const float most = bound(span.mixed + r * head_dim, head_dim); most != most) mix_alone(span, pages, r);
 }
 
 void prepare(float*, size_t, size_t, float*) {}  // nothing to convert

@@ -3,6 +3,7 @@
 // Probabilities have 14 bits, relative to the largest of their span: they lose less than the activations around them.
 #include "attention.h"
 #include "dot.h"
+#include "quantise.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {
@@ -61,11 +62,9 @@ PACELINE_INLINE void store_int16(int16_t* p, i32v v) {
 #endif
 }
 
-// to = round(x * limit / max |x|), n a multiple of 16. Returns the value of one unit. May work in place.
+// to = round(x * limit / max |x|), n a multiple of 16. Returns the value of one unit, NaN if a number is not finite. May work in place.
 PACELINE_INLINE float quantise(const float* x, size_t n, float limit, int16_t* to) {
-    f32v maxima = splat(0.0f);
-    for (size_t i = 0; i < n; i += kLanes) maxima = larger(magnitude(load(x + i)), maxima);
-    const float top = largest(maxima), inverse = top > 0.0f ? limit / top : 0.0f;
+    const float top = bound(x, n), inverse = top > 0.0f ? limit / top : 0.0f;
     for (size_t i = 0; i < n; i += kLanes)
         store_int16(to + i, to_nearest(load(x + i) * inverse));
     return top / limit;
@@ -197,8 +196,8 @@ PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, 
         const float* scales = scales_of(pages.values[page], head_dim);
         for (int v = 0; v < kVectors; ++v) {
             float* at = scores + page * kPageTokens + v * kLanes;
-            const f32v prob = exp_below(load(at), top), weight = prob * load(scales + v * kLanes);
-            sums[v] += prob;
+            const f32v score = load(at), prob = exp_below(score, top), weight = prob * load(scales + v * kLanes);
+            sums[v] += score == score ? prob : score;  // NaN if a key that the query attends to is not finite
             heaviest = larger(weight, heaviest);  // ignores NaN, in slots without a key
             store(at, weight);
         }

@@ -1,6 +1,8 @@
 // The choice of an instruction set, at first use.
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #ifdef PACELINE_X86
 #include <cpuid.h>
@@ -102,9 +104,13 @@ Kernels choose() {
         {PACELINE_TABLE(portable), true},
     };
     const char* wanted = std::getenv("PACELINE_ISA");
-    for (const Candidate& c : best_first)
-        if (c.runs && (!wanted || std::strcmp(wanted, c.table.name) == 0)) return c.table;
-    return PACELINE_TABLE(portable);
+    std::string runs;
+    for (const Candidate& c : best_first) {
+        if (!c.runs) continue;
+        if (!wanted || std::strcmp(wanted, c.table.name) == 0) return c.table;
+        runs += std::string(runs.empty() ? "" : ", ") + c.table.name;
+    }
+    throw std::invalid_argument("PACELINE_ISA names no instruction set of this machine; it has " + runs);
 }
 
 }  // namespace

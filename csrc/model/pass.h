@@ -54,6 +54,7 @@ struct Pass {
     int64_t* second_ids = nullptr;  // [wanted] out: the second token, where margins say by how much it is behind; null: unwanted
     const int64_t* copies = nullptr;  // [num_copies, 2] (token, slot) where its key and value are written, too, by token; see `Packed`
     size_t num_copies = 0;
+    bool branched = false;    // rows of branches read keys and values that other rows write
     bool reads_rows = false;  // as `Shape::reads_rows`
 
     // The keys that a token sees: those before this position.

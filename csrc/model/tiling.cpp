@@ -46,7 +46,7 @@ void Decoder::plan_tiles(const Pass& pass) {
 void Decoder::plan_tiling(const Pass& pass, Tiling& tiling) {
     const size_t num_kv = tiling.heads.num_kv, group = shape_.num_heads / num_kv;
     tiling.tiles.clear();
-    tiling.stores_itself = pass.num_copies == 0;  // copies are read by other rows
+    tiling.stores_itself = !pass.branched;  // a branch reads its row's keys, which must all be written before
     size_t num_queries = 0;
     const bool few = pool_->size() > 1 && pass.num_rows * num_kv < kMinTilesPerThread * pool_->size();
     for (size_t row = 0; row < pass.num_rows; ++row) {

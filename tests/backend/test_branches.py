@@ -99,6 +99,38 @@ def test_a_token_of_a_tree_says_what_the_last_of_its_path_says(backend: str, wei
             np.testing.assert_allclose(got[1 + node], expected[-1], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [30, 31])
+@pytest.mark.parametrize("branched", range(4))
+def test_a_branch_reads_what_its_row_writes_in_the_same_pass(length: int, branched: int) -> None:
+    """Enough rows for a tile of each to be one thread's; a branch at a page's border needs no copies."""
+    decoder, count = decoder_of("native", "int8"), 4
+    random = Random(branched)
+    texts = [[random.randrange(CONFIG.vocab_size) for _ in range(length + 1)] for _ in range(count)]
+    draft = RowDraft.tree([5, 6, 7], [ROOT, 0, ROOT])
+    chain = RowDraft(draft.token_ids)
+    drafts = [draft if index == branched else chain for index in range(count)]
+    pages = [range(3 * index, 3 * index + 3) for index in range(count)]
+    rows = tuple(
+        BatchRow(index, str(index), 1, len(d), samples=True, max_len=length + 12, decodes=True)
+        for index, d in enumerate(drafts)
+    )
+    packed = pack([([text[-1], *draft.token_ids], length, own) for text, own in zip(texts, pages, strict=True)])
+    alone = decoder.new_kv(3)
+    path = [*texts[branched], 7]
+    expected = run_pass(decoder, pack([(path, 0, range(3))]), alone, [LOGITS] * len(path)).logits
+    assert expected is not None
+    for _ in range(4):
+        kv: Any = decoder.new_kv(3 * count + NUM_BRANCH_PAGES)
+        before = pack([(text[:-1], 0, own) for text, own in zip(texts, pages, strict=True)])
+        run_pass(decoder, before, kv, [LOGITS] * len(before.wanted))
+        tree = BranchPages(kv, 3 * count).pack(Batch(0, rows), Draft(tuple(drafts), branched=True), packed)
+        assert tree.copies is not None
+        assert bool(len(tree.copies)) == (length == 30)
+        got = decoder.launch(PassRequest(tree, kv, [LOGITS] * len(tree.wanted))).wait().logits
+        assert got is not None
+        np.testing.assert_array_equal(got[3 * branched + 3], expected[-1])
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_attention_over_branch_pages_is_attention_with_an_ancestor_mask(number: int) -> None:
     """Against a dense mask in numpy, over random queries, keys and values."""

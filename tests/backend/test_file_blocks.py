@@ -146,8 +146,11 @@ print(kernels.isa(), digest.hexdigest())
 
 def _digest(isa: str) -> tuple[str, str]:
     done = subprocess.run(
-        [sys.executable, "-c", _DIGEST], env=os.environ | {"PACELINE_ISA": isa}, capture_output=True, check=True
+        [sys.executable, "-c", _DIGEST], env=os.environ | {"PACELINE_ISA": isa}, capture_output=True, check=False
     )
+    if b"no instruction set of this machine" in done.stderr:
+        pytest.skip(f"this machine cannot run {isa}")
+    assert not done.returncode, done.stderr
     name, digest = done.stdout.decode().split()
     return name, digest
 

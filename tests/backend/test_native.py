@@ -456,6 +456,33 @@ def test_nothing_finite_is_told_apart() -> None:
                 assert got.token_ids.tolist() == [BROKEN, BROKEN]
 
 
+@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
+def test_a_token_that_is_no_number_breaks_what_follows_and_nothing_before(kv: str) -> None:
+    """Drafts come behind the tokens that plain decoding writes, in the same tile of attention."""
+    config = FAMILY_CASES["llama"]
+    weights = tiny_weights(config, dtype=torch.float32)
+    weights["embed"][7] = float("nan")
+    decoder = pack_decoder(config, weights, kernels.ThreadPool(1), "int8", kv)
+    greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+
+    def chosen(*ids: int) -> list[int]:
+        found = run_pass(decoder, pack([(ids, 0, [0, 1])]), decoder.new_kv(2), [greedy] * len(ids))
+        return found.token_ids.tolist()
+
+    before = [i % 5 + 1 for i in range(18)]
+    assert chosen(*before, 7, 2, 3) == [*chosen(*before), BROKEN, BROKEN, BROKEN]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    environment = {**os.environ, "PACELINE_ISA": "avx-512"}
+    code = "from paceline import kernels; kernels.isa()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode
+    assert "it has" in found.stderr
+
+
 def test_caps_keep_what_is_no_number() -> None:
     config = replace(FAMILY_CASES["llama"], score_cap=20.0, logit_cap=30.0)
     weights = tiny_weights(config, dtype=torch.float32)
@@ -518,9 +545,10 @@ def test_lesser_instruction_sets_pass_the_same_tests(isa: str) -> None:
     environment = {**os.environ, "PACELINE_ISA": isa}
     code = "from paceline import kernels; print(kernels.isa())"
     found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     if found.stdout.strip() != isa:
+        assert "no instruction set of this machine; it has" in found.stderr
         pytest.skip(f"this machine cannot run {isa}")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__))]
     subprocess.run(

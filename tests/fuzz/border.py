@@ -262,7 +262,7 @@ def _store() -> Any:
 def _inputs_arguments() -> list[Any]:
     pages, features = np.array([[0, 1], [2, 3]], np.int64), np.empty((0, HIDDEN), np.float32)
     arrays = [_ids(1, 2, 3, 4), _ids(0, 1, 16, 17), _ids(0, 1, 48, 49), _ids(0, 2, 4)]
-    return [*arrays, pages, _ids(0, 0), features, _ids(1, 3), np.empty((0, 2), np.int64)]
+    return [*arrays, pages, _ids(0, 0), features, _ids(1, 3), np.empty((0, 2), np.int64), False]
 
 
 @cache

@@ -53,7 +53,9 @@ class Packed:
     pages: NDArray[int64]  # [num_rows, max_pages] page ids, padded with 0
     wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
     first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
-    copies: NDArray[int64] | None = None  # [num_copies, 2] (token, slot) where its K and V are written, too
+    copies: NDArray[int64] | None = (
+        None  # [num_copies, 2] (token, slot) where its K and V are written, too; None: no row is of a branch
+    )
 
     def check(self, num_slots: int, vocab_size: int) -> None:
         """Assert shapes and ranges."""

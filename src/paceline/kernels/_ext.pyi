@@ -103,6 +103,7 @@ class PassInputs:
     def __init__(
         self, token_ids: _Ids, positions: _Ids, slots: _Ids, cu_len: _Ids,
         pages: _Ids, first_keys: _Ids, features: _F32, wanted: _Ids, copies: _Ids,
+        branched: bool,
     ) -> None: ...
 
 class Masks:  # of the wanted tokens; a pass reads them once they are open

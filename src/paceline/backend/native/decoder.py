@@ -259,6 +259,7 @@ def read_inputs(
         np.empty((0, compiled.hidden), np.float32) if features is None else features,
         packed.wanted,
         _NO_COPIES if packed.copies is None else packed.copies,
+        branched=packed.copies is not None,
     )
 
 

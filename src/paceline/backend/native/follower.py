@@ -106,6 +106,7 @@ def _inputs(message: FollowRows, hidden: int) -> kernels.PassInputs:
         np.empty((0, hidden), np.float32),
         none,
         none.reshape(0, 2),
+        branched=False,
     )
 
 
