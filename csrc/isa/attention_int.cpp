@@ -28,32 +28,11 @@ PACELINE_INLINE const float* scales_of(const T* page, size_t head_dim) {
 
 PACELINE_INLINE i32v load_pairs(const int16_t* p) { return load_bytes(reinterpret_cast<const uint8_t*>(p)); }
 
-PACELINE_INLINE i32v load_pairs(const int8_t* p) {
-#if defined(__AVX512F__)
-    return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-    return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-#else
-    int16_t wide[2 * kLanes];
-    for (int i = 0; i < 2 * kLanes; ++i) wide[i] = p[i];
-    return load_pairs(wide);
-#endif
-}
+PACELINE_INLINE i32v load_pairs(const int8_t* p) { return load_words(reinterpret_cast<const uint8_t*>(p)); }
 
 PACELINE_INLINE i32v splat_pair(const int16_t* p) { return splat_bytes(reinterpret_cast<const int8_t*>(p)); }
 
-PACELINE_INLINE void dot_pairs(i32v& sums, i32v a, i32v b) {
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
-#elif defined(__AVX2__)
-    sums = (i32v)_mm256_add_epi32((__m256i)sums, _mm256_madd_epi16((__m256i)a, (__m256i)b));
-#else
-    for (int i = 0; i < kLanes; ++i)
-        sums[i] += (int32_t)(int16_t)a[i] * (int16_t)b[i] + (a[i] >> 16) * (b[i] >> 16);
-#endif
-}
-
-// Store integers of at maxima 15 bits as int16.
+// Store integers of at most 15 bits as int16.
 PACELINE_INLINE void store_int16(int16_t* p, i32v v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
@@ -103,7 +82,7 @@ PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int
         PACELINE_UNROLL for (int r = 0; r < R; ++r) {
             const i32v q = splat_pair(queries + r * 2 * kQueryStride + d);
             PACELINE_UNROLL for (int p = 0; p < P; ++p)
-                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot_pairs(sums[p][r][v], q, k[p][v]);
+                PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot_words(sums[p][r][v], q, k[p][v]);
         }
     }
     PACELINE_UNROLL for (int p = 0; p < P; ++p)
@@ -125,7 +104,7 @@ PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t
         score_rows<R, 1, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
 }
 
-// mixed[r] += sum over pairs of keys, at maxima 64 keys, for W vectors of the head from dimension `offset` on.
+// mixed[r] += sum over pairs of keys, at most 64 keys, for W vectors of the head from dimension `offset` on.
 template <int R, int W, class T>
 PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count, size_t head_dim, const int16_t* weights,
               const float* units, float* mixed) {
@@ -144,7 +123,7 @@ PACELINE_APART void mix_rows(const T* const* pages, size_t offset, size_t count,
             }
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v pair = splat_pair(w + r * 2 * kSpan);
-                PACELINE_UNROLL for (int v = 0; v < W; ++v) dot_pairs(sums[r][v], pair, x[v]);
+                PACELINE_UNROLL for (int v = 0; v < W; ++v) dot_words(sums[r][v], pair, x[v]);
             }
         }
     }

@@ -39,19 +39,6 @@ PACELINE_INLINE i32v coded(const uint8_t* codes, i32v bytes) {
 #endif
 }
 
-// Load kLanes pairs of signed bytes as words of 16 bits.
-PACELINE_INLINE i32v load_words(const uint8_t* p) {
-#if defined(__AVX512F__)
-    return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
-#elif defined(__AVX2__)
-    return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-#else
-    i32v v;
-    for (int i = 0; i < kLanes; ++i) v[i] = (uint16_t)(int8_t)p[2 * i] | (int32_t)((uint32_t)(int8_t)p[2 * i + 1] << 16);
-    return v;
-#endif
-}
-
 // Shift words left, each by that of `by`, at most kMaxExponent.
 PACELINE_INLINE i32v shift_words(i32v words, i32v by) {
 #if defined(__AVX512F__)

@@ -82,6 +82,19 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #endif
 
+// Load kLanes pairs of signed bytes as words of 16 bits.
+PACELINE_INLINE i32v load_words(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (i32v)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+    return (i32v)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
+    i32v v;
+    for (int i = 0; i < kLanes; ++i) v[i] = (uint16_t)(int8_t)p[2 * i] | (int32_t)((uint32_t)(int8_t)p[2 * i + 1] << 16);
+    return v;
+#endif
+}
+
 // Add the products of two signed words of 16 bits in each lane.
 PACELINE_INLINE void dot_words(i32v& sums, i32v a, i32v b) {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
