@@ -85,6 +85,14 @@ def test_a_later_start_finds_the_end_tokens_of_harmony(tmp_path: Path, parsed: l
     assert first == later == (tokens.index("<|return|>"), tokens.index("<|call|>"))
 
 
+def test_a_later_start_finds_the_ends_of_turns(tmp_path: Path) -> None:
+    """That of the template, which no key names, and those of a list."""
+    keys = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eos_token_ids": [1, 7]}
+    keys["tokenizer.chat_template"] = "{{ messages[0].content }}<|end|>"  # the vocabulary's last, 319
+    path = write(tmp_path / "m.gguf", **keys)
+    assert start(path).config.eos_ids == start(path).config.eos_ids == (1, 7, 319)
+
+
 def test_a_text_needs_no_header_either_while_the_tokenizer_is_kept(tmp_path: Path, parsed: list[Path]) -> None:
     path = write(tmp_path / "m.gguf")
     ids = load_tokenizer(start(path)).encode(TEXT)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.files.gguf_tokenizer import end_ids, harmony_ids, tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import end_ids, marker_ids, tokenizer_from_gguf
 from paceline.model.spelling import byte_alphabet
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
@@ -306,11 +306,17 @@ def test_words_of_gpt_4o_end_where_case_changes() -> None:
 
 def test_of_gpt_oss_the_end_of_a_call_ends_an_answer() -> None:
     tokens = ["a", "<|return|>", "<|channel|>", "<|call|>", "<|end|>"]
-    assert end_ids(harmony_ids({"tokenizer.ggml.tokens": tokens}), (1, 4)) == (
-        1,
-        3,
-    )  # 4 ends a message, whatever a file says
-    assert end_ids(harmony_ids({"tokenizer.ggml.tokens": [*tokens[:2], "<|end|>"]}), (2,)) == (2,)
+    whole, less = (marker_ids({"tokenizer.ggml.tokens": t}) for t in (tokens, [*tokens[:2], "<|end|>"]))
+    for template in ("", "<|start|>user<|message|>hi<|end|>"):
+        assert end_ids(whole, (1, 4), template) == (1, 3)  # 4 ends a message, whatever a file says
+    assert end_ids(less, (2,), "") == (2,)
+
+
+def test_the_end_of_a_turn_in_a_template_ends_an_answer() -> None:
+    markers = marker_ids({"tokenizer.ggml.tokens": ["<eos>", "<|im_end|>", "<end_of_turn>", "a"]})
+    assert end_ids(markers, (0,), "{{ '<start_of_turn>' + role }}<end_of_turn>\n") == (0, 2)
+    assert end_ids(markers, (0, 2), "<end_of_turn>") == (0, 2)
+    assert end_ids(markers, (0,), "{{ eos_token }}") == (0,)
 
 
 def test_sentence_piece_equals_a_trained_original() -> None:

@@ -13,7 +13,7 @@ from paceline.model.files.expert_parts import unstacked
 from paceline.model.files.gguf_file import GgufTensor, open_gguf
 from paceline.model.files.gguf_tokenizer import (
     end_ids,
-    harmony_ids,
+    marker_ids,
     special_texts,
     tokenizer_digest,
     tokenizer_from_gguf,
@@ -84,7 +84,9 @@ _SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # numbers of `expert_gatin
 _FAMILIES = {(f.gguf_arch, f.mixture is not None): f for f in reversed(FAMILIES.values())}
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values()) if f.gguf_arch}
 _SCALINGS: dict[str, RopeScaling] = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
-END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+END_KEYS = tuple(
+    f"tokenizer.ggml.{key}" for key in ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+)
 SAMPLING_KEYS = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -184,7 +186,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         layer_input_size=read.integer("embedding_length_per_layer_input", 0),
         max_context=read.integer("context_length"),
         bos_id=bos[0] if bos else None,
-        eos_ids=end_ids(file.facts.harmony if file.facts else harmony_ids(file.metadata), _ids(file, *END_KEYS)),
+        eos_ids=_end_ids(file),
     )
     config.check()
     _check_vocabulary(file, config)
@@ -382,7 +384,13 @@ def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
 
 def _ids(file: GgufFile, *keys: str) -> tuple[int, ...]:
     found = (file.metadata.get(key) for key in keys)
-    return tuple(dict.fromkeys(i for i in found if type(i) is int))
+    listed = (i for value in found for i in (value if isinstance(value, list) else [value]))
+    return tuple(dict.fromkeys(i for i in listed if type(i) is int))
+
+
+def _end_ids(file: GgufFile) -> tuple[int, ...]:
+    markers = file.facts.markers if file.facts else marker_ids(file.metadata)
+    return end_ids(markers, _ids(file, *END_KEYS), str(file.metadata.get("tokenizer.chat_template")))
 
 
 def _check_vocabulary(file: GgufFile, config: ModelConfig) -> None:

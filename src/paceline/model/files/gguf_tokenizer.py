@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 MAX_TOKEN_CHARS = 1 << 10
 _CONTROL, _USER_DEFINED = 3, 4  # token types
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
-_HARMONY = (*_HARMONY_ENDS, "<|channel|>", "<|end|>")
+# Ends of a turn, which many files do not name among their special tokens.
+_TURN_ENDS = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,13 @@ class VocabularyFacts(msgspec.Struct, frozen=True):
     num_tokens: int
     digest: str  # of what `tokenizer_from_gguf` reads
     special: dict[str, str]  # as `special_texts`
-    harmony: dict[str, int]  # as `harmony_ids`
+    markers: dict[str, int]  # as `marker_ids`
 
 
 def vocabulary_facts(metadata: dict[str, Any]) -> VocabularyFacts:
     """Return the facts about a vocabulary. Raises `BadModelFile`."""
-    special, harmony = special_texts(metadata), harmony_ids(metadata)
-    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special, harmony)
+    special, markers = special_texts(metadata), marker_ids(metadata)
+    return VocabularyFacts(len(_tokens(metadata)), tokenizer_digest(metadata), special, markers)
 
 
 def tokenizer_digest(metadata: dict[str, Any]) -> str:
@@ -213,23 +214,23 @@ def _add_bos(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[str, A
         )
 
 
-def harmony_ids(metadata: dict[str, Any]) -> dict[str, int]:
-    """Return the ids of tokens of harmony by their texts, those that a vocabulary has."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    return {text: tokens.index(text) for text in _HARMONY if text in tokens} if isinstance(tokens, list) else {}
+def marker_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    """Return the ids of a vocabulary's ends of turns and tokens of harmony, by text."""
+    tokens, known = metadata.get("tokenizer.ggml.tokens"), (*_HARMONY_ENDS, "<|channel|>", *_TURN_ENDS)
+    return {text: tokens.index(text) for text in known if text in tokens} if isinstance(tokens, list) else {}
 
 
-def end_ids(harmony: Mapping[str, int], named: Sequence[int]) -> tuple[int, ...]:
+def end_ids(markers: Mapping[str, int], named: Sequence[int], template: str) -> tuple[int, ...]:
     """Return the tokens that end an answer.
 
-    harmony: as `harmony_ids`. named: those that the file names.
+    markers: as `marker_ids`. named: those that the file names. template: ends of turns that it writes count, too.
 
     In harmony, the format of gpt-oss, the end of a call ends an answer, and the end of a message does not.
     """
-    if not {*_HARMONY_ENDS, "<|channel|>"} <= harmony.keys():
-        return tuple(named)
-    ends = [*named, *(harmony[token] for token in _HARMONY_ENDS)]
-    return tuple(dict.fromkeys(i for i in ends if i != harmony.get("<|end|>")))
+    ends = [*named, *(markers[text] for text in _TURN_ENDS if text in markers and text in template)]
+    if {*_HARMONY_ENDS, "<|channel|>"} <= markers.keys():
+        ends = [i for i in ends if i != markers.get("<|end|>")] + [markers[text] for text in _HARMONY_ENDS]
+    return tuple(dict.fromkeys(ends))
 
 
 def special_texts(metadata: dict[str, Any]) -> dict[str, str]:
