@@ -90,6 +90,17 @@ def test_sentence_piece_decode_equals_the_library(text: str) -> None:
     assert SENTENCE.decode(ids) == SENTENCE.raw.decode(ids) == text
 
 
+def test_runs_of_spaces_that_are_added_tokens_are_spaces() -> None:
+    """Gemma's tokenizer.json lists them beside its special tokens."""
+    raw = tokenizer_from_gguf(piece_metadata())
+    raw.add_tokens([tokenizers.AddedToken("▁▁", normalized=False)])
+    run = raw.token_to_id("▁▁")
+    tokenizer = Tokenizer(raw)
+    ids = [*SENTENCE.encode("ab", add_special=False), run, *SENTENCE.encode("c", add_special=False)]
+    assert tokenizer.decode(ids) == raw.decode(ids) == "ab   c"
+    assert tokenizer.token_bytes(run) == b"  "
+
+
 def test_half_a_character_is_held_back() -> None:
     ids = BYTES.encode("a€b")
     stream = BYTES.detokenizer()

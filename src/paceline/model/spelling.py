@@ -73,7 +73,10 @@ class RawSpelling:
         self.strips_space = strips_space
         self._raw, self._decode = raw, decode
         added = raw.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
+        # SentencePiece writes a space as "▁" in added tokens, too: Gemma has runs of spaces among them.
+        self._added = {
+            i: token.content for i, token in added.items() if token.special or decode != _sentence_piece
+        }
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
