@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.core.errors import BadModelFile, RequestError, UnsupportedModel
-from paceline.model.files.gguf_tokenizer import end_ids, marker_ids, tokenizer_from_gguf
+from paceline.model.files.gguf_tokenizer import PRES, end_ids, marker_ids, tokenizer_from_gguf
 from paceline.model.spelling import byte_alphabet
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model, load_template, load_tokenizer
@@ -277,23 +278,26 @@ def test_nonsense_in_sentence_piece_metadata_is_refused(changes: dict[str, Any])
 
 
 SAMPLES = ["It's 12345 o'clock, DON'T!\n\n  x = 3.14; naïve 漢字 ١٢٣ \t end  ", "a1b22c333 \r\n ...--!!", "  \n 7"]
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
+
+
 # The pre-tokenizers as the models' own tokenizer.json files write them.
 ORIGINALS: dict[str, Any] = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
-    "llama-bpe": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(
-                Regex(
-                    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-                ),
-                "isolated",
-            ),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+    "llama-bpe": _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "seed-coder": _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+        r"|\s+(?!\S)|\s+"
     ),
 }
 
@@ -304,6 +308,25 @@ def test_words_are_cut_as_the_original_cuts_them(name: str) -> None:
     for text in SAMPLES:
         words = [word for word, _ in mine.pre_tokenizer.pre_tokenize_str(text)]
         assert words == [word for word, _ in ORIGINALS[name].pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *((name, "gpt-2") for name in ("olmo", "exaone4")),
+        *((name, "llama-bpe") for name in ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
+        ("refact", "smollm"),
+        ("minimax-m2", "gpt-4o"),
+    ],
+)
+def test_names_of_one_pre_tokenizer(name: str, other: str) -> None:
+    """Only Llama 3 takes a word that is a token whole, and puts a token before a text."""
+    assert PRES[name] == replace(PRES[other], ignore_merges=False, add_bos=False)
+
+
+def test_an_unknown_pre_tokenizer_is_none_that_looks_alike() -> None:
+    with pytest.raises(UnsupportedModel, match="'smol' is not supported; known: chatglm-bpe, dbrx"):
+        tokenizer_from_gguf(byte_level_metadata() | {"tokenizer.ggml.pre": "smol"})
 
 
 def test_words_of_gpt_4o_end_where_case_changes() -> None:

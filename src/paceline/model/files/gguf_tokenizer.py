@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,10 @@ class PreTokenizer:
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, add_bos=True)
+_CL100K = PreTokenizer((_CONTRACTIONS + r"\p{N}{1,3}" + _SPACES,))
+_LLAMA3 = replace(_CL100K, ignore_merges=True, add_bos=True)
 _QWEN2 = PreTokenizer((_CONTRACTIONS + r"\p{N}" + _SPACES,), nfc=True)
+_SEED = PreTokenizer((_CONTRACTIONS + r"\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",))
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = PreTokenizer(
     (
@@ -56,18 +58,21 @@ _O200K = PreTokenizer(
     )
 )
 
+# By llama.cpp's names. Granite 3 has refact; Granite 4 and Phi-4 have dbrx; SmolLM3 has smaug-bpe.
 PRES: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "smollm": PreTokenizer((r"\p{N}", _GPT2)),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "gpt-4o": _O200K,
-    "o200k": _O200K,
+    name: pre
+    for names, pre in (
+        ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))),
+        ("gpt-2 olmo exaone4", PreTokenizer((_GPT2,))),
+        ("smollm refact", PreTokenizer((r"\p{N}", _GPT2))),
+        ("dbrx smaug-bpe glm4 chatglm-bpe", _CL100K),
+        ("llama-bpe llama3 llama-v3", _LLAMA3),
+        ("qwen2 deepseek-r1-qwen", _QWEN2),
+        ("seed-coder", _SEED),
+        ("tekken", _TEKKEN),
+        ("gpt-4o o200k minimax-m2", _O200K),
+    )
+    for name in names.split()
 }
 
 
@@ -124,7 +129,8 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
     """Return a byte-level BPE tokenizer as in GPT-2, with explicit merges."""
     name = str(metadata.get("tokenizer.ggml.pre", "default"))[:80]
     if name not in PRES:
-        raise UnsupportedModel(f"the GGUF pre-tokenizer {name!r} is not supported{suggest(name, PRES)}")
+        known = ", ".join(sorted(PRES))  # a name that looks alike cuts words otherwise: nothing to suggest
+        raise UnsupportedModel(f"the GGUF pre-tokenizer {name!r} is not supported; known: {known}")
     pre = PRES[name]
     vocab = {token: i for i, token in enumerate(tokens)}
     raw = tokenizers.Tokenizer(
