@@ -94,6 +94,16 @@ def test_what_gemma_4_cannot_be_is_refused(changes: dict[str, object], told: str
         hf.config_from_json(GEMMA4 | changes)
 
 
+def test_gelu_means_its_approximation_in_the_first_gemma_only() -> None:
+    """As transformers reads the official releases, which say `gelu`."""
+    sizes = {"vocab_size": 320, "hidden_size": 72, "intermediate_size": 40, "num_hidden_layers": 2}
+    values = {"model_type": "gemma", **sizes, "num_attention_heads": 6, "head_dim": 16}
+    first = hf.config_from_json(values | {"hidden_act": "gelu"})
+    assert first == hf.config_from_json(values | {"hidden_act": "gelu_pytorch_tanh"})
+    with pytest.raises(UnsupportedModel, match="activation 'gelu'"):
+        hf.config_from_json(values | {"model_type": "gemma2", "hidden_act": "gelu"})
+
+
 def test_rotated_numbers_are_read_as_minimax_writes_them() -> None:
     sizes = {"vocab_size": 320, "hidden_size": 72, "intermediate_size": 40, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8}

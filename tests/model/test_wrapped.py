@@ -164,6 +164,15 @@ def test_the_official_gemma_config_leaves_out_what_the_family_fixes() -> None:
     assert config.eos_ids == (1, 106)
 
 
+def test_the_official_llava_config_leaves_out_the_size_of_llama() -> None:
+    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    config = hf.config_from_json({"model_type": "llava", "text_config": inner})
+    usual = transformers.LlamaConfig()
+    assert (config.hidden_size, config.intermediate_size) == (usual.hidden_size, usual.intermediate_size)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 32, 32, 128)
+    assert (config.vocab_size, config.max_context) == (32064, 4096)
+
+
 def test_rope_in_the_older_spelling() -> None:
     values = {**SMALL, "model_type": "llama"}
     yarn = {key: value for key, value in YARN.items() if key != "rope_theta"}

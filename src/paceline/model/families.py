@@ -44,6 +44,7 @@ class Family:
     name: str  # also `model_type` in a Hugging Face config.json
     gguf_arch: str | None  # `general.architecture` in GGUF; None: there is none
     activation: str = "silu"
+    activation_names: tuple[str, ...] = ()  # further ones in config.json
     biases: frozenset[str] = frozenset()  # projections that always have a bias
     bias_switches: Mapping[str, frozenset[str]] = field(default_factory=lambda: BIAS_SWITCHES)
     norms: Norms = "before"
@@ -69,6 +70,8 @@ class Family:
     normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
 
 
+# LLaVA 1.5 leaves them out.
+_LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA4: dict[str, Any] = {
     "activation": "gelu_tanh",
@@ -110,7 +113,7 @@ _GLM_NAMES = {
 FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
-        Family("llama", "llama", gguf_permutes_qk=True),
+        Family("llama", "llama", gguf_permutes_qk=True, defaults=_LLAMA),
         Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
         Family("qwen2", "qwen2", biases=QKV),
         Family("qwen3", "qwen3", qk_norm="head"),
@@ -166,6 +169,7 @@ FAMILIES: dict[str, Family] = {
             "gemma",
             "gemma",
             activation="gelu_tanh",
+            activation_names=("gelu",),  # in the official releases
             norms_from_one=True,
             scales_embedding=True,
             defaults={"tie_word_embeddings": True, "head_dim": 256},

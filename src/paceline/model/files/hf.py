@@ -199,7 +199,7 @@ def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
     if values.get("swiglu_limit", SWIGLU[0]) != SWIGLU[0] or values.get("swiglu_alpha", SWIGLU[1]) != SWIGLU[1]:
         raise UnsupportedModel(f"the clamped activation has the limit and the factor {SWIGLU} only")
     activation = values.get("hidden_activation") or values.get("hidden_act") or facts.activation
-    known = facts.activation, _ACTIVATIONS.get(facts.activation)
+    known = facts.activation, _ACTIVATIONS.get(facts.activation), *facts.activation_names
     if not isinstance(activation, str) or _ACTIVATIONS.get(activation, activation) not in known:
         raise UnsupportedModel(
             f"a {facts.name} model with the activation {str(activation)[:80]!r} is not supported; it has"
