@@ -18,7 +18,7 @@ from paceline.core.params import SamplingParams
 from paceline.model.config import Rope
 from paceline.model.files import hf
 from paceline.model.weights import LazyWeights, load_model
-from tests.model.families import CASES, family_model
+from tests.model.families import CASES, KINDS, SMALL, family_model, transformers
 from tests.model.helpers import logits_of, pack, run_pass, write_gguf
 from tests.tiny import tiny_config, tiny_weights
 
@@ -92,6 +92,33 @@ def test_heads_of_full_layers_are_read_in_both_spellings() -> None:
 def test_what_gemma_4_cannot_be_is_refused(changes: dict[str, object], told: str) -> None:
     with pytest.raises((BadModelFile, UnsupportedModel), match=told):
         hf.config_from_json(GEMMA4 | changes)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_5_vl_text"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"layer_types": 4 * KINDS, "use_sliding_window": True, "max_window_layers": 3},
+    ],
+)
+def test_windows_of_qwen_are_where_transformers_has_them(kind: str, changes: dict[str, object]) -> None:
+    num_layers = 8 if "layer_types" in changes else 90
+    values = {**SMALL, "num_hidden_layers": num_layers, "sliding_window": 40, **changes}
+    theirs = transformers.AutoConfig.for_model(kind, **values)
+    slides = [each == "sliding_attention" and bool(theirs.sliding_window) for each in theirs.layer_types]
+    found = hf.config_from_json({**values, "model_type": kind})
+    assert [window > 0 for window in found.windows] == slides
+    if any(slides):
+        with pytest.raises(UnsupportedModel, match="for every layer"):
+            hf.config_from_json({**values, "model_type": kind, "layer_types": KINDS})
+
+
+def test_layer_types_win_over_a_pattern_in_letters() -> None:
+    """EXAONE 4.0 has both."""
+    values = {**SMALL, "model_type": "exaone4", "sliding_window": 40, "sliding_window_pattern": "LLLG"}
+    assert hf.config_from_json({**values, "layer_types": 2 * KINDS}).windows == (40, 0, 40, 0)
 
 
 def test_gelu_means_its_approximation_in_the_first_gemma_only() -> None:

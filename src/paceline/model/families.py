@@ -72,6 +72,8 @@ class Family:
 
 # LLaVA 1.5 leaves them out.
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+_NO_WINDOW = {"use_sliding_window": False}
+_QWEN = _NO_WINDOW | {"max_window_layers": 28}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA4: dict[str, Any] = {
     "activation": "gelu_tanh",
@@ -115,10 +117,16 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family("llama", "llama", gguf_permutes_qk=True, defaults=_LLAMA),
         Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
-        Family("qwen2", "qwen2", biases=QKV),
-        Family("qwen3", "qwen3", qk_norm="head"),
-        Family("qwen3_moe", "qwen3moe", qk_norm="head", mixture=MixtureFacts(normed=True)),
-        Family("qwen2_moe", "qwen2moe", biases=QKV, mixture=MixtureFacts(normed=False, shared=True)),
+        Family("qwen2", "qwen2", biases=QKV, defaults=_QWEN),
+        Family("qwen3", "qwen3", qk_norm="head", defaults=_QWEN),
+        Family("qwen3_moe", "qwen3moe", qk_norm="head", defaults=_NO_WINDOW, mixture=MixtureFacts(normed=True)),
+        Family(
+            "qwen2_moe",
+            "qwen2moe",
+            biases=QKV,
+            defaults=_NO_WINDOW,
+            mixture=MixtureFacts(normed=False, shared=True),
+        ),
         Family(
             "mixtral",
             "llama",
@@ -176,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("gemma4_text", "gemma4", **_GEMMA4, defaults=_GEMMA4_KEYS | {"hidden_size_per_layer_input": 256}),
         Family("gemma4_unified_text", None, **_GEMMA4, defaults=_GEMMA4_KEYS | {"sliding_window": 1024}),
-        Family("qwen2_5_vl_text", "qwen2vl", biases=QKV),
+        Family("qwen2_5_vl_text", "qwen2vl", biases=QKV, defaults=_QWEN | {"max_window_layers": 80}),
         Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
         Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),
         Family("ministral3", "mistral3", gguf_permutes_qk=True),
@@ -188,7 +196,7 @@ FAMILIES: dict[str, Family] = {
                 GLOBAL_THETA: 2e6,
                 PLAIN_PERIOD: 4,
                 "tie_word_embeddings": True,
-                "use_sliding_window": False,
+                **_NO_WINDOW,
             },
         ),
         Family("phi3", "phi3", mixed_layers=ALL_SLIDE),
@@ -234,7 +242,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("glm4_moe", "glm4moe", **_GLM_MOE, normed_heads="glm4_moe_normed"),
         Family("glm4_moe_normed", None, **_GLM_MOE, qk_norm="head"),
-        Family("mimo", None, biases=QKV),
+        Family("mimo", None, biases=QKV, defaults=_QWEN),
         Family("dots1", "dots1", qk_norm="head", fixed=_ONE_GROUP, mixture=replace(_SIGMOIDS, normed=False)),
         Family(
             "minimax_m2",

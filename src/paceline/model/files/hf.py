@@ -234,19 +234,27 @@ def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
         return _plain_sliding(read)
     if read.values.get("sliding_window") is None:
         return None
+    layers = _windowed(read, mixed)
+    return Sliding(read.integer("sliding_window"), layers, _local_rope(read, mixed)) if layers else None
+
+
+def _windowed(read: JsonReader, mixed: MixedLayers | None) -> frozenset[int]:
     num_layers = read.integer("num_hidden_layers")
     kinds = read.values.get("layer_types") or _usual_kinds(read, mixed, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(k in (_SLIDING, _FULL) for k in kinds):
         raise UnsupportedModel(f"layer_types in config.json must name {_SLIDING} or {_FULL} for every layer")
-    layers = frozenset(i for i, kind in enumerate(kinds) if kind == _SLIDING)
-    return Sliding(read.integer("sliding_window"), layers, _local_rope(read, mixed)) if layers else None
+    return frozenset(i for i, kind in enumerate(kinds) if kind == _SLIDING)
 
 
-def _usual_kinds(read: JsonReader, mixed: MixedLayers, num_layers: int) -> list[str]:
-    """Return the kind of each layer by its period, which config.json may tell."""
+def _usual_kinds(read: JsonReader, mixed: MixedLayers | None, num_layers: int) -> list[str]:
+    """Return each layer's kind: by a period, or by the first with a window."""
+    layers = range(min(num_layers, MAX_LAYERS))
+    if mixed is None:
+        first = read.integer("max_window_layers", 0)
+        return [_SLIDING if i >= first else _FULL for i in layers]
     period = read.integer("sliding_window_pattern", read.integer("_sliding_window_pattern", mixed.period))
     own = replace(mixed, period=max(period, 1))
-    return [_SLIDING if own.slides(i) else _FULL for i in range(min(num_layers, MAX_LAYERS))]
+    return [_SLIDING if own.slides(i) else _FULL for i in layers]
 
 
 def _local_rope(read: JsonReader, mixed: MixedLayers) -> Rope:
@@ -340,8 +348,7 @@ def _plain_sliding(read: JsonReader) -> Sliding | None:
     window = read.integer("sliding_window") if used else 0
     if not 0 < window < _positions(read):
         return None
-    first = read.integer("max_window_layers", 0)
-    layers = frozenset(range(max(first, 0), min(read.integer("num_hidden_layers"), MAX_LAYERS)))
+    layers = _windowed(read, None)
     return Sliding(window, layers, _rope(read)) if layers else None
 
 

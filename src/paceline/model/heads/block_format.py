@@ -56,6 +56,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from paceline.core.errors import BadModelFile, DrafterMismatch, UnsupportedModel
 from paceline.core.nouns import PAGE_TOKENS
+from paceline.model.families import family
 from paceline.model.heads.values import flag, integer, layer_list
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ _FORMAT = "speculators_model_type"
 _DSPARK = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 _WINDOWED = "sliding_attention"
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-_FIRST_WINDOWED = 28  # of a Qwen3 config that says nothing
 _NEUTRAL = {"output_multiplier": 1.0, "input_embedding_scale": 1.0, "final_logit_softcapping": 0.0}
 # Canonical names of the tensors behind the layers, by their names in a file.
 TENSOR_NAMES = {
@@ -169,7 +169,7 @@ def whole_text(values: Mapping[str, Any]) -> dict[str, Any]:
     window = values.get("sliding_window")
     if window is not None and flag(values, "use_sliding_window", default=not of_qwen):
         if kinds is None and of_qwen:
-            first = integer(values, "max_window_layers", _FIRST_WINDOWED)
+            first = integer(values, "max_window_layers", family(FAMILY).defaults["max_window_layers"])
             kinds = [_WINDOWED] * (integer(values, "num_hidden_layers", 0) > first)
         if isinstance(kinds, list) and _WINDOWED in kinds:
             raise UnsupportedModel("block heads whose layers see a window of the text are not supported")
