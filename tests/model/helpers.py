@@ -72,11 +72,13 @@ def logits_of(
 
 
 def as_stored(config: ModelConfig, name: str, tensor: np.ndarray) -> np.ndarray:
-    """A tensor as files have it: rows of heads in their order, the final norm not divided."""
+    """A tensor as GGUF files have it: rows of heads in their order, the final norm not divided."""
     facts = config.facts
     order = head_order(config, interleaved=facts.gguf_permutes_qk or facts.interleaves_rope)
     if name == "final_norm":
         return tensor * np.float32(config.logit_divisor)
+    if name.endswith("shared_gate"):
+        return tensor[0]  # a matrix of one row is a vector there
     if not order or name.rpartition(".")[2] not in ROTATED:
         return tensor
     by_head = tensor.reshape(-1, len(order), *tensor.shape[1:])

@@ -220,6 +220,9 @@ def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -
     order = head_order(config, interleaved=interleaved)
     rotated = {there for name, there in names.items() if order and name.rpartition(".")[2] in ROTATED}
     found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, GgufTensor)}
+    gates = {there for name, there in names.items() if name.endswith("shared_gate")}
+    for name in gates & found.keys():
+        found[name] = replace(found[name], shape=(1, found[name].shape[-1]))  # llama.cpp writes a vector
     return found | {name: replace(found[name], row_order=order) for name in rotated & found.keys()}
 
 
