@@ -142,6 +142,24 @@ REWRITTEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"a": A, "b": B}, "minProperties": 1}, [{"a": "x"}], [{}]),
     ({"type": "object", "properties": {"a": A, "b": B}, "maxProperties": 2}, [{"a": "x"}], []),
     ({"type": "object", "if": {"required": ["a"]}, "then": {}}, [{}], [1]),
+    (
+        {"type": "object", "properties": {"a": A}, "patternProperties": {"^x": B}, "maxProperties": 1},
+        [{"a": "x"}],
+        [{"x1": 1, "x2": 1}],
+    ),
+    ({"type": "object", "properties": {"a": A}, "required": ["z"], "maxProperties": 5}, [{"z": 1}], [{}]),
+    (
+        {
+            "oneOf": [{"$ref": "#/$defs/p", "required": ["x"]}, {"$ref": "#/$defs/r"}],
+            "$defs": {
+                "p": {"type": "object", "properties": {"x": B, "y": B}, "required": ["y"]},
+                "q": {"type": "object", "properties": {"y": B, "z": B}, "required": ["z"]},
+                "r": {"$ref": "#/$defs/q", "minProperties": 2},
+            },
+        },
+        [{"x": 1, "y": 1}, {"y": 1, "z": 1}],
+        [{"y": 1}, {"z": 1}],
+    ),
 ]
 
 

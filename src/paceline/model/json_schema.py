@@ -30,6 +30,7 @@ _ONE = (
     "propertyNames",
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NOTES = frozenset(("title", "description", "default", "examples"))  # say nothing of what fits
 _VALUES = frozenset(("enum", "const", "default", "examples"))  # keywords that hold values, no schemas
 _MAPS = ("properties", "patternProperties", "definitions", "$defs", "dependentSchemas")
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
@@ -112,7 +113,7 @@ class _Rewriter:
 
     def _closed(self, way: Any, kind: Any) -> Any:
         """Return an object's schema without unlisted properties. kind: type around it."""
-        known = self._resolved(way)
+        known = self._resolved(way, alone=True)
         if not isinstance(known, dict) or not isinstance(known.get("properties"), dict):
             return way
         typed = {"type": kind} if kind == "object" else {}
@@ -141,12 +142,17 @@ class _Rewriter:
                 return True
         return False
 
-    def _resolved(self, schema: Any) -> Any:
-        """Follow references to other parts of the whole schema."""
+    def _resolved(self, schema: Any, alone: bool = False) -> Any:
+        """Follow references to other parts of the whole schema.
+
+        alone: to None if a rule stands beside a reference.
+        """
         for _ in range(MAX_REFS):
             ref = schema.get("$ref") if isinstance(schema, dict) else None
             if not isinstance(ref, str) or not ref.startswith("#"):
                 return schema
+            if alone and schema.keys() - _NOTES != {"$ref"}:
+                return None
             schema = self._at(ref)
         return None
 
@@ -233,7 +239,7 @@ def _property_names(schema: Schema) -> None:
 
 def _property_counts(schema: Schema) -> None:
     """Require as many listed properties as needed, and allow no more."""
-    known, required = schema.get("properties"), _names(schema.get("required"))
+    known, required = schema.get("properties"), list(dict.fromkeys(_names(schema.get("required"))))
     if not isinstance(known, dict) or not known or all(name in required for name in known):
         return
     least, most = schema.get("minProperties"), schema.get("maxProperties")
@@ -241,6 +247,7 @@ def _property_counts(schema: Schema) -> None:
         optional = [name for name in known if name not in required]
         schema["required"] = [*required, *optional[: max(least - len(required), 0)]]
         del schema["minProperties"]
-    if isinstance(most, int) and len({*known, *required}) <= most:
+    lists_all = known.keys() >= {*required} and not schema.get("patternProperties")
+    if isinstance(most, int) and len(known) <= most and lists_all:
         schema["additionalProperties"] = False
         del schema["maxProperties"]
