@@ -151,7 +151,9 @@ def test_nothing_is_learnt_where_nothing_more_was_scored() -> None:
         hints.learn(*scored((10, 11), chosen, num_kept))
         assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
     hints.learn(*scored((10, 11), [4, 5, 6], 0))  # another drafter's
-    assert told([pointed(choose(), hints.pointer(0), (10,))]) == []
+    hints.note({0: (10, 11)})
+    hints.learn(*scored((12, 13), [12, 5, 6], 1))  # what a grammar put in the place of its drafts
+    assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
 
 
 def test_a_row_that_is_released_takes_what_was_said_along() -> None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.backend.native.decoder import NativeDecoder
 from paceline.core.params import Grammar, SamplingParams
 from paceline.core.request_nouns import Request
+from paceline.draft.model.draft_model import DraftModel
 from paceline.engine.overlapped_loop import OverlappedLoop
 from tests.engine.same_text import (
     PLAIN,
@@ -32,6 +34,7 @@ from tests.engine.same_text import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.engine.engine import Engine
     from tests.engine.same_text import Answer
 
 END = VOCAB - 1
@@ -171,6 +174,31 @@ def test_forced_tokens_are_drafts_that_are_kept() -> None:
         assert answer.ending[0] == "stop"
         stats = engine.stats()
         assert sum(c.accepted_at[0] for c in stats.drafters.values()) > 0
+
+
+def assert_keys_are_the_targets(engine: Engine) -> None:
+    """Where a draft model that is its target counts tokens as read, it has what the target has of the text."""
+    drafter, target = engine.drafting.drafters["draft-model"], engine.target
+    assert isinstance(drafter, DraftModel)
+    for request in engine.scheduler.running:
+        spans = [(request.row, 0, drafter.valid_lens(request.row)["draft-model"], ())]
+        slots = target.rows.pack(spans, [0]).slots
+        for ours, theirs in zip(drafter._kv.data, target.kv.data, strict=True):  # type: ignore[attr-defined]
+            torch.testing.assert_close(ours[:, slots], theirs[:, slots])
+
+
+@seed(2)
+@settings(max_examples=6, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@given(structured_requests(), settings_(), st.sampled_from([4, 8]))
+def test_a_draft_model_knows_what_a_grammar_put_in_the_place_of_its_guesses(
+    drawn: tuple[list[Request], Any], changed: Settings, k: int
+) -> None:
+    engine = make_engine(f"draft-model:model=same,k={k}", changed)
+    for request in drawn[0]:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        assert_keys_are_the_targets(engine)
 
 
 def test_a_grammar_wins_over_min_tokens() -> None:

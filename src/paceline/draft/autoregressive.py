@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,6 +128,11 @@ def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dic
             nearer[row] = allowance
         allowance -= min(behind[row], allowance)
     return ready, nearer
+
+
+def num_same(guesses: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return how many of the first guesses are the text's tokens."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guesses, token_ids, strict=False)))
 
 
 def in_pieces(counts: Mapping[int, int], size: int) -> Iterator[dict[int, int]]:

@@ -71,14 +71,18 @@ class Hints:
             self._drafted[row] = [self._rows.tokens(row).item(-1), *token_ids]
 
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the target's choices behind the first draft that it refused."""
+        """Keep the target's choices behind the first draft that it refused.
+
+        Nothing is learnt where it kept a token that a grammar put in the place of a draft.
+        """
         if not self._drafted:
             return
         for index, (r, v) in enumerate(zip(batch.rows, verdict.rows, strict=True)):
             drafted = self._drafted.pop(r.row, None)
             start, end = scores.cu_len[index], scores.cu_len[index + 1]
             kept = v.num_on_chain
-            if drafted and start + kept + 1 < end <= start + len(drafted):
+            was_drafted = drafted is not None and drafted[1 : kept + 1] == [*v.token_ids[:kept]]
+            if drafted and was_drafted and start + kept + 1 < end <= start + len(drafted):
                 if r.row not in self._recycled:
                     self._recycled[r.row] = kernels.RecycledTokens()
                 place = self._rows.known_len(r.row) - len(v.token_ids)

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.backend.seam import PassRequest
 from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, WHOLE_TEXT, Draft
-from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, share_out
+from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, num_same, share_out
 from paceline.draft.drafter import MAX_K, Needs
 from paceline.draft.hints import Hints, RecycledGains, rule_on_device
 from paceline.draft.late import STEP_TOKENS, LateDrafter, may_draft_late
@@ -317,7 +317,7 @@ class DraftModel:
         self._vocabulary = vocabulary
         self._read_as = read_as
         self._valid = [0] * target.rows.num_rows  # tokens of each row in the own store
-        self._seen: dict[int, int] = {}  # row -> tokens in the store if every open guess is kept
+        self._seen: dict[int, tuple[int, Sequence[int]]] = {}  # row -> its length, open guesses in the store
 
     def read_only(self, window: TextWindow) -> None:
         """Read the ends of texts only; its KV is for these."""
@@ -339,15 +339,21 @@ class DraftModel:
         chains = begin(starts, depth, plan, self.hints)
         all_steps = self._run_steps if self._decoder.capabilities.multi_step else None
         draft_steps(self._rows, chains, starts, self._run, all_steps, dense=self._dense)
-        self._seen |= {row: self._rows.known_len(row) + self._num_kept(c) for row, c in chains.items()}
+        self._seen |= {row: (self._rows.known_len(row), self._stored(c)) for row, c in chains.items()}
         self.hints.note({row: chain.token_ids for row, chain in chains.items()})
         return Draft(tuple(chains[r.row].draft(self.name) if r.row in chains else NO_DRAFT for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Keep the entries of kept tokens that were seen, without the newest token's."""
+        """Keep the entries of kept tokens that were seen, without the newest token's.
+
+        What a grammar puts in a guess's place may be kept. It was not seen.
+        """
         self.hints.learn(batch, scores, verdict)
-        for row in self._seen.keys() & {r.row for r in batch.rows}:
-            self._valid[row] = min(self._seen.pop(row), self._rows.known_len(row) - 1)
+        for r, v in zip(batch.rows, verdict.rows, strict=True):
+            if r.row in self._seen:
+                length, guesses = self._seen.pop(r.row)
+                seen = length + num_same(guesses, v.token_ids)
+                self._valid[r.row] = min(seen, self._rows.known_len(r.row) - 1)
 
     def valid_lens(self, row: int) -> Mapping[str, int]:
         """Leading tokens of a row that the own store holds, if there is one."""
@@ -368,9 +374,9 @@ class DraftModel:
         """Tell what was chosen."""
         return self._report
 
-    def _num_kept(self, chain: Chain) -> int:
-        """Return the number of stored guesses the target may accept; 0 with late rows."""
-        return 0 if self._rows.late_steps else len(chain.token_ids) - 1
+    def _stored(self, chain: Chain) -> Sequence[int]:
+        """Return the stored guesses that the target may accept; none with late rows."""
+        return () if self._rows.late_steps else chain.token_ids[:-1]
 
     def _start(self, row: int) -> int:
         """Return the first token of a row without KV."""
