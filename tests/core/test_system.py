@@ -1,4 +1,4 @@
-"""Names of builds, and waits before restarts."""
+"""Names of builds, free memory, and waits before restarts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from paceline.core import system
 from paceline.core.system import FIRST_WAIT_S, MAX_WAIT_S, STEADY_S, RestartBackoff, commit_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,27 @@ def test_changed_builds_of_one_commit_have_names_of_their_own(tmp_path: Path) ->
 def test_code_outside_of_a_checkout_has_no_commit_of(tmp_path: Path) -> None:
     assert commit_of(tmp_path) is None
     assert commit_of(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("path", ["/", "/system.slice/paceline.service", "/hidden/by/the/container"])
+def test_free_memory_is_what_control_groups_leave_without_cached_files(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "system.slice" / "paceline.service"
+    group.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"4:memory:/old\n0::{path}\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
+    for folder, limit in ((tmp_path, "4000000"), (group.parent, "max"), (group, "3000000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("2900000\n")
+        (folder / "memory.stat").write_text("anon 500000\nfile 2300000\ninactive_file 1500000\nactive_file 7\n")
+    monkeypatch.setattr(system, "_PROC", tmp_path)
+    monkeypatch.setattr(system, "_CGROUP", tmp_path)
+    limit = 3_000_000 if "paceline" in path else 4_000_000
+    assert system.available_bytes() == limit - 2_900_000 + 1_500_007
+    (tmp_path / "self" / "cgroup").unlink()
+    assert system.available_bytes() == 60_000_000 * 1024
 
 
 def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:

@@ -43,6 +43,7 @@ _NODES = Path("/sys/devices/system/node")
 _CPUS = Path("/sys/devices/system/cpu")
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_CACHED = {"active_file", "inactive_file", "slab_reclaimable"}  # of memory.stat: what the system may drop
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 _PR_SET_PDEATHSIG = 1  # see prctl(2)
 
@@ -117,15 +118,24 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory available without swapping, within the control group's limit if any."""
+    """Return the memory available without swapping, within the limits of control groups."""
     free = memory_bytes()
     for line in _lines(_PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit, used = (_lines(_CGROUP / f"memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].isdigit():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0)
+    return max(min([free, *_group_rooms()]), 0)
+
+
+def _group_rooms() -> Iterator[int]:
+    """Yield the room in each limited control group around this process, cached files counted as room."""
+    for line in _lines(_PROC / "self" / "cgroup"):
+        hierarchy, _, path = line.split(":", 2)
+        own = _CGROUP / path.lstrip("/")
+        for folder in (own, *own.parents) if hierarchy == "0" else ():  # in a container its own may be the root
+            limit, used, stat = (_lines(folder / f"memory.{name}") for name in ("max", "current", "stat"))
+            if limit and used and limit[0].isdigit():
+                cached = (int(size) for name, size in map(str.split, stat) if name in _CACHED)
+                yield int(limit[0]) - int(used[0]) + sum(cached)
 
 
 def reset_peak_rss() -> None:
