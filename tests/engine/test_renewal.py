@@ -366,6 +366,34 @@ def test_files_that_changed_meanwhile_have_another_mark(
     assert llm._owned.mark != before, "pages on disk of the first are not the second's"
 
 
+def test_files_of_another_shape_do_not_come_back(llm: LLM, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The trainer has written its next model there."""
+    latest = shutil.copytree(models[1], tmp_path / "latest")
+    llm.update_weights(latest, "latest")
+    llm.release_memory(("weights",))
+    write_model(latest, num_layers=4)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="only weights can be renewed"):
+            llm.resume_memory(("weights",))
+    llm.update_weights(models[1], "usual")
+    assert llm.generate([PROMPT], SCORED)[0].figures.weights == ((0, "usual"),)
+
+
+def test_the_first_files_are_marked_where_they_changed_meanwhile(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    first = shutil.copytree(models[0], tmp_path / "first")
+    with opened(first) as llm:
+        marks = []
+        for model in (models[0], models[1], models[0]):
+            llm.release_memory(("weights",))
+            shutil.copy(model / "model.safetensors", first)
+            llm.resume_memory(("weights",))
+            marks.append(llm._owned.mark)
+    assert not marks[0]
+    assert len(set(marks)) == 3
+
+
 # In any loop -------------------------------------------------------------------------------------
 
 REQUESTS = [Request(str(i), PROMPT[: 20 + i], PARAMS, seed=i) for i in range(5)]

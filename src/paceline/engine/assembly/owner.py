@@ -52,6 +52,7 @@ class EngineOwner:
         self.mark = ""  # what stands for these weights in the hashes of pages; empty: the first ones
         self._source: WeightSource | None = None  # None: the files of the config, or arrays
         self._from_arrays = False
+        self._first_content = loaded.content if loaded else ""  # key of the config's files as they were
         self._released: set[str] = set()
         self._loaded, self._built = loaded, cast("Built | None", built)
 
@@ -132,8 +133,7 @@ class EngineOwner:
     ) -> Callable[[], Renewal]:
         """Make a model's numbers ready, see `prepare`. source: None for arrays."""
         loaded = self._loaded or load(self.config, progress)  # in that case with weights that are replaced at once
-        check_same_shape(loaded.decoder.config, model.config.for_texts_of(self.config.limits.max_len))
-        newer, put_in_place = self.config.backend_spec.repack(loaded.decoder, model.weights, beside=beside)
+        newer, put_in_place = self._repack(loaded.decoder, model, beside=beside)
         mark, built, head_within = f"{version}\0{digest}", self._built, usable_mtp(model)
         drafters = {} if built is None else self._rebuilt(built, head_within, newer)
 
@@ -153,6 +153,13 @@ class EngineOwner:
             return report
 
         return take
+
+    def _repack(
+        self, decoder: Decoder, model: LoadedModel, *, beside: bool = False
+    ) -> tuple[Decoder, Callable[[], None]]:
+        """Make a model's numbers ready for a decoder. Raises `ConfigError` if its shape is another."""
+        check_same_shape(decoder.config, model.config.for_texts_of(self.config.limits.max_len))
+        return self.config.backend_spec.repack(decoder, model.weights, beside=beside)
 
     def _rebuilt(self, built: Built, head_within: Head | None, newer: Decoder) -> dict[str, Drafter | Exception]:
         """Return the drafters that share tables with the target, made anew over newer ones."""
@@ -198,10 +205,12 @@ class EngineOwner:
             if self._source is not None:
                 model = renewed(self._first_model, self._source)
                 assert isinstance(model.weights, LazyWeights)
-                told = model.weights.kept_in(None, progress)
-                self.config.backend_spec.repack(loaded.decoder, told)[1]()
+                told = replace(model, weights=model.weights.kept_in(None, progress))
+                self._repack(loaded.decoder, told)[1]()
                 self._mark_anew(content_key(model.weights.sources, progress))
                 loaded = replace(loaded, head_within=usable_mtp(model) or loaded.head_within)
+            elif self.mark or loaded.content != self._first_content:
+                self._mark_anew(loaded.content)
             self._loaded = replace(loaded, version=self.mark)
         self._released -= tags
         self._wake(progress)
@@ -210,7 +219,7 @@ class EngineOwner:
         """Note what the files hold now: a trainer may have written them again."""
         mark = f"{self.version}\0{digest}"
         if mark != self.mark:
-            log.warning("the files of version %s are others than they were at the update", self.version)
+            log.warning("the files of version %s are others than they were", self.version)
         self.mark = mark
 
     def _wake(self, progress: Progress | None = None) -> None:
