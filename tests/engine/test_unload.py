@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -79,6 +79,33 @@ def test_one_that_never_pays_is_unloaded(caplog: pytest.LogCaptureFixture) -> No
         engine.add(Request("late", (1, 2), PARAMS, seed=0, speculation=Speculation(NAME)))
     later = run(engine, REQUESTS[:4])
     assert all(later[i].token_ids == expected[i].token_ids for i in later)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_one_that_control_did_not_retire_is_planned_no_more(forgets: bool) -> None:
+    engine = make_engine(AUTO, CACHING)
+    engine.unload(NAME)  # as newer weights do that it does not fit
+    if forgets:
+        engine.forget()
+    planned, plan = set(), engine.plan
+
+    def noted(*arguments: Any) -> Plan:
+        found = plan(*arguments)
+        planned.update(row.drafter for row in found.rows.values())
+        return found
+
+    engine.plan = noted  # type: ignore[method-assign]
+    run(engine, REQUESTS[:8], stagger=5)
+    assert NAME not in planned
+
+
+def test_one_that_is_unloaded_may_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(AUTO, CACHING)
+    engine.unload(NAME)
+    due = frozenset({engine.drafting.names.index(NAME)})
+    monkeypatch.setattr(exploration.Retirement, "due", lambda _, retired: tuple(due - retired))
+    run(engine, REQUESTS[:8], stagger=5)
+    assert engine.controller.policy.choice.retired == due  # type: ignore[attr-defined]
 
 
 def test_taps_that_only_it_read_are_taken_no_more() -> None:

@@ -79,8 +79,14 @@ class StepDrafters:
         return drafter.needs.grammar_only and not self._grammar_rows
 
     def unavailable(self) -> frozenset[int]:
-        """Begin a plan; return the indices of the drafters it must leave out, see `FailureBackoff`."""
-        return self._backoff.unavailable(self._index) if self._backoff.until else NONE_LEFT_OUT
+        """Begin a plan; return the indices of the drafters it must leave out.
+
+        These fail (see `FailureBackoff`) or are unloaded.
+        """
+        failing = self._backoff.unavailable(self._index) if self._backoff.until else NONE_LEFT_OUT
+        if len(self.drafters) == len(self.names):
+            return failing
+        return failing.union(self._index[name] for name in self.names if name not in self.drafters)
 
     # Propose and commit --------------------------------------------------------------------------
 

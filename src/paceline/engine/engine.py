@@ -186,7 +186,12 @@ class Engine(Verbs):
         self.outputs.flush()
 
     def unload(self, name: str) -> None:
-        """Give back what a drafter holds: weights, stores, and taps that only it reads."""
+        """Give back what a drafter holds: weights, stores, and taps that only it reads.
+
+        Does nothing if it is unloaded: newer weights unload drafters too, and a controller may give them up later.
+        """
+        if name not in self.drafting.drafters:
+            return
         before = self.kv_bytes_per_token
         drafter = self.drafting.drop(name)
         for store in drafter.needs.stores:
