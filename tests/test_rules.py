@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,15 @@ def branches_on_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield value.lineno, f"branches on the name {value.value!r}; declare it in the registry"
 
 
+def unsafe_starts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Commands that start Python without `-P`."""
+    for node in ast.walk(tree):
+        words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+        for word, then in zip_longest(words, words[1:]):
+            if _dotted(word) == "sys.executable" and getattr(then, "value", None) != "-P":
+                yield word.lineno, "starts Python without -P, so it imports from the current folder first"
+
+
 def slow_twins(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Functions named as a readable twin of compiled code: these live in tests/oracles."""
     for node in ast.walk(tree):
@@ -273,7 +283,9 @@ def test_no_module_imports_itself_by_way_of_others():
     assert import_circle(_sources()) == []
 
 
-@pytest.mark.parametrize("rule", [long_functions, big_classes, banned_words, branches_on_names, slow_twins])
+@pytest.mark.parametrize(
+    "rule", [long_functions, big_classes, banned_words, branches_on_names, unsafe_starts, slow_twins]
+)
 def test_rule_holds(rule):
     assert _problems(rule) == []
 
@@ -331,6 +343,8 @@ def test_public_names_are_what_can_be_imported():
         (branches_on_names, "x = 1 if drafter == 'ngram' else 2"),
         (branches_on_names, "if backend in ('reference', 'x'): pass"),
         (branches_on_names, "match name:\n case 'eagle3': pass"),
+        (unsafe_starts, "command = [sys.executable, '-m', 'a.b']"),
+        (unsafe_starts, "run((sys.executable, *words))"),
         (slow_twins, "def pack_slow(x): pass"),
         (long_first_lines, f"'{'word ' * 16}'"),
         (long_first_lines, "def f():\n 'What it does.'"),
@@ -347,6 +361,7 @@ def test_rule_finds(rule, code):
         (banned_words, "model.eval()\nsubprocess.run(['ls'], shell=False)\nloads(json.load(f))"),
         (heavy_at_module_level, "if TYPE_CHECKING:\n import numpy\ndef f():\n import torch"),
         (branches_on_names, "DRAFTERS = {'ngram': 'a:b'}\nx = y == 'off'"),
+        (unsafe_starts, "command = ['nice', sys.executable, '-P', '-m', 'a.b']"),
         (banned_words, "from jinja2.sandbox import ImmutableSandboxedEnvironment"),
         (long_first_lines, f"def f():\n '''{'word ' * 15}\n\n{'word ' * 30}'''"),
         (long_first_lines, "class A:\n 'Italic text, where it is.'\n x = 1"),

@@ -139,7 +139,7 @@ class RankProcess:
         try:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 (our own)
-                    [sys.executable, "-m", module, *map(str, given)], stdin=subprocess.PIPE, pass_fds=given
+                    [sys.executable, "-P", "-m", module, *map(str, given)], stdin=subprocess.PIPE, pass_fds=given
                 )
         except BaseException:
             ours.close()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _GENERATE = [
     sys.executable,
+    "-P",
     "-c",
     "from paceline.cli import main; raise SystemExit(main())",
     "generate",

@@ -44,7 +44,7 @@ class DrafterProcess:
         self.started_s = time.monotonic()
         channel, theirs, memory_fd = open_channel(max_message_bytes(begin.config.limits))
         fds = (theirs.fileno(), memory_fd)
-        command = [sys.executable, "-m", "paceline.engine.remote.drafter_process", *map(str, fds)]
+        command = [sys.executable, "-P", "-m", "paceline.engine.remote.drafter_process", *map(str, fds)]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)  # noqa: S603 (our own)
         except BaseException:

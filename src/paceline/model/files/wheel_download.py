@@ -201,7 +201,7 @@ def _run_pip(requirement: str, scratch: Path, fetched: Callable[[int], None]) ->
         "--disable-pip-version-check",
         "--progress-bar=off",
     )
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(scratch), requirement]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "--dest", str(scratch), requirement]
     log = scratch / "pip.log"
     with log.open("wb") as output:
         environment = os.environ | {"TMPDIR": str(scratch)}  # pip's unfinished file is watched here

@@ -101,7 +101,7 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         environment = {k: v for k, v in os.environ.items() if k != _SECRET}
         environment |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-        command = [sys.executable, "-m", "paceline.serve.sandbox.job_process"]
+        command = [sys.executable, "-P", "-m", "paceline.serve.sandbox.job_process"]
         limits = [str(self._memory_bytes), str(SETUP_LIMIT_S)]
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own command

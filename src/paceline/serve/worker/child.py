@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 from threading import Thread
 
-COMMAND = [sys.executable, "-m", "paceline.serve.worker.process"]
+COMMAND = [sys.executable, "-P", "-m", "paceline.serve.worker.process"]
 KEYS = ("PACELINE_API_KEY",)  # secrets of the HTTP side, which the engine's process has no use for
 
 
