@@ -193,6 +193,19 @@ def test_hangs_before_any_step_of_it_are_blamed_only_behind_many() -> None:
     assert not answer.strikes
 
 
+def test_an_answer_that_gets_on_is_blamed_for_nothing_before() -> None:
+    request = request_of("r", max_tokens=100)
+    answer = Journal().begin(request, NO_ANSWERS)
+    for number, why in enumerate((HANG, DEATH, DEATH)):
+        leg = answer.begin_leg(str(number))
+        answer.news(leg, Outcome("r", (), "", start=0))
+        answer.end_leg(leg)
+        answer.strike(leg, why, (str(number), 0))
+    assert (answer.strikes, answer.hung) == (2, {("0", 0)})
+    assert answer.news(answer.begin_leg("works"), Row(request, []).more(1)) is not None
+    assert (answer.strikes, answer.hung) == (0, set())
+
+
 def last_index(seen: list[str], kind: str, otherwise: int = 0) -> int:
     return max((index for index, one in enumerate(seen) if one == kind), default=otherwise)
 

@@ -91,9 +91,9 @@ class OngoingAnswer:
     banned: set[tuple[str, int]] = field(
         default_factory=set
     )  # (replica, its restarts) that must not have it again
-    strikes: int = 0  # replicas in a row that ended in a step of it and gave nothing
+    strikes: int = 0  # replicas that ended in a step of it since it last gained anything
     num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
-    hung: set[tuple[str, int]] = field(default_factory=set)  # that were silent with it; no strikes while they live
+    hung: set[tuple[str, int]] = field(default_factory=set)  # silent since then; no strikes while they live
     broken: bool = False  # a replica found no finite logit
     aborted: bool = False  # its replicas were told to end it
     refused: PacelineError | None = None  # by a replica that is full
@@ -143,11 +143,10 @@ class OngoingAnswer:
         started = leg.started or why == BROKEN
         self.num_unstarted = 0 if started else self.num_unstarted + 1
         counts = started or self.num_unstarted > MOST_UNSTARTED
-        if why == HANG:
-            self.strikes *= not leg.gave
-            self.hung = (set() if leg.gave else self.hung) | ({process} if counts else set())
+        if counts and why == HANG:
+            self.hung.add(process)
         elif counts:
-            self.strikes = 1 if leg.gave else self.strikes + 1
+            self.strikes += 1
 
     def forget_refusals(self) -> None:
         """Note that replicas that were full need not be so any more."""
@@ -189,6 +188,8 @@ class OngoingAnswer:
             return None
         self.num_legs += not leg.gave
         leg.gave = True
+        self.strikes = 0
+        self.hung.clear()
         self.promise = self.promise or leg.promise
         self.inexact = self.inexact or leg.promise != self.promise
         self.scored = self.scored or outcome.prompt_logprobs is not None

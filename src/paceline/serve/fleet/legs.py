@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_STRIKES = 3  # replicas in a row that ended with a request and gave nothing of its answer
+MOST_STRIKES = 3  # replicas that ended with a request since its answer last gained anything
 POISON = "this request ended every engine that took it, so it is given up"
 
 
