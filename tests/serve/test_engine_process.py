@@ -25,8 +25,8 @@ from paceline.engine.renewal import Renewal
 from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
 from paceline.serve.worker import process
-from paceline.serve.worker.commands import FlushCache, Obeyed, ReleaseMemory, UpdateWeights
-from paceline.serve.worker.messages import Cancel, OutcomeBatch, StopEngine, decode_to_server
+from paceline.serve.worker.commands import FlushCache, Obeyed, Pause, ReleaseMemory, UpdateWeights
+from paceline.serve.worker.messages import Cancel, OutcomeBatch, Snapshot, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, profile_of, warm_up
 from paceline.sim.baselines import Static
@@ -99,6 +99,21 @@ def test_a_profile_prices_rows_and_keys_apart_and_more_rows_never_cost_less() ->
 def test_a_server_looks_once_for_each_serial_step() -> None:
     looks = [submit("a"), None, None, submit("b"), None, StopEngine()]
     assert serve(make_engine("off", PLAIN), iter(looks)) == [["a"], ["a", "b"]]
+
+
+def test_a_paused_engine_gives_signs_of_life_while_messages_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "BEAT_S", 0.0)
+
+    class Apart(Line):
+        """A line whose next message comes only to who waits for it."""
+
+        def receive(self, wait_ms: int) -> ToEngine | None:
+            return super().receive(wait_ms) if wait_ms else None
+
+    line = Apart(iter([Pause(), submit("a"), submit("b"), submit("c"), StopEngine()]))
+    owner = EngineOwner(EngineConfig(), None, Built(make_engine("off", PLAIN), "tiny", None, 256, ()))
+    EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
+    assert [m.gauges.num_waiting for m in line.sent if isinstance(m, Snapshot)][:4] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("every_s", [0.0, 1e9])

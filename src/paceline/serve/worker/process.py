@@ -154,7 +154,10 @@ class EngineWorker:
                 self._send_snapshot()
 
     def _receive(self) -> None:
-        while (message := self.server.receive(self._wait_ms)) is not None:
+        """Take the messages that are there; the first one is waited for."""
+        wait_ms = self._wait_ms
+        while (message := self.server.receive(wait_ms)) is not None:
+            wait_ms = 0  # else messages that come apart would keep a paused engine from any sign of life
             match message:
                 case Submit():
                     self._submit(message)
