@@ -282,7 +282,11 @@ def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(
         ({"input_ids": PROMPT, "rid": ["a", "b"]}, "rid"),
         ({"input_ids": PROMPT, "answer_ids": [[1], [2]]}, "answer_ids"),
         ({"input_ids": PROMPT, "answer_ids": [1], "sampling_params": {"n": 2}}, "n = 1"),
-        ({"input_ids": PROMPT, "answer_ids": [1] * 5, "sampling_params": {"max_new_tokens": 4}}, "answer"),
+        (
+            {"input_ids": PROMPT, "answer_ids": [1] * 5, "sampling_params": {"max_new_tokens": 4}},
+            "answer_ids has 5 tokens",
+        ),
+        ({"input_ids": PROMPT, "answer_ids": [9999]}, "vocabulary"),
         ({"input_ids": PROMPT, "logprob_start_len": 5}, "logprob_start_len"),
         ({"input_ids": [9999]}, "vocabulary"),
     ],

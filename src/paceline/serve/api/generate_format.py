@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_BIASED, Grammar, SamplingParams
 from paceline.engine.wire import Salt, TokenId
+from paceline.serve.api.continuation import check_told
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
 from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
@@ -245,6 +246,9 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
             f"{PREFIX}{names[i]}-{secrets.token_hex(6)}", ids, own, seed, body.cache_salt or "", speculation
         )
     ]
+    for request in requests:
+        if request.told:
+            check_told(request, prompts.vocab_size or prompts.tokenizer.vocab_size)
     form = GenerateFormat(
         tokenizer=prompts.tokenizer,
         requests=requests,
