@@ -28,7 +28,7 @@ from paceline.engine.wire import Submit, encode
 from paceline.ray import pieces, serve_command
 from paceline.ray.engine_host import EngineHost
 from paceline.ray.front_options import of_arguments
-from paceline.ray.line import Down, EngineUp, FromHost, FrontLine, read_from_host, read_to_host
+from paceline.ray.line import Down, EngineUp, FromHost, FrontLine, read_from_host, read_to_host, split
 from paceline.ray.local_ray import ray_folder
 from paceline.ray.pieces import ENDED, SECRET_BYTES, connect
 from paceline.ray.scaling_policy import Headroom
@@ -71,7 +71,7 @@ def test_all_outcomes_of_a_step_are_one_message_in_order() -> None:
 
 def test_messages_to_an_engine_come_as_they_were_sent() -> None:
     sent = [Submit("a", (1, 2), {}, 3), Cancel("b", abort=True), Pause(), GoOn()]
-    assert read_to_host(encode(sent)) == sent
+    assert [read_to_host(data) for data in split(encode(sent))] == sent
 
 
 @dataclass
@@ -298,6 +298,20 @@ def test_a_piece_that_is_no_message_ends_its_line_alone(sent: bytes, caplog: pyt
 
     assert run_with_lines(work()) == [FRONT[::-1]]
     assert "a line to a front broke" in caplog.text
+
+
+def test_a_request_out_of_bounds_is_refused_alone() -> None:
+    async def work() -> list[Any]:
+        host = await a_host(SlowClient())
+        line = await line_to(host)
+        line.send(encode([Submit("bad", (1, 2), {}, -1), Submit("good", (1, 2), {}, 3)]))
+        (refused,) = read_from_host(await line.receive())
+        await until(lambda: host._open)
+        return [refused, *host._open]
+
+    refused, is_open = run_with_lines(work())
+    assert (refused.request_id, refused.kind, is_open) == ("bad", "RequestError", (FRONT, "good"))
+    assert "seed" in refused.message
 
 
 def test_an_end_that_gives_no_sign_of_life_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class EngineHost:
 
     async def command(self, data: bytes) -> bytes:
         """Carry out a trainer's command; return the reply."""
-        (command,) = read_to_host(data)
+        command = read_to_host(data)
         assert not isinstance(command, Submit | Cancel | Watch)
         try:
             return encode(await self._running.commands.send(command))

@@ -49,7 +49,7 @@ class HostCommands:
         """Return the reply. Raises `PacelineError` if the command could not be obeyed."""
         self._num_sent += 1
         try:
-            reply = read_reply(await self._host.command.remote(encode([command])))
+            reply = read_reply(await self._host.command.remote(encode(command)))
         except Exception as error:
             raise EngineDied(f"{RESTARTING} ({type(error).__name__})") from None
         finally:

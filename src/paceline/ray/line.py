@@ -37,7 +37,8 @@ FromHost = EngineUp | Down | OutcomeBatch | Rejected | Snapshot
 ToHost = Submit | Cancel | Watch | Command
 
 read_from_host = msgspec.msgpack.Decoder(list[FromHost]).decode
-read_to_host = msgspec.msgpack.Decoder(list[ToHost]).decode
+split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode  # so that one bad message is no other's
+read_to_host = msgspec.msgpack.Decoder(ToHost).decode
 read_reply = msgspec.msgpack.Decoder(Obeyed).decode
 
 

@@ -8,8 +8,10 @@ import os
 import secrets
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.ray.line import FrontLine, read_to_host
+from paceline.engine.wire import BAD_MESSAGE
+from paceline.ray.line import FrontLine, read_to_host, split
 from paceline.ray.pieces import ENDED, SECRET_BYTES, LineAddress, accept, tls
+from paceline.serve.worker.messages import refusal_of
 
 if TYPE_CHECKING:
     from paceline.ray.line import FromHost, ToHost
@@ -109,7 +111,14 @@ class LineServer:
     async def _hear(self, front: str, line: FrontLine, pieces: Pieces) -> None:
         """Take messages in their order until the front leaves, or has a newer line."""
         while True:
-            for message in read_to_host(await pieces.receive()):
+            for data in split(await pieces.receive()):
                 if self.lines.get(front) is not line:
                     return
-                await self._owner.take(front, message)
+                try:
+                    message: ToHost = read_to_host(data)
+                except BAD_MESSAGE as error:
+                    if (refusal := refusal_of(data, error)) is None:
+                        raise
+                    line.put(refusal)
+                else:
+                    await self._owner.take(front, message)
