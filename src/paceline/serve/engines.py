@@ -84,7 +84,7 @@ class Engines(Protocol):
     All methods are for the event loop's thread.
     """
 
-    on_snapshot: Callable[[Snapshot], None] | None  # called with each
+    on_snapshot: Callable[[Snapshot], None] | None  # called with each, or with sums
     on_language: Callable[[Language], None] | None  # called while an engine loads
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -661,14 +662,26 @@ def test_what_needs_equal_texts_needs_the_coupled_law(options: dict[str, Any]) -
 def test_the_sum_of_counters_never_falls() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
+            one, other = bench.fakes
+            told: list[int] = []
+            for act in (partial(one.beat, 10), partial(other.beat, 5), one.die, one.revive, partial(one.beat, 3)):
+                act()
+                assert bench.fleet.snapshot is not None
+                told.append(bench.fleet.snapshot.stats.steps)
+            assert told == [10, 15, 15, 15, 18]
+
+    run(scenario)
+
+
+def test_counters_are_summed_at_looks_however_many_replicas_tell_theirs() -> None:
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
             told: list[int] = []
             bench.fleet.on_snapshot = lambda snapshot: told.append(snapshot.stats.steps)
-            bench.fakes[0].beat(steps=10)
-            bench.fakes[1].beat(steps=5)
-            bench.fakes[0].die()
-            bench.fakes[0].revive()
-            bench.fakes[0].beat(steps=3)
-            assert told == [10, 15, 15, 18]
+            for fake in bench.fakes:
+                fake.beat(10)
+            await until(lambda: told)
+            assert told[0] == 40
 
     run(scenario)
 
@@ -687,6 +700,7 @@ def test_an_idle_replica_is_not_taken_to_be_slower_than_one_that_keeps_drafts() 
                     fake.snapshot = Snapshot(one, gauges)
                     assert fake.on_snapshot is not None
                     fake.on_snapshot(fake.snapshot)
+                await bench.fleet._tick(TICK_S)
             assert busy.costs == idle.costs
             assert busy.costs.step_s_by_rows[0] == pytest.approx(0.004 / 2.5)
 
@@ -704,6 +718,7 @@ def test_steps_are_priced_with_the_keys_of_rows_as_long_as_the_fleet_has() -> No
             for _ in range(2):
                 fake.snapshot = Snapshot(stats, Gauges(1, 0, 0, 64, 1, 0, 0))
                 fake.on_snapshot(fake.snapshot)
+                await bench.fleet._tick(TICK_S)
             assert member.costs.step_s_by_rows == pytest.approx((0.004 + 0.0004, 0.005 + 0.0008))
 
     run(scenario)
@@ -713,6 +728,7 @@ def test_replicas_without_a_profile_are_taken_to_be_equally_fast() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
             bench.fakes[0].beat(steps=100)
+            await bench.fleet._tick(TICK_S)
             assert {m.costs.step_s_by_rows for m in bench.fleet.members.values()} == {(1e-4,)}
             for index in range(4):
                 await bench.ask(request_of(f"r{index}"))

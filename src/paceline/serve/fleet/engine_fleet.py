@@ -72,7 +72,7 @@ class EngineFleet:
     def add(self, name: str, engines: ReplicaEngine, cores: frozenset[int] = frozenset()) -> Member:
         """Take a replica in, which may still load."""
         member = self.members[name] = Member(name, engines, cores, incarnation=engines.restarts)
-        engines.on_snapshot = partial(self._took_snapshot, member)
+        engines.on_snapshot = member.take
         engines.on_ready = partial(self._is_ready, member)
         engines.on_draining = member.note_draining
         engines.on_renewed = partial(self._renewed, member)
@@ -413,6 +413,7 @@ class EngineFleet:
         await self._hedge()
         await self._tail.work()
         await self._audits.work(self.members.values())
+        self._tell_sum()
 
     def _look_at(self, member: Member) -> None:
         self._level(member)
@@ -458,8 +459,8 @@ class EngineFleet:
 
     # Messages of replicas ----------------------------------------------------------------------------
 
-    def _took_snapshot(self, member: Member, snapshot: Snapshot) -> None:
-        member.take(snapshot)
+    def _tell_sum(self) -> None:
+        """Tell what all replicas have counted: at each look, as each sum takes time for every replica."""
         if (whole := self.snapshot) is not None:
             tell_costs(self.members.values(), whole.stats)
             if self.on_snapshot is not None:
