@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 from safetensors.torch import save
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-MOST_CUT = 1 << 16  # answers that wait to be gone on with
+MOST_CUT = 1 << 16  # different texts of answers that wait to be gone on with
+MOST_ALIKE = 1 << 10  # such answers of one text, as several samples of a prompt begin alike
 CHUNK_BYTES = 64 << 20  # of tensors in one request
 # Names of the same parameters in other engines' words.
 RENAMED = {
@@ -40,6 +41,13 @@ class RollOut:
     versions: tuple[str, ...]  # of the weights that wrote it, the first one first; empty if not known
 
 
+class Cut(NamedTuple):
+    """An answer that was cut."""
+
+    num_prompt: int  # tokens of its prompt
+    seed: int
+
+
 @dataclass(slots=True)
 class RollOutClient:
     """Sends roll-outs and commands to one server, which may be a fleet.
@@ -52,13 +60,13 @@ class RollOutClient:
     url: str
     key: str
     timeout_s: float = 3600.0
-    _cut: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)  # tokens -> their prompt's, seed
+    _cut: dict[tuple[int, ...], list[Cut]] = field(default_factory=dict)  # by prompt and tokens so far
     _http: httpx.AsyncClient | None = None
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], rid: str) -> RollOut:
         """Write an answer, or as much of it as there is when it is aborted."""
         params = sampling_of(sampling)
-        earlier = self._cut.pop(tuple(prompt_ids), None)
+        earlier = self._take(tuple(prompt_ids), params.get("sampling_seed"))
         num_prompt, seed = earlier or (len(prompt_ids), None)
         answer = list(prompt_ids[num_prompt:])
         if seed is not None:
@@ -72,7 +80,7 @@ class RollOutClient:
             found = await self.post("/generate", body)
         except BaseException:
             if earlier is not None:  # it may be sent again
-                self._cut[tuple(prompt_ids)] = earlier
+                self._keep(tuple(prompt_ids), earlier)
             raise
         about = found["meta_info"]
         written = RollOut(
@@ -84,10 +92,25 @@ class RollOutClient:
             tuple(one["version"] for one in about.get("weight_versions", ())),
         )
         if written.finish == "abort" and (answer or written.token_ids):  # else it has not begun
-            if len(self._cut) >= MOST_CUT:
-                self._cut.pop(next(iter(self._cut)))
-            self._cut[(*prompt_ids, *written.token_ids)] = (num_prompt, seed)
+            self._keep((*prompt_ids, *written.token_ids), Cut(num_prompt, seed))
         return written
+
+    def _keep(self, token_ids: tuple[int, ...], cut: Cut) -> None:
+        if len(self._cut) >= MOST_CUT:
+            self._cut.pop(next(iter(self._cut)))
+        alike = self._cut.setdefault(token_ids, [])
+        alike.append(cut)
+        del alike[:-MOST_ALIKE]
+
+    def _take(self, token_ids: tuple[int, ...], seed: int | None) -> Cut | None:
+        """Forget an answer that goes on, of this seed if there is one; None if there is none."""
+        alike = self._cut.get(token_ids, [])
+        found = next((cut for cut in alike if cut.seed == seed), alike[0] if alike else None)
+        if found is not None:
+            alike.remove(found)
+            if not alike:
+                del self._cut[token_ids]
+        return found
 
     async def pause(self, mode: str = "abort") -> None:
         """Take no further step. mode: `abort` ends what is open; `keep` keeps it."""

@@ -126,10 +126,10 @@ def test_a_cut_without_a_seed_goes_on_with_that_of_the_first_part(adapters: Any,
         await client.go_on()
         first = await task
         assert first.finish == "abort"
-        (kept,) = client._cut.values()
+        ((kept,),) = client._cut.values()
         rest = await client.generate(PROMPT + first.token_ids, sampling | {"max_tokens": 5}, "b")
         again = await client.generate(
-            PROMPT, sampling | {"seed": kept[1], "max_tokens": len(first.token_ids) + 5}, "c"
+            PROMPT, sampling | {"seed": kept.seed, "max_tokens": len(first.token_ids) + 5}, "c"
         )
         assert first.token_ids + rest.token_ids == again.token_ids
         assert client._cut == {}
@@ -257,6 +257,25 @@ def test_a_cut_whose_rest_fails_is_gone_on_with_when_it_is_sent_again(adapters: 
     for body in others:
         assert (body["input_ids"], body["answer_ids"]) == (PROMPT, [7, 8])
         assert body["sampling_params"] == first["sampling_params"]
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_samples_that_were_cut_alike_go_on_apart(adapters: Any, told: bool) -> None:
+    """In another order than they began, if their caller tells seeds."""
+    answers = Answers(*([7] for _ in range(4)))
+    client = client_over(adapters, answers)
+
+    async def work() -> None:
+        for seed in (1, 2):
+            await client.generate(PROMPT, {"seed": seed}, "a")
+        for seed in (2, 1):
+            await client.generate([*PROMPT, 7], {"seed": seed} if told else {}, "b")
+
+    asyncio.run(work())
+    assert [body["sampling_params"]["sampling_seed"] for body in answers.bodies[2:]] == (
+        [2, 1] if told else [1, 2]
+    )
+    assert all((body["input_ids"], body["answer_ids"]) == (PROMPT, [7]) for body in answers.bodies[2:])
 
 
 def test_samples_of_a_prompt_that_were_cut_before_they_began_keep_their_seeds(adapters: Any) -> None:
