@@ -15,6 +15,7 @@ from paceline.backend.cuda.record import Record
 from paceline.core.errors import PacelineError
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.request_nouns import Request
+from paceline.draft import late
 from paceline.engine.late_loop import LateLoop
 from paceline.engine.step import SerialLoop
 from tests.draft.heads import CORRECTED, WHOLE, drafter_of, trained_head
@@ -141,6 +142,25 @@ def test_a_drafting_that_cannot_be_captured_runs_piece_by_piece_and_is_tried_onc
     assert engine.stats().drafter_failures
     assert len(tried) == len({partial.args for partial in tried}) > 1
     assert engine.stats().drafters["draft-model"].drafted > 50
+
+
+@pytest.mark.parametrize("step", ["draft", "catch_up"])
+def test_a_drafter_drafts_on_after_one_failure(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host and device agree on what it has read, whichever call failed."""
+    monkeypatch.setattr(late, "STEP_TOKENS", 24)  # rows fall behind
+    asked = requests(2)
+    engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA)
+    program: Any = engine.drafting.drafters["draft-model"].program  # type: ignore[attr-defined]
+    right = getattr(program, step)
+
+    def failing_once(_: Any) -> None:
+        setattr(program, step, right)
+        raise torch.OutOfMemoryError("no memory")
+
+    setattr(program, step, failing_once)
+    assert_same(plain_answers(asked), run(engine, asked))
+    assert engine.stats().drafter_failures == 1
+    assert engine.stats().drafters["draft-model"].drafted > 30
 
 
 @pytest.mark.parametrize("loop", [SerialLoop, LateLoop])

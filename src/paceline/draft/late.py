@@ -96,8 +96,11 @@ class LateDrafter:
         ready, behind = self._share_out(asked)
         if behind:
             self.program.catch_up(behind)
+            for row, count in behind.items():
+                self._read[row] += count
         if ready:
             self.program.draft(ready)
+            self._note_read(ready)
         depths = {d.row: d.depth for d in ready}
         return Draft(tuple(_unknown(self.name, depths.get(r.row, 0)) for r in batch.rows))
 
@@ -113,19 +116,22 @@ class LateDrafter:
         """
         room, ready, behind = STEP_TOKENS, [], {}
         for d in sorted(asked, key=lambda d: d.bound):
-            known = self._rows.known_len(d.row)
-            lasts = known - self._lag
+            lasts = self._rows.known_len(d.row) - self._lag
             if d.bound <= room:
                 ready.append(d)
-                if d.length == known:
-                    self._read[d.row] = lasts
-                else:
-                    self._reads_more.add(d.row)
             elif (count := min(room, lasts - self._read[d.row])) > 0:
                 behind[d.row] = count
-                self._read[d.row] += count
             room -= min(d.bound, room)
         return ready, behind
+
+    def _note_read(self, drafted: Sequence[LateDraft]) -> None:
+        """Note how far rows were read, now that drafting has not failed."""
+        for d in drafted:
+            known = self._rows.known_len(d.row)
+            if d.length == known:
+                self._read[d.row] = known - self._lag
+            else:
+                self._reads_more.add(d.row)
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Learn how far rows were read; the device has trimmed itself."""

@@ -143,8 +143,8 @@ class Program:
         d = self._begin(rows, orders.depth, shape.deepest, shape.num_pages)._replace(hints=hints)
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
         token_ids, margins = guess(d, shape.bound, shape.deepest)
-        self._entries.index_copy_(0, rows, self._num_read(d))
         keep_drafts(self._rows.on_device, orders, token_ids, margins)
+        self._entries.index_copy_(0, rows, self._num_read(d))  # last: a drafting that fails has read nothing
 
     def _num_read(self, d: BegunDraft) -> torch.Tensor:
         """Return how many of each row's tokens have entries once they were drafted for. [n]"""
