@@ -22,12 +22,14 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.backend.cuda.decoder import CudaDecoder
+from paceline.backend.cuda.late_program import Program
 from paceline.backend.device import Device
 from paceline.backend.registry import BACKENDS
 from paceline.core import system
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
+from paceline.draft import late
 from paceline.draft.late import LateDrafter
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
@@ -200,8 +202,9 @@ def test_every_kernel_of_a_step_is_launched_on_the_targets_device(monkeypatch: p
 
     for module in ("late_target", "late_counts", "late_program"):
         monkeypatch.setattr(f"paceline.backend.cuda.{module}.on_device", on_device)
-    monkeypatch.setattr(CudaDecoder, "forward", watched(CudaDecoder.forward))
-    monkeypatch.setattr(CudaDecoder, "logits", watched(CudaDecoder.logits))
+    for home, name in ((CudaDecoder, "forward"), (CudaDecoder, "logits"), (Program, "_begin")):
+        monkeypatch.setattr(home, name, watched(getattr(home, name)))
+    monkeypatch.setattr(late, "STEP_TOKENS", 24)  # rows fall behind and catch up
     engine = make_engine(f"{OWN_MODEL},k=3", PLAIN, types=CUDA, overlap="on")
     run(engine, some_requests())
     assert engine.stats().drafter_failures == 0

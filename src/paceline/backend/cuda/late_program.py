@@ -119,10 +119,10 @@ class Program:
         """Make `counts[row]` further entries of known tokens, and draft nothing."""
         sent = self._send([list(counts), list(counts.values())])
         rows = sent[0]
-        start = self._start(rows)
-        d = self._begin(rows, sent[1], 1, self._all_pages)
-        d = d._replace(begun=d.begun._replace(start=start, missing=sent[1]))
         with on_device(self._rows.device), self._rows.drafting():
+            start = self._start(rows)
+            d = self._begin(rows, sent[1], 1, self._all_pages)
+            d = d._replace(begun=d.begun._replace(start=start, missing=sent[1]))
             self._runner.run_late(self._pack(d, sum(counts.values())).wanting(rows[:0]))
         self._entries.index_copy_(0, rows, start + sent[1])
 
