@@ -13,6 +13,7 @@ from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.backend.seam import PassRequest, StepLimit
 from paceline.core.nouns import UNCHOSEN, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import choose_token
 from tests.backend.backends import ALL_BACKENDS, on_host
 from tests.model.helpers import pack, run_pass
 from tests.tiny import tiny_config, tiny_weights
@@ -53,6 +54,25 @@ def test_a_ragged_pass_says_what_the_reference_says(backend: str) -> None:
     np.testing.assert_array_equal(got.token_ids, expected.token_ids)
     for tap in (0, 2, 3):
         assert np.abs(on_host(got.taps[tap]) - expected.taps[tap]).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("backend", "types"), [(name, kind) for name, spec in ALL_BACKENDS.items() for kind in spec.weight_types]
+)
+def test_all_kinds_choose_the_same_in_every_type(backend: str, types: str) -> None:
+    spec = ALL_BACKENDS[backend]
+    decoder = spec.load()(CONFIG, WEIGHTS, types, spec.kv_type(None, types), 1)
+    packed = pack(RAGGED)
+    greedy, drawn, raw = (
+        run_pass(decoder, packed, decoder.new_kv(NUM_PAGES), [kind] * len(packed.wanted))
+        for kind in (GREEDY, noisy(5), LOGITS)
+    )
+    assert raw.logits is not None
+    assert raw.logits.dtype in (np.float32, np.float64)
+    for chosen, kind in ((greedy, GREEDY), (drawn, noisy(5))):
+        assert chosen.token_ids.tolist() == [choose_token(row, kind) for row in raw.logits]
+        assert chosen.margins is not None
+        assert (chosen.margins >= 0).all()
 
 
 @every_backend

@@ -337,6 +337,7 @@ def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_se
     if wants_second:
         result = choose_from(logits, specs)
         return replace(result, second_ids=_second_ids(logits, specs, result.token_ids))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # no host chooses in 16 bits
     kinds = np.array([c.kind for c in specs], dtype="U7")
     chosen = np.full(len(specs), UNCHOSEN, np.int64)
     margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
