@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.backend.cuda.kernel_launch import ALIGNMENT, variant_table
+from paceline.backend.cuda.products import BLOCKS, product_variant
 
 triton = pytest.importorskip("triton", reason="kernels need Triton's compiler")
 
@@ -20,6 +21,17 @@ TABLE = variant_table()
 def test_machine_code(capability, name):
     """As recorded of these sources; compiled where they have changed since."""
     assert faults(TABLE[name], capability) == []
+
+
+@pytest.mark.parametrize("blocks", [b for b in BLOCKS["plain"] if b != b.small])
+def test_blocks_of_small_devices_fit_them(blocks):
+    both = frozenset({"N", "K"})
+    variant = product_variant("plain", "bf16", blocks.small, parallel=False, bias=False, aligned=both)
+    assert faults(variant, 86) == []
+
+
+def test_attention_fits_small_devices_as_it_is():
+    assert faults(TABLE["attend_parts bf16 bf16 8x4 128 older"], 86) == []
 
 
 @pytest.mark.parametrize("name", ["finish bf16 4 bias", "keep_while_chosen"])

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from paceline.backend.cuda import products
 from paceline.backend.cuda.products import (
     GROUP,
     KINDS,
     PLAIN_TYPES,
     STEP,
+    TALL,
     Parts,
     finished,
     multiply,
@@ -112,6 +114,16 @@ def test_every_shape_has_segments_that_cover_it():
             assert segment % STEP == 0
             assert segment > 0
             assert width <= segment or segment >= 512
+
+
+@pytest.mark.parametrize(("capability", "stages"), [((8, 0), (4, 5, 4, 5)), ((8, 9), (4, 4, 3, 4))])
+def test_devices_of_little_shared_memory_get_fewer_stages(capability, stages, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(products, "_is_small", products._is_small.__wrapped__)  # which remembers
+    with FakeTensorMode():
+        tokens = [torch.empty(n, 256, dtype=torch.bfloat16, device="cuda:0") for n in (16, 64, 64, 128)]
+    found = [products._blocks("plain", x, rows) for x, rows in zip(tokens, (64, 64, TALL, 64), strict=True)]
+    assert tuple(blocks.num_stages for blocks in found) == stages
 
 
 def test_no_product_reads_a_number_back():

@@ -44,6 +44,8 @@ ROWS = 64  # weight rows of a block with few tokens
 TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
+SMALL_DEVICES = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities with the least shared memory
+SMALL_BYTES = 99 << 10  # of a program there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,7 +246,7 @@ def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
     """
     if takes_tiles(x, m):
         return tiles_in_parallel(x, m)
-    blocks = _blocks(m.kind, ELEMENTS[x.dtype], m.shape[0], len(x)).number(m.shape[0], len(x))
+    blocks = _blocks(m.kind, x, m.shape[0]).number(m.shape[0], len(x))
     spare = num_processors(x.device) - blocks
     small = len(x) * SUM_BYTES <= m.segment
     return m.num_segments > 1 and (spare >= blocks or (spare > 0 and small))
@@ -273,7 +275,7 @@ def block_product(x: torch.Tensor, m: Matrix, *, parallel: bool) -> torch.Tensor
     """Multiply tokens [T, K] by blocks, with what `tile_product` returns."""
     (num_tokens, width), num_rows = x.shape, m.shape[0]
     element, bias = ELEMENTS[x.dtype], None if parallel else m.bias
-    blocks = _blocks(m.kind, element, num_rows, num_tokens)
+    blocks = _blocks(m.kind, x, num_rows)
     variant = product_variant(
         m.kind,
         element,
@@ -308,6 +310,15 @@ class Blocks(NamedTuple):
         """Return the number of blocks of a product."""
         return cdiv(num_rows, self.rows) * cdiv(num_tokens, self.tokens)
 
+    @property
+    def small(self) -> Blocks:
+        """The same in `SMALL_BYTES`: with fewer stages, which changes speed only.
+
+        The stage that is being multiplied lies in registers.
+        """
+        stage_bytes = (self.rows + self.tokens) * self.step * 2
+        return self._replace(num_stages=min(self.num_stages, SMALL_BYTES // stage_bytes + 1))
+
 
 # By number of tokens. The step over K changes bits in fp8 only, where all blocks have the same.
 BLOCKS: dict[str, tuple[Blocks, ...]] = {
@@ -338,15 +349,21 @@ def _family(kind: Kind, element: str) -> str:
     return "float32" if element == "fp32" and kind != "fp8" else kind
 
 
-def _blocks(kind: Kind, element: str, num_rows: int, num_tokens: int) -> Blocks:
-    """Return the smallest block that takes all tokens, or the largest there is.
+def _blocks(kind: Kind, x: torch.Tensor, num_rows: int) -> Blocks:
+    """Return the smallest block that takes all tokens [T, K], or the largest there is.
 
     Of two plain ones with as many tokens, a tall matrix takes the one of more rows.
     """
-    known = BLOCKS[_family(kind, element)]
-    fitting = [b for b in known if b.tokens >= num_tokens] or known[-1:]
+    known = BLOCKS[_family(kind, ELEMENTS[x.dtype])]
+    fitting = [b for b in known if b.tokens >= len(x)] or known[-1:]
     least = [b for b in fitting if b.tokens == fitting[0].tokens]
-    return least[-1 if kind == "plain" and num_rows >= TALL else 0]
+    found = least[-1 if kind == "plain" and num_rows >= TALL else 0]
+    return found.small if x.is_cuda and _is_small(x.device) else found
+
+
+@lru_cache
+def _is_small(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) in SMALL_DEVICES
 
 
 @lru_cache
