@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,10 +12,17 @@ from paceline.core.params import MAX_SEED, SamplingParams
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.api.generate_format import generate_job
 from paceline.serve.api.parse import Serving, completion_job
+from paceline.serve.api.schema import MAX_PROMPTS
 from paceline.serve.prompts import Prompts, seed_of
 from tests.serve.conftest import TEMPLATE
 from tests.tiny import tiny_raw_tokenizer, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paceline.serve.api.parse import Job
 
 MAX_LEN = 16
 
@@ -42,6 +50,30 @@ def test_a_drawn_seed_survives_doubles_and_an_asked_one_is_kept() -> None:
     assert len(drawn) > 190
     assert all(0 <= seed == int(float(seed)) < 1 << 53 for seed in drawn)
     assert seed_of(SamplingParams(seed=MAX_SEED)) == MAX_SEED
+
+
+@pytest.mark.parametrize(
+    ("make_job", "fields"),
+    [
+        (completion_job, lambda prompts, seed: {"prompt": prompts, "seed": seed}),
+        (generate_job, lambda prompts, seed: {"input_ids": prompts, "sampling_params": {"sampling_seed": seed}}),
+    ],
+)
+def test_a_prompt_that_is_sent_several_times_has_a_seed_each_time(
+    make_job: Callable[..., Job], fields: Callable[..., dict[str, Any]]
+) -> None:
+    serving = Serving(Prompts(tiny_tokenizer(), None, MAX_LEN, 320), ("tiny",))
+
+    def job(count: int, seed: int | None) -> Job:
+        return make_job(json.dumps(fields([[65]] * count, seed)).encode(), serving, 0.0)
+
+    drawn = job(MAX_PROMPTS, None)
+    seeds = [request.seed for request in drawn.requests]
+    assert len({*seeds}) == MAX_PROMPTS
+    assert all(0 <= seed < 1 << 53 for seed in seeds)
+    assert seeds == [request.seed for request in job(MAX_PROMPTS, drawn.meta.seed).requests], "all follow from one"
+    assert [request.seed for request in job(2, 7).requests] == [7, 5566755282872662], "as the guide says"
+    assert job(1, MAX_SEED).requests[0].seed == MAX_SEED
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,15 @@ from paceline.serve.api.continuation import check_told
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
 from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
-from paceline.serve.api.schema import MAX_ANSWERS, MAX_PROMPTS, SpeculationBody, Stop, sampling_of, seed_asked
+from paceline.serve.api.schema import (
+    MAX_ANSWERS,
+    MAX_PROMPTS,
+    SpeculationBody,
+    Stop,
+    sampling_of,
+    seed_asked,
+    seed_of_prompt,
+)
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -238,12 +246,13 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         prompts.check_room(ids, own.max_tokens)
     n, seed, name = params[0].n, seed_of(params[0]), secrets.token_hex(12)
     told, names = body.told(len(all_ids), n), body.names(len(all_ids))
+    seeds = [seed_of_prompt(seed, i) for i in range(len(all_ids))]
     speculation = body.speculation.checked() if body.speculation else None
     requests = [
         replace(request, told=told[i])
         for i, (ids, own) in enumerate(zip(all_ids, params, strict=True))
         for request in requests_of(
-            f"{PREFIX}{names[i]}-{secrets.token_hex(6)}", ids, own, seed, body.cache_salt or "", speculation
+            f"{PREFIX}{names[i]}-{secrets.token_hex(6)}", ids, own, seeds[i], body.cache_salt or "", speculation
         )
     ]
     for request in requests:

@@ -16,7 +16,7 @@ from paceline.serve.api.auth import header_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
-from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody
+from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, seed_of_prompt
 from paceline.serve.api.score_format import Extras
 from paceline.serve.api.tools import FunctionName, NamedTool, template_kwargs
 from paceline.serve.conversation import Conversation, use_of
@@ -227,7 +227,7 @@ def _requests(
     prompts: Prompts,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under one seed.
+    """Return the requests for all answers to all prompts, under seeds that follow from one.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """
@@ -245,7 +245,7 @@ def _requests(
     requests = [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seed, salt, speculation)
+        for request in requests_of(f"{name}-{index}", ids, asked, seed_of_prompt(seed, index), salt, speculation)
     ]
     if not any(told):
         return requests

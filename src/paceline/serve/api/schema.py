@@ -34,7 +34,7 @@ from paceline.serve.api.tools import (
     TemplateKwargs,
     Tools,
 )
-from paceline.serve.prompts import part_text
+from paceline.serve.prompts import MAX_DRAWN_SEED, part_text
 
 if TYPE_CHECKING:
     from paceline.core.sampling_defaults import Defaults
@@ -44,6 +44,7 @@ MAX_PARTS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 256  # prompts x n
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
+SEED_STEP = 5566755282872655  # between prompts: 2**53 over the golden ratio, so bodies with near seeds never meet
 
 Name = Annotated[str, Meta(max_length=256)]
 Stop = str | Annotated[list[str], Meta(max_length=64)]
@@ -285,6 +286,14 @@ def _check_range(name: str, value: int | None) -> None:
 def seed_asked(given: int | None) -> int | None:
     """Return a seed of OpenAI's range, int64; None (drawn) for a negative one or none."""
     return None if given is None or -MAX_SEED - 1 <= given < 0 else given
+
+
+def seed_of_prompt(seed: int, index: int) -> int:
+    """Return the seed of one of a body's prompts; the first has the body's.
+
+    So a prompt that is sent several times is answered in several ways, and one seed repeats them all.
+    """
+    return (seed + index * SEED_STEP) % MAX_DRAWN_SEED if index else seed
 
 
 def sampling_of(fields: Any, **others: Any) -> SamplingParams:
