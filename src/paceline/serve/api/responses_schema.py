@@ -20,7 +20,7 @@ from paceline.serve.api.schema import (
     given_params,
     seed_asked,
 )
-from paceline.serve.api.tools import CalledFunction, Effort, Id, TemplateKwargs, template_kwargs
+from paceline.serve.api.tools import ArgumentText, CalledFunction, Effort, Id, TemplateKwargs, template_kwargs
 from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, use_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
-MAX_ARGUMENT_CHARS = 1 << 20
 Text = Annotated[str, Meta(max_length=1 << 24)]
 
 
@@ -72,7 +71,7 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     content: str | Parts | None = None
     name: Id | None = None
     call_id: Id | None = None
-    arguments: Annotated[str, Meta(max_length=MAX_ARGUMENT_CHARS)] | None = None
+    arguments: ArgumentText | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
     # Of answers that are sent back, without effect.

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_CALLS = 128  # of one message
-MAX_ARGUMENT_CHARS = 1 << 20
 MAX_TEMPLATE_KWARGS = 32
 MAX_KWARG_BYTES = 64 << 10
 OWN_VARIABLES = frozenset(
@@ -30,6 +29,7 @@ OWN_VARIABLES = frozenset(
 
 Id = Annotated[str, Meta(max_length=256)]
 Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
+ArgumentText = Annotated[str, Meta(max_length=1 << 20)]  # arguments of a call, as JSON
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -72,7 +72,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The function of a call in a message."""
 
     name: Id
-    arguments: Annotated[str, Meta(max_length=MAX_ARGUMENT_CHARS)] | dict[str, Any] = "{}"
+    arguments: ArgumentText | dict[str, Any] = "{}"
 
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates take it: arguments as values if they are JSON."""
