@@ -50,6 +50,14 @@ def test_a_template_is_rendered_with_its_variables(sandbox: Sandbox) -> None:
     assert made.render_all([{**HELLO, "thinks": 1}, HELLO]) == ["<s>hi1", "<s>hi"]
 
 
+def test_numbers_beyond_64_bits_reach_a_template(sandbox: Sandbox) -> None:
+    """As of a call that is sent back: amounts in wei need 70 bits."""
+    made = template(sandbox, "{{ call.arguments | tojson }}")
+    assert made.render_all([{**HELLO, "call": {"arguments": {"wei": 10**20}}}]) == [
+        '{"wei": 100000000000000000000}'
+    ]
+
+
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_end_as_refusals_and_the_next_job_is_done(sandbox: Sandbox, bomb: str) -> None:
     made = template(sandbox, "{% if messages[0].content == 'boom' %}" + BOMBS[bomb] + "{% endif %}ok")

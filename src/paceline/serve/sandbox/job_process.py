@@ -8,6 +8,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.system import wake_with_parent
 from paceline.model.template import ChatTemplate
@@ -56,7 +58,7 @@ class JobWorker:
                 self._tokenizer = _tokenizer(job)
             case RenderPrompts(asked):
                 assert self._template is not None
-                return Rendered(tuple(self._template.render_all(asked)))
+                return Rendered(tuple(self._template.render_all(msgspec.json.decode(asked))))
             case CheckGrammar(kind, text, with_tokens):
                 _check(kind, text, self._tokenizer if with_tokens else None)
         return JobDone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -35,7 +35,7 @@ class SetTokenizer(Message, frozen=True):
 class RenderPrompts(Message, frozen=True):
     """Render the template with each mapping of variables."""
 
-    asked: tuple[dict[str, Any], ...]
+    asked: bytes  # a list of them in JSON: msgpack has no integers beyond 64 bits, and conversations may
 
 
 class CheckGrammar(Message, frozen=True):

@@ -11,6 +11,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from paceline.core.errors import BadModelFile, QueueFull, RequestError
 from paceline.serve.sandbox.jobs import (
     JobRefused,
@@ -171,6 +173,6 @@ class SandboxedTemplate:
 
     def render_all(self, asked: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the prompt of each mapping of variables. Raises `RequestError`."""
-        result = self._sandbox.call(RenderPrompts(tuple(dict(values) for values in asked)))
+        result = self._sandbox.call(RenderPrompts(msgspec.json.encode([dict(values) for values in asked])))
         assert isinstance(result, Rendered)
         return list(result.texts)
