@@ -97,6 +97,9 @@ def test_a_matcher_that_gives_up_allows_nothing() -> None:
     assert not GRAMMARS.masks([(state, [1, 2])])[0].any()
 
 
+KEYED = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"], "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("grammar", "word"),
     [
@@ -105,6 +108,9 @@ def test_a_matcher_that_gives_up_allows_nothing() -> None:
         (Grammar.json_schema({"type": "strange"}), "strange"),
         (Grammar.json_schema({"$ref": "http://elsewhere/x"}), "elsewhere"),
         (Grammar.json_schema("[1]"), "object"),
+        (Grammar.json_schema({"oneOf": [{**KEYED, "properties": 5}, KEYED]}), "properties must be an object"),
+        (Grammar.json_schema({**KEYED, "properties": 5, "dependencies": {"a": ["b"]}}), "dependencies"),
+        (Grammar.json_schema({"propertyNames": {"pattern": [5]}}), "propertyNames"),
         (Grammar.json_schema("{"), "not JSON"),
         (Grammar.json_schema("[" * 100_000), "not JSON"),
         (Grammar.json_schema('{"items":' * 100 + "{}" + "}" * 100), "nests"),

@@ -137,7 +137,7 @@ class _Rewriter:
             return False
         shared = set(_names(a.get("required"))) & set(_names(b.get("required")))
         for name in shared:
-            ours, theirs = (_values(self._resolved(s.get("properties", {}).get(name))) for s in (a, b))
+            ours, theirs = (_values(self._resolved(_properties(s).get(name))) for s in (a, b))
             if ours is not None and theirs is not None and not ours & theirs:
                 return True
         return False
@@ -187,7 +187,13 @@ def _lacks(a: Schema, b: Schema) -> bool:
     closed = (
         a.get("type") == "object" and a.get("additionalProperties") is False and not a.get("patternProperties")
     )
-    return closed and any(name not in a.get("properties", {}) for name in _names(b.get("required")))
+    return closed and any(name not in _properties(a) for name in _names(b.get("required")))
+
+
+def _properties(schema: Schema) -> Schema:
+    """Return an object's properties; where they are none, the grammar library refuses them."""
+    given = schema.get("properties")
+    return given if isinstance(given, dict) else {}
 
 
 def _names(given: Any) -> list[str]:
@@ -211,7 +217,7 @@ def _dependencies(schema: Schema) -> None:
             needed = [name for names in rules.values() for name in _names(names)]
             if not needed:
                 continue
-            known = schema.get("properties", {})
+            known = _properties(schema)
             if schema.get("additionalProperties") is False and any(name not in known for name in needed):
                 schema[key] = rules
                 continue
@@ -228,7 +234,7 @@ def _conditions(schema: Schema) -> None:
 def _property_names(schema: Schema) -> None:
     """Say a pattern of all names as a pattern of properties."""
     rule = schema.get("propertyNames")
-    if not isinstance(rule, dict) or set(rule) - {"type"} != {"pattern"}:
+    if not isinstance(rule, dict) or set(rule) - {"type"} != {"pattern"} or not isinstance(rule["pattern"], str):
         return
     if schema.keys() & {"properties", "patternProperties", "required"}:
         return
