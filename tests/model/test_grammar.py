@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema
@@ -16,6 +17,7 @@ from paceline.core.params import Grammar, SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.sampling import allowed_by
 from paceline.engine import wire
+from paceline.model import json_schema
 from paceline.model.grammar import Grammars, check
 from paceline.model.json_schema import supported
 from tests.tiny import tiny_tokenizer
@@ -180,6 +182,25 @@ def test_a_rewritten_schema_is_no_wider(schema: dict[str, Any], fits: list[Any],
         else:
             jsonschema.validate(value, schema)
             assert value not in fits_not
+
+
+def test_alternatives_are_told_apart_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared lists of values were written anew for each pair and name: five seconds for this schema."""
+    names = [f"n{i}" for i in range(60)]
+
+    def way(key: str) -> dict[str, Any]:
+        known = {name: {"$ref": "#/$defs/e"} for name in names} | {"k": {"const": key}}
+        return {"type": "object", "required": [*names, "k"], "properties": known, "additionalProperties": False}
+
+    schema = {
+        "properties": {f"p{i}": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]} for i in range(40)},
+        "$defs": {"a": way("a"), "b": way("b"), "e": {"enum": [*range(600)]}},
+    }
+    start_s = time.process_time()
+    assert all("anyOf" in part for part in supported(schema)["properties"].values())
+    assert time.process_time() - start_s < 1
+    monkeypatch.setattr(json_schema, "MAX_COMPARED", 4000)
+    assert {key for part in supported(schema)["properties"].values() for key in part} == {"oneOf", "anyOf"}
 
 
 def test_grammars_are_bounded_frozen_and_small_to_make() -> None:

@@ -15,6 +15,8 @@ from paceline.core.errors import RequestError
 MAX_DEPTH = 64  # of schemas in schemas
 MAX_REFS = 8  # followed from one schema, to tell its types
 MAX_ALTERNATIVES = 64  # of a oneOf, compared pair by pair
+MAX_COMPARED = 1_000_000  # names and values of all pairs; further pairs count as alike
+_PAIR_COST = 16  # of comparing empty alternatives, in names
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )  # that a grammar can hold; others say what a text means and are no rule
@@ -77,6 +79,8 @@ def _has_type(value: Any, kind: str) -> bool:
 class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._written: dict[tuple[str, int], frozenset[str]] = {}  # lists of values by id; the root keeps them
+        self._num_compared = 0
 
     def rewrite(self, schema: Any, depth: int) -> Any:
         if not isinstance(schema, dict):
@@ -124,10 +128,10 @@ class _Rewriter:
         a, b = self._resolved(a), self._resolved(b)
         if not isinstance(a, dict) or not isinstance(b, dict):
             return False
-        if not self._types(a) & self._types(b):
-            return True
-        ours, theirs = _values(a), _values(b)
-        if ours is not None and theirs is not None and not ours & theirs:
+        self._num_compared += _PAIR_COST + sum(len(_items(s.get(k))) for s in (a, b) for k in ("enum", "required"))
+        if self._num_compared > MAX_COMPARED:
+            return False
+        if not self._types(a) & self._types(b) or self._share_none(a, b):
             return True
         return _lacks(a, b) or _lacks(b, a) or self._told_apart(a, b)
 
@@ -135,12 +139,31 @@ class _Rewriter:
         """Return True if both require a property whose values differ, and both are objects."""
         if self._types(a) != {"object"} or self._types(b) != {"object"}:
             return False
-        shared = set(_names(a.get("required"))) & set(_names(b.get("required")))
-        for name in shared:
-            ours, theirs = (_values(self._resolved(_properties(s).get(name))) for s in (a, b))
-            if ours is not None and theirs is not None and not ours & theirs:
-                return True
-        return False
+        also = {*_names(b.get("required"))}
+        shared = [name for name in _names(a.get("required")) if name in also]
+        ours, theirs = _properties(a), _properties(b)
+        return any(self._share_none(self._resolved(ours.get(n)), self._resolved(theirs.get(n))) for n in shared)
+
+    def _share_none(self, a: Any, b: Any) -> bool:
+        """Return True if both have a list of values, and no value in common."""
+        ours, theirs = self._values(a), self._values(b)
+        if ours is None or theirs is None or ours is theirs:
+            return False
+        self._num_compared += min(len(ours), len(theirs))
+        return ours.isdisjoint(theirs)
+
+    def _values(self, schema: Any) -> frozenset[str] | None:
+        """Return the only values of a schema, as JSON; None without a list."""
+        if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
+            return None
+        key = "const" if "const" in schema else "enum"
+        values = [schema[key]] if key == "const" else schema[key]
+        if not isinstance(values, list):
+            return None
+        place = key, id(schema[key])
+        if place not in self._written:
+            self._written[place] = frozenset(json.dumps(value, sort_keys=True) for value in values)
+        return self._written[place]
 
     def _resolved(self, schema: Any, alone: bool = False) -> Any:
         """Follow references to other parts of the whole schema.
@@ -174,14 +197,6 @@ class _Rewriter:
         return every
 
 
-def _values(schema: Any) -> set[str] | None:
-    """Return the only values of a schema, as JSON; None without a list."""
-    if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
-        return None
-    values = [schema["const"]] if "const" in schema else schema["enum"]
-    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
-
-
 def _lacks(a: Schema, b: Schema) -> bool:
     """Return True if `a` is a closed object that lacks what `b` requires."""
     closed = (
@@ -197,7 +212,11 @@ def _properties(schema: Schema) -> Schema:
 
 
 def _names(given: Any) -> list[str]:
-    return [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    return [name for name in _items(given) if isinstance(name, str)]
+
+
+def _items(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
 
 
 # Steps, each on one schema whose inner schemas are done ------------------------------------------
