@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+
+from paceline.core.errors import RequestError
+from paceline.serve.api.schema import CompletionBody
+from paceline.serve.api.structured import MAX_GBNF_CHARS, from_grammar
+from paceline.serve.tokenizer_cache import _LITERAL
 
 if TYPE_CHECKING:
     import httpx
@@ -111,3 +117,37 @@ def test_what_cannot_be_kept_is_refused_by_name(
     assert response.status_code == 400
     assert error["param"] == param
     assert word in error["message"]
+
+
+# Work in the server's own process ------------------------------------------------------------------
+
+
+def test_a_grammar_is_read_once_for_all_prompts() -> None:
+    asked = {"prompt": ["a", "b"], "grammar": 'root ::= "a"'}
+    body, _ = CompletionBody.decode(json.dumps(asked).encode())
+    assert body.structure is not None
+    assert body.structure is body.structure
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('start: "<a>" /<b>/ "\\"<" /\\/</', False),
+        ('start: <a> "b"', True),
+        ("// <a>\nstart: /b/", False),
+        ('// a 5" disk\nstart: <a> "b"', True),
+        ('start: "b\n  | <a>', True),
+    ],
+)
+def test_names_of_tokens_are_found_outside_of_texts(text: str, names: bool) -> None:
+    assert ("<" in _LITERAL.sub("", text)) == names
+
+
+def test_reading_a_grammar_takes_time_in_proportion_to_its_length() -> None:
+    start_s = time.process_time()
+    assert from_grammar("\n" * 30_000 + ' \n start : "a"').text.endswith('start : "a"')
+    for evil in ('\\"', "\\/", '"\\', '\n"'):
+        _LITERAL.sub("", evil * 30_000)
+    with pytest.raises(RequestError, match="in Lark"):
+        from_grammar('root ::= "a"'.ljust(MAX_GBNF_CHARS + 1))
+    assert time.process_time() - start_s < 1

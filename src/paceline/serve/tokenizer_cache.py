@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 WARM_UP_TEXT = "Hello"
 NO_LIMIT = 1 << 30  # of tokens
-_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
+# Comments, texts and regexes; each may end with its line, so that no quote makes the search begin anew.
+_LITERAL = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?')
 
 
 class TokenizerCache:

@@ -260,7 +260,7 @@ def _job(
     arrival_s: float,
     ignored: tuple[str, ...],
 ) -> Job:
-    first, structure, prompts = requests[0], body.structure(), serving.prompts
+    first, structure, prompts = requests[0], body.structure, serving.prompts
     begun = any(request.told for request in requests)
     response_id = form.prefix + first.request_id.partition("-")[0]
     return Job(

@@ -198,7 +198,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     ) -> SamplingParams:
         """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
         scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
-        structure = self.structure()
+        structure = self.structure
         return sampling_of(
             self,
             seed=seed_asked(self.seed),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_TAGS = 64
 MAX_CHECKED = 256  # grammars remembered as good
+MAX_GBNF_CHARS = 64 << 10  # converting chains of rules takes time that grows as their square: 2 s
+_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")  # llguidance's own mark of Lark, in linear time
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 Short = Annotated[str, Meta(max_length=1024)]
@@ -92,7 +96,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
         return None if found is None else found[0]
 
 
-class StructuredFields(Struct, frozen=True, kw_only=True):
+class StructuredFields(Struct, frozen=True, kw_only=True, dict=True):
     """Fields of a body that ask for structured output."""
 
     response_format: ResponseFormat | None = None
@@ -106,8 +110,9 @@ class StructuredFields(Struct, frozen=True, kw_only=True):
     json_schema: JsonSchema | None = None  # of llama.cpp
     grammar: Text | None = None  # of llama.cpp
 
+    @cached_property
     def structure(self) -> tuple[Grammar, str] | None:
-        """Return the grammar asked for, and by which field. Raises `RequestError`."""
+        """The grammar asked for, and by which field. Raises `RequestError`."""
         ways: list[Way] = [
             ("response_format", self.response_format, ResponseFormat.grammar),
             ("structured_outputs", self.structured_outputs, StructuredOutputs.grammar_asked),
@@ -139,10 +144,14 @@ def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
 
 def from_grammar(text: str) -> Grammar:
     """Return the grammar of Lark or GBNF text. Raises `RequestError`."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
+    if _LARK.search(text):
+        return Grammar.lark(text)
+    if len(text) > MAX_GBNF_CHARS:
+        raise RequestError(f"a grammar in GBNF may have {MAX_GBNF_CHARS} characters; send it in Lark", "grammar")
     try:
-        return Grammar.lark(any_to_lark(text))
+        return Grammar.lark(gbnf_to_lark(text))
     except RequestError:
         raise
     except RecursionError:
