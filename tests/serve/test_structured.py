@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import pytest
 from paceline.core.errors import RequestError
 from paceline.serve.api.schema import CompletionBody
 from paceline.serve.api.structured import MAX_GBNF_CHARS, from_grammar
+from paceline.serve.app import AppState, ModelRoute
 from paceline.serve.tokenizer_cache import _LITERAL
 
 if TYPE_CHECKING:
@@ -151,3 +154,25 @@ def test_reading_a_grammar_takes_time_in_proportion_to_its_length() -> None:
     with pytest.raises(RequestError, match="in Lark"):
         from_grammar('root ::= "a"'.ljust(MAX_GBNF_CHARS + 1))
     assert time.process_time() - start_s < 1
+
+
+class NoModel(AppState):
+    """State of a server whose model nobody reads."""
+
+    async def serving(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("body", "inline"),
+    [
+        (b'{"prompt": "a"}', True),
+        (b'{"prompt": "a", "guided_regex": "b"}', False),
+        (b'{"prompt": "a", "gr\\u0061mmar": "b"}', False),
+        (b'{"prompt": "' + b"a" * (1 << 14) + b'"}', False),
+    ],
+)
+def test_only_short_bodies_without_a_structure_are_read_on_the_event_loop(body: bytes, inline: bool) -> None:
+    state = NoModel(None, None, None)  # type: ignore[arg-type]
+    route = ModelRoute(state, lambda *_: threading.current_thread(), inline=True)  # type: ignore[arg-type, return-value]
+    assert (asyncio.run(route._job(body, 0.0)) is threading.current_thread()) == inline

@@ -35,7 +35,7 @@ from paceline.serve.api.openapi import document
 from paceline.serve.api.parse import ClientDisconnected, Serving, chat_job, completion_job, read_body
 from paceline.serve.api.respond import ignored_names, responder
 from paceline.serve.api.roll_outs import RollOuts
-from paceline.serve.api.structured import GrammarChecks
+from paceline.serve.api.structured import GrammarChecks, may_ask_structure
 from paceline.serve.api.text_routes import detokenize, tokenize, tokenizer_info
 from paceline.serve.engines import NOT_READY
 from paceline.serve.fleet.engine_fleet import EngineFleet
@@ -152,7 +152,7 @@ class ModelRoute(BodyRoute):
     """Route to the model, which notices at once when a client disconnects."""
 
     def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """Take what reads a body; inline: short ones on the event loop."""
+        """Take what reads a body; inline: short ones without a structure on the event loop."""
         self._state = state
         self._make_job = make_job
         self._inline = inline
@@ -180,7 +180,7 @@ class ModelRoute(BodyRoute):
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:
         serving = await self._state.serving()
-        if len(data) < LONG_BODY_BYTES and self._inline:
+        if self._inline and len(data) < LONG_BODY_BYTES and not may_ask_structure(data):
             return self._make_job(data, serving, arrival_s)
         return await self._in_thread(len(data), self._make_job, data, serving, arrival_s)
 

@@ -126,6 +126,15 @@ class StructuredFields(Struct, frozen=True, kw_only=True, dict=True):
         return _only("structured output", ways)
 
 
+_ESCAPE = b"\\u00"  # by which a body may spell the name of a field
+_ASKING = (_ESCAPE, *(name.encode() for name in StructuredFields.__struct_fields__))
+
+
+def may_ask_structure(data: bytes) -> bool:
+    """Return False for a body that surely asks for no structure."""
+    return any(name in data for name in _ASKING)
+
+
 def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
     """Return the one grammar asked for, and its field. Raises `RequestError` with it."""
     found = []
