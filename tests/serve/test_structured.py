@@ -7,15 +7,19 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import QueueFull, RequestError
+from paceline.core.params import Grammar, SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.serve.api.schema import CompletionBody
-from paceline.serve.api.structured import MAX_GBNF_CHARS, from_grammar
+from paceline.serve.api.structured import MAX_GBNF_CHARS, GrammarChecks, from_grammar
 from paceline.serve.app import AppState, ModelRoute
+from paceline.serve.sandbox.keeper import MAX_WAITING
 from paceline.serve.tokenizer_cache import _LITERAL
 
 if TYPE_CHECKING:
@@ -176,3 +180,44 @@ def test_only_short_bodies_without_a_structure_are_read_on_the_event_loop(body: 
     state = NoModel(None, None, None)  # type: ignore[arg-type]
     route = ModelRoute(state, lambda *_: threading.current_thread(), inline=True)  # type: ignore[arg-type, return-value]
     assert (asyncio.run(route._job(body, 0.0)) is threading.current_thread()) == inline
+
+
+def test_requests_of_one_grammar_wait_for_one_check_and_of_many_are_bounded() -> None:
+    begun, go_on = [], threading.Event()
+
+    def check(grammar: Grammar) -> None:
+        begun.append(grammar.text)
+        assert go_on.wait(20)
+        if grammar.text == "bad":
+            raise RequestError("it is bad")
+
+    async def ask(checks: GrammarChecks, texts: list[str]) -> list[Any]:
+        asked = [checks.check([Grammar.regex(text)], check, "guided_regex") for text in texts]
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    checks = GrammarChecks()
+    found = asyncio.run(ask(checks, ["a"] * 100 + ["bad"] * 100))
+    assert found[:100] == [None] * 100
+    assert {(type(error), str(error), error.param) for error in found[100:]} == {
+        (RequestError, "it is bad", "guided_regex")
+    }
+    assert begun == ["a", "bad"], "once each, however many ask"
+    go_on.clear()
+    found = asyncio.run(ask(checks, ["a", *(f"a{i}" for i in range(MAX_WAITING + 9))]))
+    assert [type(error) for error in found if error is not None] == [QueueFull] * 9
+    assert asyncio.run(ask(checks, ["bad"]))[0].param == "guided_regex", "refusals are not remembered"
+
+
+def test_answers_that_were_opened_during_a_check_count() -> None:
+    client = SimpleNamespace(num_open=0)
+    cache = SimpleNamespace(check_grammar=lambda _: setattr(client, "num_open", 2))
+    request = Request("a", (1,), SamplingParams(grammar=Grammar.regex("a")), seed=1)
+    job = SimpleNamespace(stream=False, events=None, ignored=(), requests=[request], grammar_field="grammar")
+    route = ModelRoute(NoModel(client, None, cache, max_open=2), lambda *_: job)  # type: ignore[arg-type, return-value]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    with pytest.raises(QueueFull, match="2 answers are open"):
+        asyncio.run(route._answer({"headers": []}, receive, None))  # type: ignore[arg-type]

@@ -103,6 +103,11 @@ class AppState:
         names = self.served_names or (ready.model_name,)
         return Serving(prompts, names, self.lenient, fingerprint(ready.promise), ready.law)
 
+    def check_room(self, num_answers: int) -> None:
+        """Raise `QueueFull` if so many more answers may not be open."""
+        if self.client.num_open + num_answers > self.max_open:
+            raise QueueFull(f"{self.client.num_open} answers are open already; try again later")
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Count a request while it is answered. Raises `ApiError` while the server drains."""
@@ -171,11 +176,11 @@ class ModelRoute(BodyRoute):
             raise RequestError(
                 f"{asked} are more than this server's --max-open {state.max_open}; ask for fewer", "n"
             )
-        if state.client.num_open + len(job.requests) > state.max_open:
-            raise QueueFull(f"{state.client.num_open} answers are open already; try again later")
+        state.check_room(len(job.requests))
         if job.grammar_field:
             grammars = (request.params.grammar for request in job.requests)
             await state.grammar_checks.check(grammars, state.tokenizer_cache.check_grammar, job.grammar_field)
+            state.check_room(len(job.requests))  # others may have come meanwhile
         await responder(job, state.metrics).run(state.client, scope, receive, send)
 
     async def _job(self, data: bytes, arrival_s: float) -> Job:

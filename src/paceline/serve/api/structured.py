@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import QueueFull, RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
+from paceline.serve.sandbox.keeper import MAX_WAITING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -186,25 +188,37 @@ def _tags(structures: list[_Structure], triggers: list[str]) -> Grammar:
 
 
 class GrammarChecks:
-    """Checks of grammars off the event loop; those that passed are remembered."""
+    """Checks of grammars in one thread; those that passed are remembered."""
 
     def __init__(self) -> None:
         self._good: OrderedDict[Grammar, None] = OrderedDict()
-        self._alone = asyncio.Semaphore(1)
+        self._open: dict[Grammar, asyncio.Future[None]] = {}  # requests of one grammar wait for the same check
+        self._thread = ThreadPoolExecutor(1, "grammar")
 
     async def check(
         self, grammars: Iterable[Grammar | None], check: Callable[[Grammar], None], field_name: str
     ) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse.
+        """Raise `RequestError` for a grammar that the engine would refuse; `QueueFull`.
 
         check: called in a thread. field_name: of the body.
         """
         for grammar in {g for g in grammars if g is not None} - self._good.keys():
-            async with self._alone:
-                try:
-                    await asyncio.to_thread(check, grammar)
-                except RequestError as error:
-                    raise RequestError(str(error), field_name) from None
+            try:
+                await asyncio.shield(self._open.get(grammar) or self._begun(grammar, check))
+            except RequestError as error:
+                raise type(error)(str(error), field_name) from None
+
+    def _begun(self, grammar: Grammar, check: Callable[[Grammar], None]) -> asyncio.Future[None]:
+        if len(self._open) == MAX_WAITING:
+            raise QueueFull(f"{MAX_WAITING} grammars wait to be checked already; try again later")
+        begun = asyncio.get_running_loop().run_in_executor(self._thread, check, grammar)
+        begun.add_done_callback(partial(self._end, grammar))
+        self._open[grammar] = begun
+        return begun
+
+    def _end(self, grammar: Grammar, done: asyncio.Future[None]) -> None:
+        del self._open[grammar]
+        if not done.cancelled() and done.exception() is None:
             self._good[grammar] = None
             if len(self._good) > MAX_CHECKED:
                 self._good.popitem(last=False)
