@@ -194,6 +194,18 @@ def test_unknown_fields_are_ignored_and_named_if_the_server_is_told_so() -> None
             completion_job(json.dumps({"prompt": "a"} | bad).encode(), serving, 0.0)
 
 
+def test_unknown_fields_that_are_null_are_bounded() -> None:
+    """Each has the body read anew."""
+
+    def decode(count: int) -> ChatBody:
+        messages = [USER | {f"x{i}": None for i in range(count)}] * 2
+        return ChatBody.decode(json.dumps({"messages": messages}).encode())[0]
+
+    assert decode(64).messages[1].content == "a"
+    with pytest.raises(RequestError, match="unknown field `x64`"):
+        decode(65)
+
+
 @pytest.mark.parametrize(
     ("data", "word"),
     [

@@ -17,7 +17,7 @@ from msgspec import Struct
 from paceline.core.errors import RequestError, suggest
 
 MAX_MESSAGE_CHARS = 300  # of an error message that quotes the client
-MAX_IGNORED = 64  # unknown fields of one body that are ignored, if unknown fields are
+MAX_IGNORED = 64  # unknown fields of one body: null ones below the top, and as many others if they are ignored
 KindT = TypeVar("KindT")
 _types_read: set[type] = set()
 _reading_types = Lock()
@@ -158,12 +158,13 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             if _UNKNOWN.search(str(error)) is None:
                 raise
         values = msgspec.json.decode(data)
-        ignored = cls._without_unknown(values, lenient)
+        ignored, num_null = cls._without_unknown(values, lenient), 0
         while True:
             try:
                 return msgspec.convert(values, cls), tuple(dict.fromkeys(ignored))
             except msgspec.ValidationError as error:
-                if _drop(values, str(error), only_null=True) is not None:
+                if num_null < MAX_IGNORED and _drop(values, str(error), only_null=True) is not None:
+                    num_null += 1
                     continue
                 name = _drop(values, str(error)) if lenient and len(ignored) < MAX_IGNORED else None
                 if name is None:
