@@ -11,6 +11,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from paceline.core.errors import BadModelFile, ModelNotFound
@@ -227,6 +228,21 @@ def test_the_hub_offline_is_a_clear_error(name: str, tmp_path: Path) -> None:
     )
     assert "ModelNotFound: there is no local folder or file" in done.stderr
     assert "HF_HUB_OFFLINE keeps it offline; a copy fetched before would lie in" in done.stderr
+
+
+def test_weights_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repositories hold them again in folders, and as their authors named them."""
+    wanted = ["config.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    copies = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    fetched: list[str] = []
+
+    def snapshot(repo: str, *, revision: str | None, **patterns: list[str]) -> str:
+        fetched.extend(huggingface_hub.utils.filter_repo_objects([*wanted, *copies, "README.md"], **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve("some/one") == tmp_path
+    assert fetched == wanted
 
 
 def test_a_quantisation_is_found_in_the_hubs_cache(tmp_path: Path) -> None:

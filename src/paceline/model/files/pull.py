@@ -15,7 +15,10 @@ from paceline.model.shapes import is_shape
 if TYPE_CHECKING:
     from paceline.model.files.wheel_download import Progress
 
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+_HUB_FILES: dict[str, list[str]] = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
+    "ignore_patterns": ["*/*", "consolidated*.safetensors"],  # the same weights in other forms
+}
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 _HUB_QUANT = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w+)")
@@ -85,9 +88,7 @@ def _pull_hub(name: str) -> Path:
         if quant := _HUB_QUANT.fullmatch(name):
             return _pull_quant(quant[1], quant[2])
         repo, _, revision = name.partition("@")
-        return Path(
-            huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=list(HUB_PATTERNS))
-        )
+        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, **_HUB_FILES))
     except ModelNotFound:
         raise
     except Exception as error:  # the hub's client lets errors of its HTTP library through
