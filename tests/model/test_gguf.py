@@ -154,6 +154,7 @@ def test_sizes_agree_with_the_gguf_package() -> None:
         ({"split.count": 3}, UnsupportedModel, "merge"),
         ({"tokenizer.ggml.eos_token_id": 320}, BadModelFile, "special token"),
         ({"general.alignment": 7}, BadModelFile, "alignment"),
+        ({"llama.nextn_predict_layers": 1}, BadModelFile, "numbers that no model has"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(

@@ -23,6 +23,7 @@ from paceline.model.weights import canonical_names, load_model, load_tokenizer
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
 
 CONFIG = tiny_config(num_layers=1)
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 64}
 
 
 def config_json(config: ModelConfig, **changes: Any) -> dict[str, Any]:
@@ -149,6 +150,9 @@ def test_a_file_cut_after_opening_is_noticed(tmp_path: Path) -> None:
         ),
         ({"residual_multiplier": 0}, BadModelFile, "no positive numbers"),
         ({"attention_multiplier": -1.0}, BadModelFile, "positive number"),
+        ({"attention_multiplier": 1e-200}, BadModelFile, "numbers that no model has"),
+        ({"rotary_dim": 10**400}, BadModelFile, "numbers that no model has"),
+        ({"max_position_embeddings": 10**400, "rope_scaling": YARN}, BadModelFile, "numbers that no model has"),
         ({"final_logit_softcapping": -1.0}, BadModelFile, "no positive numbers"),
         ({"partial_rotary_factor": 0.4}, BadModelFile, "go in pairs"),
         ({"partial_rotary_factor": 1.5}, BadModelFile, "sensible numbers"),

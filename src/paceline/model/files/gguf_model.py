@@ -18,7 +18,7 @@ from paceline.model.files.gguf_tokenizer import (
     tokenizer_digest,
     tokenizer_from_gguf,
 )
-from paceline.model.files.json_reader import JsonReader
+from paceline.model.files.json_reader import JsonReader, computing
 from paceline.model.files.rearranged import ROTATED, head_order, unfuse
 from paceline.model.files.rope_settings import longrope_magnitude, yarn_magnitude
 from paceline.model.template_source import TemplateSource
@@ -134,6 +134,7 @@ class _GgufReader(JsonReader):
         return str(self._get(key, default))[:80]
 
 
+@computing("the GGUF file")
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the metadata. Raises `UnsupportedModel`, `BadModelFile`."""
     arch = str(file.metadata.get("general.architecture"))[:80]

@@ -13,7 +13,7 @@ from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layer
 from paceline.model.experts import DENSE, PARTS, SWIGLU, Experts, MixtureFacts, expert_names
 from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
-from paceline.model.files.json_reader import JsonReader
+from paceline.model.files.json_reader import JsonReader, computing
 from paceline.model.files.rearranged import (
     ROTATED,
     ChangedWhenRead,
@@ -120,6 +120,7 @@ def token_ids(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(v for v in values if type(v) is int))
 
 
+@computing("config.json")
 def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Read config.json, also of transformers 5; of a wrapped model the text's.
 

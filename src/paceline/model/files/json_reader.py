@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def computing(where: str) -> Iterator[None]:
+    """Compute with a file's numbers: what fails raises `BadModelFile`."""
+    try:
+        yield
+    except (ArithmeticError, IndexError):
+        raise BadModelFile(f"{where} has numbers that no model has; download it again or convert it") from None
 
 
 class JsonReader:
