@@ -37,6 +37,13 @@ def test_what_templates_use() -> None:
     assert len(render("{{ strftime_now('%Y') }}")) == 4
 
 
+def test_json_is_written_as_a_template_asks() -> None:
+    values = "{{ {'b': [1, 'é'], 'a': 2} | tojson"
+    assert render(values + "(separators=(',', ':'), sort_keys=true) }}") == '{"a":2,"b":[1,"é"]}'
+    assert render(values + "(ensure_ascii=true) }}") == r'{"b": [1, "\u00e9"], "a": 2}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -68,6 +75,8 @@ def test_what_templates_use() -> None:
         "{{ '%400000000d'|format(1) }}",
         "{{ '{:400000000d}'.format(1) }}",
         "{{ '{:{w}}'.format(1, w=400000000) }}",
+        "{{ [1] | tojson(indent=400000000) }}",
+        "{{ [1] | tojson(separators=('x' * 60000, ':')) }}",
         "{% for i in range(1000000000) %}x{% endfor %}",
         "{{ 1 / 0 }}",
         "{% include '/etc/passwd' %}",

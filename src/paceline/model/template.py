@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_OUTPUT_CHARS = 1 << 26
 MAX_REPEAT = 1 << 16  # of a text by a number
+MAX_JSON_GAP = 16  # characters between values, or before them
 MAX_RENDER_S = 10.0
 _deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the current rendering, monotonic clock
 _PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
@@ -134,9 +135,18 @@ def _now(form: str) -> str:
     return datetime.now().astimezone().strftime(form)
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Return JSON as transformers writes it: no HTML escapes, no ASCII escapes."""
-    return json.dumps(value, ensure_ascii=False, indent=min(indent, 16) if indent is not None else None)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as transformers writes it: no HTML escapes, ASCII escapes only if asked for."""
+    if (indent or 0) > MAX_JSON_GAP or any(len(text) > MAX_JSON_GAP for text in separators or ()):
+        raise SecurityError("a chat template pads a text too far")
+    between = None if separators is None else tuple(separators)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
 
 
 def _environment() -> _Sandbox:
