@@ -75,7 +75,9 @@ def test_the_key_depends_on_every_fact() -> None:
     assert fingerprint("") is None
 
 
-def test_the_digest_of_a_language_has_tokenizer_end_tokens_and_special_tokens() -> None:
+def test_the_digest_of_a_language_has_tokenizer_end_tokens_special_tokens_and_what_reads_grammars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw, template = tiny_tokenizer().raw, TemplateSource("{{ bos_token }}", {"bos_token": "<s>"})
     usual = Tokenizer(raw, eos_ids=(319,), digest="one")
     others = [
@@ -87,3 +89,5 @@ def test_the_digest_of_a_language_has_tokenizer_end_tokens_and_special_tokens() 
     digests |= {language_digest(usual, None), language_digest(usual, TemplateSource(template.text, {}))}
     assert len(digests) == 6
     assert language_digest(Tokenizer(raw, eos_ids=(319,), digest="one"), template) in digests
+    monkeypatch.setattr(promise_key, "version", lambda _: "another")
+    assert language_digest(usual, template) not in digests

@@ -17,7 +17,7 @@ class Promise:
     build: str = ""  # digest of the compiled extension, and of the code that packs weights
     numbers: str = ""  # backend, types of weights and KV, instruction set or device, numerics
     content: str = ""  # key of the model's files
-    language: str = ""  # digest of tokenizer and chat template
+    language: str = ""  # digest of tokenizer, chat template and the library of grammars
     law: str = ""
 
     def key(self, self_test: str) -> str:

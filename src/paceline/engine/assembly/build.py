@@ -107,7 +107,7 @@ class Loaded:
     kv_type: str = ""  # of its KV; empty: as the config has it
     why_kv: str = ""  # why it is not the usual one
     content: str = ""  # key of its files, for pages on disk and the promise key
-    language: str = ""  # digest of tokenizer and template, for the promise key
+    language: str = ""  # see `language_digest`, for the promise key
     sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
     why_sampling: str = ""
     version: str = ""  # of weights newer than the files', part of every page's hash

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from paceline.control.fixed import FixedK
@@ -33,13 +34,13 @@ STRIDE = 7919  # between tokens of the prompt: a prime, so they spread over the 
 
 
 def language_digest(tokenizer: Tokenizer, template: TemplateSource | None) -> str:
-    """Return a digest of a model's tokenizer, its end tokens, and its chat template.
+    """Return a digest of a model's tokenizer, end tokens and chat template, and of what reads grammars.
 
-    End tokens may stand in a file of their own.
+    End tokens may stand in a file of their own. Another version of the library may allow other tokens.
     """
     ends = [sorted(tokenizer.eos_ids), tokenizer.bos_id]
     source = template and [template.text, sorted(template.special.items())]
-    facts = json.dumps([tokenizer.digest, ends, source])
+    facts = json.dumps([tokenizer.digest, ends, source, version("llguidance")])
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
