@@ -202,6 +202,13 @@ def test_a_request_that_is_cancelled_while_it_is_read_gives_its_pages_back(tmp_p
     engine.close()
 
 
+def test_a_start_that_fails_gives_the_folder_free(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no-profile") as held:
+        make_engine("auto:ngram", CACHING, profile="no-profile", kv_disk=tmp_path / "kv")
+    make_engine("off", CACHING, types="int8", kv_disk=tmp_path / "kv").close()
+    assert held.value.__traceback__ is not None, "as a prompt keeps it"
+
+
 def test_a_backend_that_moves_no_pages_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keeps its KV where it computes"):
         make_engine("off", CACHING, types="cuda", kv_disk=tmp_path / "kv")

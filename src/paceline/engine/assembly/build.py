@@ -198,8 +198,24 @@ def assemble(
     this process.
     """
     config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
+    files = open_folder(config, loaded.decoder)
+    try:
+        return _assembled(config, loaded, files, load_drafter, progress)
+    except BaseException:
+        if files is not None:
+            files.close()  # the next try may come while this error is still held
+        raise
+
+
+def _assembled(
+    config: EngineConfig,
+    loaded: Loaded,
+    files: PageFiles | None,
+    load_drafter: Loader | None,
+    progress: Progress | None,
+) -> Built:
     specs = parse_drafters(config.draft, loaded.fingerprint, drafters_within(loaded.head_within))
-    law, files = load_law(config.law), open_folder(config, loaded.decoder)
+    law = load_law(config.law)
     limits = _limits(config, loaded.decoder.config)
     if config.draft_process:
         _check_leave(config, specs.configs)
