@@ -22,17 +22,27 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core import system
 from paceline.core.errors import ConfigError, PacelineError
-from paceline.core.params import SamplingParams
+from paceline.core.params import (
+    MAX_BIASED,
+    MAX_GRAMMAR_CHARS,
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKEN_ID,
+    Grammar,
+    SamplingParams,
+)
 from paceline.core.request_nouns import Request
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.assembly.placement import PlacedDrafter
 from paceline.engine.overlapped_loop import OverlappedLoop
+from paceline.engine.remote import protocol, remote_drafter
 from paceline.engine.remote.protocol import BeginDrafter, Channel, ChannelClosed, open_channel
 from paceline.engine.remote.remote_drafter import MAX_FAILURES, RemoteDrafter
 from paceline.engine.remote.supervisor import DrafterProcess
 from paceline.engine.request_table import Limits
-from paceline.engine.wire import encode
+from paceline.engine.wire import Submit, encode
 from paceline.model.files import hf
 from paceline.model.weights import canonical_names
 from tests.core.test_system import stop
@@ -247,6 +257,18 @@ def test_a_target_without_numbers_for_one_request_does_not_end_the_process() -> 
     answers = run(engine, asked)
     assert (answers["bad"].ending[0], answers["good"].ending[0]) == ("error", "length")
     assert (drafter.supervisor.pid, engine.stats().drafter_failures) == (pid, 0)
+
+
+def test_every_request_fits_into_its_share_of_a_message() -> None:
+    params = SamplingParams(
+        logit_bias={MAX_TOKEN_ID - i: -1.0 / 3 for i in range(MAX_BIASED)},
+        stop=("x" * MAX_STOP_CHARS,) * MAX_STOPS,
+        stop_token_ids=(MAX_TOKEN_ID,) * MAX_STOPS,
+        grammar=Grammar.lark("start: " + "x" * (MAX_GRAMMAR_CHARS - 7)),
+    )
+    request = Request("a", (1,), params, seed=MAX_SEED, salt="s" * 64)
+    assert len(encode(Submit.of(request))) > protocol._MAX_PARAMS_BYTES
+    assert len(encode(Submit.of(remote_drafter._anonymous(request)))) <= protocol._MAX_PARAMS_BYTES
 
 
 def test_one_that_does_not_come_back_is_counted_where_it_was_to_draft() -> None:

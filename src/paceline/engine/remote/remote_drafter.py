@@ -182,7 +182,10 @@ def _started(begin: BeginDrafter, name: str) -> ProcessSupervisor:
 
 
 def _anonymous(request: Request) -> Request:
-    """Return what a drafter may know of a request: how its tokens are chosen."""
-    params = replace(request.params, stop=())
+    """Return what a drafter may know of a request: how its tokens are chosen.
+
+    A grammar is long, and read where its states are, with the target's rows.
+    """
+    params = replace(request.params, stop=(), grammar=None)
     salt = sha256(request.salt.encode()).hexdigest() if request.salt else ""  # tells users apart, no more
     return replace(request, request_id="any", params=params, salt=salt, speculation=None, told=())
