@@ -242,6 +242,21 @@ def test_costs_of_other_drafters_are_refused() -> None:
         make_engine("auto:suffix", PLAIN)  # the staircase has a draft model too
 
 
+def test_a_profile_may_have_the_drafters_in_any_order(tmp_path: Path) -> None:
+    values = json.loads(Path(STAIRCASE).read_text())
+    values["drafters"] = dict(reversed(values["drafters"].items()))
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps(values))
+    assert read_profile(file).drafters == read_profile(Path(STAIRCASE)).drafters[::-1]
+    four, prices = np.array([4]), []
+    for profile in (STAIRCASE, str(file)):
+        controller = make_engine(AUTO, PLAIN, profile=profile).controller
+        assert isinstance(controller, ClosedLoop)
+        assert controller.cost is not None
+        prices.append([float(controller.cost.drafting_s(four, np.array([i]))) for i in range(2)])
+    assert prices[0] == prices[1]
+
+
 def timed(engine: Engine, patch: pytest.MonkeyPatch) -> ClosedLoop:
     """Let passes of an engine take times of their own, and all else none; return its controller."""
     clock = [0.0]

@@ -58,6 +58,7 @@ def close_loop(
             f"--profile {config.profile} has costs of {list(profile.drafters)}, but the drafters are "
             f"{list(names)}; run `paceline profile` with the same --draft"
         )
+    profile = _in_order(profile, names)
     needs = [drafter.needs for drafter in engine.drafting.drafters.values()]
     honours_stops = tuple(index for index, n in enumerate(needs) if n.stops)
     late = tuple(index for index, n in enumerate(needs) if n.late)
@@ -142,6 +143,15 @@ def _given(path: str) -> Profile:
         return read_profile(Path(path))
     except ConfigError as error:
         raise ConfigError(f"--profile {error}; measure one with `paceline profile --out {path}`") from None
+
+
+def _in_order(profile: Profile, names: tuple[str, ...]) -> Profile:
+    """Return a profile with its drafters in the order of names."""
+    if isinstance(profile.cost, TableCost) or set(profile.drafters) != set(names):  # one that stands for any
+        return profile
+    drafters = dict(zip(profile.drafters, profile.cost.drafters, strict=True))
+    cost = replace(profile.cost, drafters=tuple(drafters[name] for name in names))
+    return replace(profile, cost=cost, drafters=names)
 
 
 def _opened(path: str) -> IO[str]:
