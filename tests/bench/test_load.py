@@ -19,8 +19,8 @@ from tests.serve.conftest import running
 PROMPT = Prompt(1, "qa", "x")
 
 
-def chunk(text):
-    return {"choices": [{"delta": {"content": text}}]}
+def chunk(text, field="content"):
+    return {"choices": [{"delta": {field: text}}]}
 
 
 def test_arrivals_are_poisson():
@@ -39,6 +39,15 @@ def test_chunks_add_up_to_the_tokens_of_usage():
     assert answer.arrivals == ((2.0, 1), (3.0, 4.0), (4.0, 4.0))
     assert (answer.first_s, answer.end_s, answer.tpot_s) == (2.0, 4.0, 0.25)
     assert (answer.decoded_tokens, answer.decode_passes, answer.accepted_tokens) == (8, 4, 4)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_and_calls_arrive_as_text_does(field):
+    usage = {"prompt_tokens": 3, "completion_tokens": 5}
+    call = [{"index": 0, "function": {"arguments": "{}"}}]
+    events = [(1.0, chunk("a", field)), (2.0, chunk("b")), (3.0, chunk(call, "tool_calls"))]
+    answer = answer_of(PROMPT, 0.5, iter([*events, (3.1, {"choices": [], "usage": usage})]))
+    assert answer.arrivals == ((1.0, 1), (2.0, 2.0), (3.0, 2.0))
 
 
 def test_an_error_in_a_stream_is_raised():

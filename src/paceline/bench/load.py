@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int], None]  # called with the number of finished requests
 
 MAX_THREADS = 4096
+TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a delta that hold new tokens
 MODELS_S = 60.0  # without a byte of the list of models: a server under load may be slow
 
 
@@ -108,7 +109,7 @@ def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict
     for time_s, chunk in events:
         if "error" in chunk:
             raise PacelineError(str(chunk["error"]))
-        if any(c.get("delta", {}).get("content") for c in chunk.get("choices", ())):
+        if any(c.get("delta", {}).get(field) for c in chunk.get("choices", ()) for field in TEXTS):
             times.append(time_s)
         usage = chunk.get("usage") or usage
         end_s = time_s
