@@ -119,6 +119,12 @@ def test_rows_of_different_depth_fill_a_bucket() -> None:
     assert parts.target.by_tokens.bucket(256 + int(found.ks.sum())) == 256 + found.ks.sum() == 384
 
 
+def test_more_drafts_never_take_less_time_where_noise_says_so() -> None:
+    cost = from_json(SEED | {"batch_stats": {"1": {"0": 6.5, "1": 9.9, "2": 7.0}}}).cost
+    assert isinstance(cost, TableCost)
+    assert cost.seconds(1, np.arange(5.0)) == pytest.approx([6.5e-3, *[9.9e-3] * 4])
+
+
 def test_a_staircase_names_the_step_that_a_count_pays_for() -> None:
     stairs = Curve.of([1, 8, 16], [1.0, 1.6, 3.2], stepped=True)
     assert [stairs.bucket(n) for n in (1, 2, 8, 9, 16, 17)] == [1, 8, 8, 16, 16, None]

@@ -257,8 +257,11 @@ class TableCost:
         return None
 
     def seconds(self, num_rows: int, mean_ks: NDArray[float64] | float) -> NDArray[float64]:
-        """Return the seconds of steps in which each row has `mean_ks` drafts on average."""
-        measured = [float(curve(num_rows)) for curve in self.by_rows]
+        """Return the seconds of steps in which each row has `mean_ks` drafts on average.
+
+        Where noise made more drafts cheaper, their time is lifted, as `Curve.of` lifts that of more rows.
+        """
+        measured = np.maximum.accumulate([float(curve(num_rows)) for curve in self.by_rows])
         slope = (measured[-1] - measured[-2]) / (self.ks[-1] - self.ks[-2]) if len(measured) > 1 else 0.0
         inside = np.interp(mean_ks, self.ks, measured)
         beyond: NDArray[float64] = inside + slope * np.maximum(mean_ks - self.ks[-1], 0)
