@@ -109,7 +109,8 @@ def test_with_resume_every_answer_ends_whole(deaths, step_exact, route, seed) ->
     assert not np.isnan(done.ends.end_s).any()
     assert (trace.arrival_s < done.ends.first_s).all()
     assert (done.ends.first_s <= done.ends.end_s).all()
-    assert done.tally.requests.sum() >= len(trace)
+    assert done.tally.requests.sum() == len(trace)
+    assert done.tally.prompt_tokens == trace.prompt_lens.sum()
 
 
 @settings(max_examples=25)

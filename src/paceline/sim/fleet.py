@@ -184,6 +184,7 @@ class Fleet:
         self._options = options
         self._sets = PrefixSets(count, options.cache_pages)
         self._tally = Tally(np.zeros(count, np.int64), np.zeros(count), np.zeros(count))
+        self._sent = np.zeros(len(trace), np.bool_)  # [num_requests] whether it had a first leg
         self._on_since = np.full(count, np.nan)
         self._events: list[Event] = []
         self._num_events = 0
@@ -253,9 +254,11 @@ class Fleet:
     def _count(self, index: int, cut: Cut, prompt: int, cached: int) -> None:
         tally = self._tally
         if cut.computed or cut.told:
-            tally.moved += 1
             tally.wasted += prompt + cut.told - cached
+        if self._sent[cut.request]:
+            tally.moved += 1
             return
+        self._sent[cut.request] = True
         tally.requests[index] += 1
         tally.prompt_tokens += prompt
         tally.hit_tokens += cached
