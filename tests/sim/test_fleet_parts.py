@@ -101,10 +101,12 @@ def test_what_is_no_trace_is_refused(form, text, tmp_path) -> None:
         read_fleet_trace(file, form)
 
 
-def test_a_cut_compressed_file_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize("damaged", [lambda whole: whole[:-20], lambda whole: whole[:10] + b"\x07" + whole[11:]])
+def test_a_damaged_compressed_file_is_refused(damaged, tmp_path) -> None:
+    """Its end is missing, or its first block is of no type that there is."""
     file = tmp_path / "trace.gz"
     line = json.dumps({"arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": 1})
-    file.write_bytes(gzip.compress("\n".join([line] * 100).encode())[:-20])
+    file.write_bytes(damaged(gzip.compress("\n".join([line] * 100).encode())))
     with pytest.raises(ConfigError, match="no trace"):
         read_fleet_trace(file, "jsonl")
 

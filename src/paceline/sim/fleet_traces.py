@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -125,7 +126,7 @@ def read_fleet_trace(path: Path, form: str) -> FleetTrace:
                 lines.append(line)
                 if len(lines) > MAX_REQUESTS:
                     raise ValueError(f"it has more than {MAX_REQUESTS} requests")
-    except (OSError, EOFError, ValueError, KeyError, TypeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, csv.Error) as error:
         raise ConfigError(f"{path} is no trace in the form {form}: {error}") from None
     if not lines:
         raise ConfigError(f"{path} has no requests")
