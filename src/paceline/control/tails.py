@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.control.routing import ReplicaView
 
-OFF, SPREAD, PACK = TAILS = ("off", "spread", "pack")
+OFF, SPREAD, PACK = "off", "spread", "pack"
 MOST_ROWS = 4096
 _ROWS = re.compile("[0-9]{1,4}")
 HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
