@@ -550,6 +550,10 @@ class TestArguments:
 
         example = yaml.safe_load((ROOT / "examples" / "kuberay.yaml").read_text())
         (application,) = yaml.safe_load(example["spec"]["serveConfigV2"])["applications"]
+        cluster = example["spec"]["rayClusterConfig"]
+        (workers,) = cluster["workerGroupSpecs"]
+        assert application["args"]["autoscaling"] == f"{workers['minReplicas']}-{workers['maxReplicas']}"
+        assert cluster["enableInTreeAutoscaling"], "else workers are never added"
         assert application["import_path"] == "paceline.ray:app"
         keys = tmp_path / "keys"
         keys.write_text(new_key("one")[1].line + "\n")
