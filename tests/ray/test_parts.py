@@ -510,6 +510,12 @@ def test_words_that_yaml_takes_for_others_are_taken() -> None:
     assert (options.fleet.resume, options.fleet.tail, options.fleet.resume_wait_s) == ("off", "off", 1)
 
 
+@pytest.mark.parametrize("wrong", [{"resume_wait_s": "1m"}, {"resume_wait_s": True}, {"tail": 5}, {"resume": 1}])
+def test_values_of_another_type_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="|".join(wrong)):
+        of_arguments({"insecure": True} | wrong)
+
+
 @pytest.mark.ray
 class TestArguments:
     """Of `serve run paceline.ray:app`."""
@@ -559,6 +565,13 @@ class TestArguments:
         keys.write_text(new_key("one")[1].line + "\n")
         made = app(application["args"] | {"api_key_file": str(keys)})
         assert made._bound_deployment.name == "Front"
+
+    def test_a_key_that_looks_like_a_number_is_that_key(self) -> None:
+        from paceline.ray import app
+
+        made = app({"api_key": "0012345", "served_model_name": "true"})
+        options = made._bound_deployment.init_args[0]
+        assert (options.api_key, options.served_names) == ("0012345", ("true",))
 
     def test_a_fraction_is_a_number(self) -> None:
         from paceline.ray import app

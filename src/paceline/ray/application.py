@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Arguments of `serve run` and of `args` in a Serve YAML, beside the options of `AsyncLLM`.
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
+TEXTS = ("model", "api_key", "api_key_file", "served_model_name")  # arguments that are never numbers
 HEALTH_S = 1.0  # between two looks at a replica
 POLICY = "paceline.ray:Headroom"
 MOST_NUMBER = 1e6  # of cores, or of milliseconds
@@ -32,7 +33,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
     args: `model`, options of `AsyncLLM`, and those of `PLACEMENT` and `NAMES`; values may be texts.
     """
-    given = {name: _value(value) for name, value in args.items()}
+    given = {name: value if name in TEXTS else _value(value) for name, value in args.items()}
     placement = {name: given.pop(name) for name in PLACEMENT if name in given}
     front = {name: given.pop(name) for name in NAMES if name in given}
     model, cpus = str(given.pop("model", "default")), _positive(placement, "cpus")

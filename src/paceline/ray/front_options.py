@@ -14,9 +14,9 @@ from paceline.serve.operation import OperationOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FLEET = ("route", "resume", "resume_wait_s", "hedge", "tail")  # of `ReplicaOptions`
+FLEET = ("route", "resume", "hedge", "tail")  # words of `ReplicaOptions`
 UNPUBLISHED = "engines may move between machines, and so would their endpoints"  # why there are no KV events
-NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", *FLEET)
+NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", "resume_wait_s", *FLEET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,13 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
     if given.get("rl") and not key and not file:
         raise ConfigError("rl=true lets clients renew the weights: it goes with api_key, not with insecure")
     name = given.get("served_model_name")
+    fleet: dict[str, Any] = {name: _word(given[name]) for name in FLEET if name in given}
+    if "resume_wait_s" in given:
+        fleet["resume_wait_s"] = _seconds(given["resume_wait_s"])
     options = FrontOptions(
         api_key=str(key) if key else None,
         served_names=(str(name),) if name else (),
-        fleet=ReplicaOptions(**{name: _word(given[name]) for name in FLEET if name in given}),
+        fleet=ReplicaOptions(**fleet),
         operation=OperationOptions(rl=bool(given.get("rl")), api_key_file=Path(file) if file else None),
     )
     options.keys()
@@ -60,6 +63,12 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
     return options
 
 
-def _word(value: Any) -> Any:
-    """Return `on` or `off` for what YAML makes of them."""
-    return ("on" if value else "off") if isinstance(value, bool) else value
+def _word(value: Any) -> str:
+    """Return a word, `on` or `off` for what YAML makes of them."""
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"resume_wait_s is a number of seconds, not {value!r}")
+    return value
