@@ -173,4 +173,8 @@ def test_a_device_that_is_not_there_is_refused_with_the_reason(monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"device cuda:7: there is no NVIDIA GPU here.*--device cpu"):
         device_memory.torch_device(Device(torch_name="cuda:7"))
     assert device_memory.torch_device(Device(frozenset({0}))).type == "cpu"
+    found(monkeypatch, Driver((13, 0), (H100,)))
+    for name in ("cuda:abc", "cuda:1:2"):
+        with pytest.raises(ConfigError, match=f"device {name}: Invalid device string"):
+            device_memory.torch_device(Device(torch_name=name))
     assert device_memory.free_bytes(Device(torch_name="cpu")) > 1 << 20

@@ -57,7 +57,9 @@ def findings(device: Device | None) -> Sequence[Finding]:
 
 
 def _index(device: Device) -> int:
-    return int((device.torch_name or "").partition(":")[2] or 0)
+    with suppress(ValueError):  # PyTorch says what is wrong with a name
+        return int((device.torch_name or "").partition(":")[2])
+    return 0
 
 
 def _gpu(index: int) -> Iterator[Finding]:
