@@ -11,6 +11,7 @@ import torch
 
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.tap_store import DeviceTapStore
+from paceline.backend.device import Device
 from paceline.backend.reference import block_head as reference
 from paceline.backend.reference import cut_model as reference_cut
 from paceline.backend.reference.decoder import ReferenceDecoder
@@ -187,6 +188,32 @@ def test_a_drafter_may_have_a_type_of_its_own() -> None:
     assert small.weight_bytes < 0.7 * cuda.load_runner(head, target, None, None).weight_bytes
     with pytest.raises(ConfigError, match="no drafters of int9; did you mean 'int4'"):
         cuda.load_runner(head, target, None, "int9")
+
+
+@pytest.mark.parametrize(
+    ("compute", "types", "said"),
+    [
+        ((8, 0), ("fp8", "auto"), "weights of fp8 or int4 need .* 8.9"),
+        ((8, 6), ("int4", "auto"), "weights of fp8 or int4 need .* 8.9"),
+        ((8, 9), ("fp8", "fp8"), "fp8 KV needs .* 9.0"),
+    ],
+)
+def test_types_that_a_gpu_does_not_have_are_refused(
+    compute: tuple[int, int], types: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of targets, heads and cut models, before their weights are read."""
+    target = load_on_host(TARGET, WEIGHTS, *types, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: compute)
+    monkeypatch.setattr(cuda, "torch_device", lambda _: torch.device("cuda", 0))
+    config = read_config(head_values("eagle3", TARGET), TARGET)
+    head, device = Head(config, {}, None), Device(torch_name="cuda:0")
+    for load in (
+        lambda: cuda.load_decoder(TARGET, {}, *types, None),
+        lambda: cuda.load_runner(head, target, device, None),
+        lambda: cuda.load_cut_model(CutModel(TARGET, {}, np.arange(9)), target, device, None),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load()
 
 
 # Taps --------------------------------------------------------------------------------------------

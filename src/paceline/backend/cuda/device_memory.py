@@ -45,15 +45,21 @@ def torch_device(device: Device | None) -> torch.device:
     )
 
 
-def check_card(device: torch.device, weight_type: str, kv_type: str, head_dim: int) -> None:
-    """Raise `ConfigError` for types and heads that a GPU's tensor cores do not take."""
+def check_card(device: torch.device, output_type: str, kv_type: str, head_dim: int) -> None:
+    """Raise `ConfigError` for types and heads that a GPU's tensor cores do not take.
+
+    output_type: of the output matrix, which is fp8 beside weights of fp8 and int4.
+    """
     if device.type in ("cpu", "meta"):  # meta: tensors without numbers, by which tools find a model's kernels
         return
     compute = torch.cuda.get_device_capability(device)
-    if "fp8" in (weight_type, kv_type) and compute < _FP8_COMPUTE:
+    if output_type == "fp8" and compute < _FP8_COMPUTE:
         raise ConfigError(
-            f"fp8 needs a GPU of compute capability 8.9 or newer; choose --weights bf16 and --kv {_USUAL_KV}"
+            "weights of fp8 or int4 need a GPU of compute capability 8.9 or newer; choose --weights bf16, or "
+            "weights=bf16 of a drafter"
         )
+    if kv_type == "fp8" and compute < _WIDE_COMPUTE:
+        raise ConfigError(f"fp8 KV needs a GPU of compute capability 9.0 or newer; choose --kv {_USUAL_KV}")
     if head_dim > _NARROW and compute < _WIDE_COMPUTE:
         raise ConfigError(
             f"heads of {head_dim} need a GPU of compute capability 9.0 or newer; choose another model"

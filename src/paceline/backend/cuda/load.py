@@ -56,15 +56,19 @@ def load_decoder(
     numerics: `fast`, or None for exact. num_ranks: processes that share it, each on a device of its own.
     """
     config.check()
-    check_heads(config.head_dim, config.num_heads, config.num_kv_heads, kv_type)
-    where = torch_device(device)
+    setup = Setup(torch_device(device), weight_type, kv_type, numerics == FAST, num_ranks)
+    check_layers(config, setup)
     check_model(config, num_ranks, "the model")
-    check_card(where, weight_type, kv_type, config.head_dim)
-    if threads is not None and where.type == "cpu":
+    if threads is not None and setup.device.type == "cpu":
         torch.set_num_threads(threads)
-    setup = Setup(where, weight_type, kv_type, numerics == FAST, num_ranks)
     with enough_memory("the weights"), torch.inference_mode():
         return CudaDecoder(config, _read_decoder(config, WeightReader(weights, setup), threads), setup)
+
+
+def check_layers(config: ModelConfig, setup: Setup) -> None:
+    """Raise `ConfigError` if no kernel, or none of a device, takes layers in these types."""
+    check_heads(config.head_dim, config.num_heads, config.num_kv_heads, setup.kv_type)
+    check_card(setup.device, setup.output_type, setup.kv_type, config.head_dim)
 
 
 def _read_decoder(config: ModelConfig, reader: WeightReader, threads: int | None) -> DecoderWeights:
@@ -117,7 +121,7 @@ def load_runner(
     """Make a head's runner, see `LoadHeadRunner`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
     setup, layers = _draft_setup(target, device, weight_type, num_ranks), head.config.layers
-    check_heads(layers.head_dim, layers.num_heads, layers.num_kv_heads)
+    check_layers(layers, setup)
     check_model(layers, num_ranks, "the draft head", DRAFT_FLAG)
     reader = WeightReader(head.weights, setup)
     with enough_memory("the draft head"), torch.inference_mode():
@@ -162,6 +166,7 @@ def load_cut_model(
     """Make a draft model's decoder, see `LoadCutModel`. num_ranks: processes that share its layers."""
     assert isinstance(target, CudaDecoder)
     config, setup = model.config, _draft_setup(target, device, weight_type, num_ranks)
+    check_layers(config, setup)
     check_model(config, num_ranks, "the draft model", DRAFT_FLAG)
     reader = WeightReader(model.weights, setup)
     with enough_memory("the draft model"), torch.inference_mode():
