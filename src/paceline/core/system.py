@@ -127,7 +127,10 @@ def available_bytes() -> int:
 
 
 def _group_rooms() -> Iterator[int]:
-    """Yield the room in each limited control group around this process, cached files counted as room."""
+    """Yield the room in each limited control group around this process.
+
+    Cached files count as room: the system may drop them.
+    """
     for line in _lines(_PROC / "self" / "cgroup"):
         hierarchy, _, path = line.split(":", 2)
         own = _CGROUP / path.lstrip("/")

@@ -145,7 +145,7 @@ def _to_json(
     """Return JSON as transformers writes it: no HTML escapes, ASCII escapes only if asked for."""
     if (indent or 0) > MAX_JSON_GAP or any(len(text) > MAX_JSON_GAP for text in separators or ()):
         raise SecurityError("a chat template pads a text too far")
-    between = None if separators is None else tuple(separators)
+    between = None if separators is None else (separators[0], separators[1])
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
 
 

@@ -34,9 +34,10 @@ STRIDE = 7919  # between tokens of the prompt: a prime, so they spread over the 
 
 
 def language_digest(tokenizer: Tokenizer, template: TemplateSource | None) -> str:
-    """Return a digest of a model's tokenizer, end tokens and chat template, and of what reads grammars.
+    """Return a digest of a model's tokenizer, chat template and reader of grammars.
 
-    End tokens may stand in a file of their own. Another version of the library may allow other tokens.
+    End tokens are in it: they may stand in a file of their own. So is the reader: another version may allow other
+    tokens.
     """
     ends = [sorted(tokenizer.eos_ids), tokenizer.bos_id]
     source = template and [template.text, sorted(template.special.items())]

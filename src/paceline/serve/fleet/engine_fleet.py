@@ -460,7 +460,7 @@ class EngineFleet:
     # Messages of replicas ----------------------------------------------------------------------------
 
     def _tell_sum(self) -> None:
-        """Tell what all replicas have counted: at each look, as each sum takes time for every replica."""
+        """Tell what all replicas have counted: at each look, as a sum takes its time."""
         if (whole := self.snapshot) is not None:
             tell_costs(self.members.values(), whole.stats)
             if self.on_snapshot is not None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gathering:
-    """What answers in one piece have gained and their server does not know yet.
+    """Gains of answers in one piece that their server does not know yet.
 
     Their first tokens are told at once, as times to them are measured, and so is their end, with all before it.
     The rest is told now and then, so that another replica could go on from there.
@@ -59,7 +59,7 @@ class Gathering:
 
 
 def joined(first: Outcome, then: Outcome) -> Outcome:
-    """Return two outcomes of a request, one behind the other, as one. Neither begins the answer."""
+    """Return two outcomes of a request in a row as one. Neither begins the answer."""
     spent = then.spent
     if spent is None and first.spent is not None:
         spent = first.spent.after(then, first=False)
