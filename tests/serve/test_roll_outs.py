@@ -273,6 +273,14 @@ def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(
     assert generate(rl)["output_ids"] == old
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_page_of_another_site_cannot_empty_the_cache(rl: httpx.Client, method: str) -> None:
+    """An image with this address would do: browsers say what asks, and do not ask first."""
+    for site, status in {"cross-site": 403, "same-site": 403, "none": 200}.items():
+        assert rl.request(method, "/flush_cache", headers={"sec-fetch-site": site}).status_code == status
+    assert rl.request(method, "/flush_cache").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

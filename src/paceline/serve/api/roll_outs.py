@@ -124,7 +124,13 @@ class RollOuts:
         await self._client.commands.send(GoOn())
         return _done()
 
-    async def _flush(self, _: HttpRequest) -> Response:
+    async def _flush(self, request: HttpRequest) -> Response:
+        """Empty the prefix cache.
+
+        Raises `ApiError` 403 for another site's page, which needs no leave to send a GET or an empty POST.
+        """
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise ApiError(403, "a page of another site may not empty the cache")
         await self._client.commands.send(FlushCache())
         return _done()
 
