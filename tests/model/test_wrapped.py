@@ -164,6 +164,19 @@ def test_the_official_gemma_config_leaves_out_what_the_family_fixes() -> None:
     assert config.eos_ids == (1, 106)
 
 
+def test_qwen_vl_is_read_where_its_keys_are_beside_those_of_images(tmp_path: Path) -> None:
+    """As its authors' files have them."""
+    build("qwen2.5-vl").save_pretrained(tmp_path)
+    nested = load_model(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values.pop("text_config") | values))
+    flat = load_model(tmp_path)
+    assert flat.config == nested.config
+    assert flat.reads_images
+    for name in nested.weights:
+        assert np.array_equal(flat.weights[name], nested.weights[name])
+
+
 def test_the_official_llava_config_leaves_out_the_size_of_llama() -> None:
     inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
     config = hf.config_from_json({"model_type": "llava", "text_config": inner})

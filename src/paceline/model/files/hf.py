@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
 from paceline.model.experts import DENSE, PARTS, SWIGLU, Experts, MixtureFacts, expert_names
-from paceline.model.families import GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
+from paceline.model.families import FAMILIES, GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD, Family, MixedLayers, family
 from paceline.model.files.expert_parts import unfused
 from paceline.model.files.json_reader import JsonReader, computing
 from paceline.model.files.rearranged import (
@@ -177,13 +177,14 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the part of config.json that is about text, for most models all of it."""
     inner = values.get(_TEXT)
     if not isinstance(inner, dict):
-        return values
+        kind = f"{values.get('model_type')}_text"  # the files of Qwen2.5-VL have the text's keys beside the others
+        return {**values, "model_type": kind} if kind in FAMILIES else values
     return {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
 
 
 def reads_images(values: dict[str, Any]) -> bool:
     """Return True if config.json is of a model of text and images."""
-    return isinstance(values.get(_TEXT), dict)
+    return any(isinstance(values.get(key), dict) for key in (_TEXT, "vision_config"))
 
 
 def may_tie(values: dict[str, Any]) -> bool:
@@ -191,7 +192,7 @@ def may_tie(values: dict[str, Any]) -> bool:
 
     One of its two parts may be silent, or say the opposite of the other.
     """
-    said = [part.get("tie_word_embeddings") for part in (values, values[_TEXT])]
+    said = [part.get("tie_word_embeddings") for part in (values, text_values(values))]
     return said == [None, None] or True in said
 
 
