@@ -48,6 +48,17 @@ def test_a_replay_makes_the_same_choices(trace: Path) -> None:
     assert sum(step.outcomes.num_verified.sum() for step in steps) > 0
 
 
+def test_an_engine_that_comes_after_leaves_the_trace_of_the_one_before(trace: Path) -> None:
+    engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)
+    before = trace.read_text()
+    link = trace.with_name("link")
+    link.symlink_to("/dev/null")
+    for file in (trace, link, Path("/dev/null")):
+        auto.close_loop(engine, EngineConfig(draft="auto", profile=STAIRCASE, trace=str(file)), "tiny")
+    assert Path(f"{trace}.before").read_text() == before
+    assert sorted(file.name for file in trace.parent.iterdir()) == ["link", "trace.jsonl", "trace.jsonl.before"]
+
+
 def test_what_was_learnt_is_forgotten_between_runs_and_in_their_replay(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     engine = make_engine("auto:suffix+draft-model:model=noisy,k=4", PLAIN)

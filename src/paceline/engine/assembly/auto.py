@@ -155,8 +155,12 @@ def _in_order(profile: Profile, names: tuple[str, ...]) -> Profile:
 
 
 def _opened(path: str) -> IO[str]:
+    """Begin a trace, beside that of the engine before. Raises `ConfigError`."""
+    file = Path(path)
     try:
-        return Path(path).open("w", buffering=1)  # for as long as the engine lives
+        if file.is_file() and not file.is_symlink() and file.stat().st_size:  # a device or a pipe stays
+            file.replace(f"{path}.before")
+        return file.open("w", buffering=1)  # for as long as the engine lives
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}") from None
 
