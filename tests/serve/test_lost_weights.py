@@ -14,7 +14,7 @@ from paceline.model.config import tensor_shapes
 from paceline.serve.asking import config_of
 from paceline.serve.worker import process
 from paceline.serve.worker.commands import EngineState, Obeyed, ReleaseMemory, ResumeMemory, UpdateWeights
-from paceline.serve.worker.messages import Load, Progress, Rejected
+from paceline.serve.worker.messages import Load, Progress, Rejected, StopEngine, Watch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,3 +73,16 @@ def test_a_sign_of_life_comes_with_each_tensor(model: Path, monkeypatch: pytest.
     signs = [message.done for message in server.sent if isinstance(message, Progress)]
     assert len(set(signs)) > len(tensor_shapes(commands.owner.built.engine.target.config)) // 2
     commands.owner.close()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_who_watches_goes_on_watching_when_memory_is_back(model: Path, on: bool) -> None:
+    server: Any = FakeServer(Load(config_of(str(model), OPTIONS)))
+    worker = process._load(server)
+    assert worker is not None
+    before = worker.engine
+    server.messages = [Watch(on=not on), ReleaseMemory(TAGS), Watch(on=on), ResumeMemory(TAGS), StopEngine()]
+    worker.run()
+    assert worker.engine is not before
+    assert worker.engine.outputs.book.wanted == on
+    worker.commands.owner.close()

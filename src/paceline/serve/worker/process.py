@@ -125,6 +125,7 @@ class EngineWorker:
         self.server = server
         self.publisher = publisher
         self._gathering = Gathering()
+        self._watched = False  # somebody looks at the last steps
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
         self.stopped = False
@@ -164,8 +165,8 @@ class EngineWorker:
                 case Cancel():
                     self._cancel(message)
                 case Watch():
-                    if not self.commands.owner.asleep:
-                        self.engine.outputs.book.watch(on=message.on)
+                    self._watched = message.on
+                    self._watch()
                 case StopEngine():
                     self.stopped = True
                     return
@@ -173,6 +174,11 @@ class EngineWorker:
                     log.warning("dropped a message out of place: %s", type(message).__name__)
                 case _:
                     self._command(message)
+
+    def _watch(self) -> None:
+        """Note steps or not, as was asked last; a command may have made another engine."""
+        if not self.commands.owner.asleep:
+            self.engine.outputs.book.watch(on=self._watched)
 
     @property
     def _wait_ms(self) -> int:
@@ -220,6 +226,7 @@ class EngineWorker:
             self.commands.preparing = Preparation(self.commands.owner, message)
         else:
             self._reply(self.commands.obey(message))
+            self._watch()
 
     def _end_update(self, *, wait: bool = False) -> None:
         preparing = self.commands.preparing
