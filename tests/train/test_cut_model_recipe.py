@@ -43,6 +43,24 @@ def test_targets_of_other_arithmetic_are_not_cut() -> None:
     assert able == ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text", "mimo", "seed_oss"]
 
 
+@pytest.mark.parametrize(("rope", "able"), [("linear", True), ("llama3", True), ("yarn", False)])
+def test_targets_whose_rope_it_cannot_say_are_refused_before_they_read(
+    rope: str, able: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_target(tmp_path / "target") / "config.json"
+    scaling = {"rope_type": rope, "factor": 4.0, "original_max_position_embeddings": 512}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": scaling}))
+    target = load_target(str(tmp_path / "target"), torch.device("cpu"))
+    assert can_be_cut(target.config) == able
+    if able:
+        values, _ = CutModelRecipe([0, 5], target, VOCABULARY).export()
+        assert values["rope_scaling"]["rope_type"] == rope
+    else:
+        (tmp_path / "data").mkdir()
+        assert main(command("draft-model", tmp_path, tmp_path / "out")) == 2
+        assert "train a head" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
 @pytest.mark.parametrize("layers", [list(range(NUM_LAYERS)), [0, 3, 5]])
 def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_path: Path) -> None:

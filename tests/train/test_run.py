@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 from paceline.cli import main
+from paceline.core.errors import UnsupportedModel
 from paceline.model.heads.checkpoint import load_head
 from paceline.train import feature_store
 from paceline.train.compute import COMPUTES
@@ -18,6 +21,7 @@ from paceline.train.corpus import read_corpus
 from paceline.train.feature_store import FeatureFiles
 from paceline.train.run_folder import read_metrics
 from paceline.train.target_model import load_target, native_reader, reference_reader
+from paceline.train.train_options import gather
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
 if TYPE_CHECKING:
@@ -195,6 +199,14 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     assert main(command("eagle3", toy, tmp_path, *options)) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_target_without_rope_settings_in_numbers_is_refused_before_it_reads(toy: Path, tmp_path: Path) -> None:
+    target = load_target(str(toy / "target"), torch.device("cpu"))
+    config = replace(target.config, rope=replace(target.config.rope, scaling="factors"))  # as GGUFs of Llama 3
+    target = replace(target, model=replace(target.model, config=config))
+    with pytest.raises(UnsupportedModel, match="safetensors"):
+        gather(Namespace(data=tmp_path / "nowhere"), target, (1, 3))
 
 
 def test_hidden_states_are_kept_and_only_new_texts_are_computed(

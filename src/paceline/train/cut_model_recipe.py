@@ -47,6 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Train a copy of some of the target's layers."""
     target = open_target(args)
+    if not can_be_cut(target.config):
+        raise UnsupportedModel(
+            "draft models are cut from targets like Llama and Qwen, whose layers see all tokens and whose RoPE is "
+            "plain, linear or llama3; train a head"
+        )
     layers = choose_layers(args.layers, target.config.num_layers)
     # It uses no taps; the default taps of heads let it share their feature files.
     material = gather(args, target, EAGLE3.default_taps(target.config.num_layers))
@@ -63,10 +68,6 @@ class CutModelRecipe:
 
     def __init__(self, layers: Sequence[int], target: TrainTarget, vocabulary: NDArray[int64]) -> None:
         """layers: the target's layers, in this order. vocabulary: [draft_vocab] target ids, ascending."""
-        if not can_be_cut(target.config):
-            raise UnsupportedModel(
-                "draft models are cut from targets like Llama and Qwen, whose layers see all tokens; train a head"
-            )
         self._target = target
         self._layers = layers
         self._vocabulary = vocabulary
@@ -156,13 +157,14 @@ class CutModelRecipe:
 
 
 def can_be_cut(config: ModelConfig) -> bool:
-    """Return True if this recipe computes all that the model's layers do."""
-    facts, factors = config.facts, (config.rope.share, config.embed_scale, config.logit_divisor)
+    """Return True if this recipe computes all that the model's layers do, and its config.json can say so."""
+    facts, factors = config.facts, (config.embed_scale, config.logit_divisor)
     as_stored = not (facts.interleaves_rope or facts.norms_from_one or facts.names or facts.keys)
     return (
         as_stored
         and facts.norms == "before"
         and set(factors) == {1.0}
+        and config.rope == config.rope.of_head()
         and config.sliding is None
         and not config.needs
     )

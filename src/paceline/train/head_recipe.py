@@ -167,7 +167,8 @@ def rope_json(rope: Rope) -> dict[str, Any]:
     """Return the RoPE settings of config.json. Raises `UnsupportedModel` for factors in a tensor."""
     if rope.scaling == "factors":
         raise UnsupportedModel(
-            "the target keeps its RoPE settings as a tensor; heads for it cannot be written yet"
+            "this GGUF keeps the target's RoPE settings as a tensor, and drafters for it cannot be written yet; "
+            "name the same model in safetensors with --model"
         )
     scaling = {
         "none": None,

@@ -16,7 +16,7 @@ from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
 from paceline.train.feature_store import DEVICE_PASS_TOKENS, PASS_TOKENS, FeatureFiles
-from paceline.train.head_recipe import HeadRecipe
+from paceline.train.head_recipe import HeadRecipe, rope_json
 from paceline.train.progress import progress
 from paceline.train.recipe import KINDS
 from paceline.train.run import TrainMaterial, train
@@ -167,7 +167,11 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
 
 
 def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TrainMaterial:
-    """Read the data; compute the target's hidden states that are missing on disk."""
+    """Read the data; compute the target's hidden states that are missing on disk.
+
+    Raises `UnsupportedModel` first, if no drafter for the target could be written.
+    """
+    rope_json(target.config.rope.of_head())
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
     texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
