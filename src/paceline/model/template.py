@@ -139,14 +139,13 @@ def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
-    separators: Sequence[str] | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """Return JSON as transformers writes it: no HTML escapes, ASCII escapes only if asked for."""
     if (indent or 0) > MAX_JSON_GAP or any(len(text) > MAX_JSON_GAP for text in separators or ()):
         raise SecurityError("a chat template pads a text too far")
-    between = None if separators is None else (separators[0], separators[1])
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _environment() -> _Sandbox:

@@ -157,7 +157,10 @@ class CutModelRecipe:
 
 
 def can_be_cut(config: ModelConfig) -> bool:
-    """Return True if this recipe computes all that the model's layers do, and its config.json can say so."""
+    """Return True if this recipe computes all that the model's layers do.
+
+    Its config.json can say only the RoPE that heads may have, too.
+    """
     facts, factors = config.facts, (config.embed_scale, config.logit_divisor)
     as_stored = not (facts.interleaves_rope or facts.norms_from_one or facts.names or facts.keys)
     return (

@@ -15,8 +15,8 @@ from paceline.model.shapes import is_shape
 if TYPE_CHECKING:
     from paceline.model.files.wheel_download import Progress
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
-_HUB_COPIES = ["*/*", "consolidated*.safetensors"]  # the same weights in other forms
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+OTHER_FORMS = ("*/*", "consolidated*.safetensors")  # of the same weights
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 _HUB_QUANT = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w+)")
@@ -86,10 +86,12 @@ def _pull_hub(name: str) -> Path:
         if quant := _HUB_QUANT.fullmatch(name):
             return _pull_quant(quant[1], quant[2])
         repo, _, revision = name.partition("@")
-        fetched = huggingface_hub.snapshot_download(
-            repo, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES
+        wanted, others = list(HUB_PATTERNS), list(OTHER_FORMS)
+        return Path(
+            huggingface_hub.snapshot_download(
+                repo, revision=revision or None, allow_patterns=wanted, ignore_patterns=others
+            )
         )
-        return Path(fetched)
     except ModelNotFound:
         raise
     except Exception as error:  # the hub's client lets errors of its HTTP library through
