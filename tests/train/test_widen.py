@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.train.widen import MAX_TEXT, PromptPair, names, origin, sentences, widen
+import pytest
+
+from paceline.train.widen import MAX_TEXT, PromptPair, names, origin, rank, sentences, widen
 
 ANSWER = (
     "The old lighthouse stands on a cliff above the sea. Every evening its keeper climbs the narrow stairs. "
@@ -75,6 +77,18 @@ def test_the_passage_that_answers_lies_among_others() -> None:
         assert f"Number {number}." in prompt.text
         assert pairs[int(number)].prompt in prompt.text
         assert prompt.text.count(ANSWER) == 4
+
+
+@pytest.mark.parametrize("share", [0.03, 0.5])
+def test_no_prompt_that_is_trained_on_has_a_held_out_passage(share: float) -> None:
+    pairs = [PromptPair(str(n), f"Describe lighthouse number {n}.", f"Number {n}. {ANSWER}") for n in range(400)]
+    least = share * 2**64
+    held = [p for p in pairs if rank(p.name) < least]
+    made = [p for p in widen(pairs) if p.source == "search"]
+    trained = [p for p in made if rank(p.name) >= least]
+    assert 0 < len(held) < len(pairs)
+    assert 0 < len(trained) < len(made)
+    assert not any(p.answer in prompt.text for prompt in trained for p in held)
 
 
 def test_what_a_prompt_was_made_from_is_known_by_its_name() -> None:

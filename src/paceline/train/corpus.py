@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.core.errors import BadModelFile, ConfigError, DrafterMismatch
 from paceline.model.files.hf import stored_tensors
-from paceline.train.widen import origin
+from paceline.train.widen import rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -136,8 +136,7 @@ def _texts(captured: CapturedPrompt, max_len: int) -> Iterator[TrainText]:
 
 def held_out(text: TrainText, share: float) -> bool:
     """Return whether a text is held out, together with all texts from its prompt."""
-    head = hashlib.sha256(origin(text.name).encode()).digest()[:8]
-    return int.from_bytes(head, "big") < share * 2**64
+    return rank(text.name) < share * 2**64
 
 
 def split(texts: Sequence[TrainText], share: float) -> tuple[list[int], list[int]]:

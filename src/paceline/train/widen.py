@@ -7,6 +7,7 @@ Texts in other languages are translations that the target wrote.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from random import Random
@@ -73,8 +74,11 @@ class TrainPrompt:
 def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
     """Yield prompts made from each pair, the same for the same seed.
 
-    A pair that is a translation gives only a prompt to translate it back.
+    A pair that is a translation gives only a prompt to translate it back. Passages beside the own one are of pairs
+    with a higher rank. So whatever the held-out share is, no prompt that is trained on has a held-out passage.
     """
+    ranked = sorted(pairs, key=lambda pair: rank(pair.name))
+    places = {pair.name: place for place, pair in enumerate(ranked)}
     for pair in pairs:
         random = Random(f"{seed} {pair.name}")  # noqa: S311 - not for secrets
         if is_translation(pair.name):
@@ -83,7 +87,7 @@ def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
             yield from _translate(pair, random)
             yield from _summarise(pair, random)
             yield from _answer(pair, random)
-            yield from _search(pair, pairs, random)
+            yield from _search(pair, ranked[places[pair.name] + 1 :], random)
             yield from _ask(pair, random)
 
 
@@ -99,6 +103,11 @@ def origin(name: str) -> str:
     if is_translation(name):
         return origin(name.split(" ", 2)[2])
     return origin(source) if word in SOURCES and word != SOURCES[0] and source else name
+
+
+def rank(name: str) -> int:
+    """Return a hash of 64 bits of a prompt's origin. The lowest are held out."""
+    return int.from_bytes(hashlib.sha256(origin(name).encode()).digest()[:8], "big")
 
 
 def sentences(text: str) -> list[str]:
@@ -146,13 +155,13 @@ def _answer(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
 def _search(pair: PromptPair, pairs: Sequence[PromptPair], random: Random) -> Iterator[TrainPrompt]:
     """Yield a question with several passages, one with the answer or the subject's name.
 
-    These prompts are long, so only three in ten pairs give one.
+    These prompts are long, so only three in ten pairs give one. pairs: those that may give the other passages.
     """
     if not MIN_PASSAGE <= len(pair.answer) or random.random() > 0.3:
         return
     text = _passage(pair, random)
     sample = random.sample(pairs, min(len(pairs), 4 * NUM_PASSAGES))
-    others = (_passage(other, random) for other in sample if other is not pair)
+    others = (_passage(other, random) for other in sample)
     prose = [other for other in others if len(sentences(other)) >= 2][: NUM_PASSAGES - 1]
     known, question = names(text), pair.prompt.strip().split("\n")[0]
     if known and (len(pair.prompt) >= LONG_TEXT or not MIN_SENTENCE <= len(question) <= MAX_SENTENCE):
