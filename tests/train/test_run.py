@@ -16,6 +16,7 @@ from paceline.cli import main
 from paceline.core.errors import UnsupportedModel
 from paceline.model.heads.checkpoint import load_head
 from paceline.train import feature_store
+from paceline.train.batch import Batcher
 from paceline.train.compute import COMPUTES
 from paceline.train.corpus import read_corpus
 from paceline.train.feature_store import FeatureFiles
@@ -26,6 +27,8 @@ from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_ta
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from paceline.train.batch import TrainBatch
 
 # Acceptance of the first and the last draft that a toy head must reach; untrained ones reach a hundredth.
 REACHED = {"eagle3": (0.55, 0.4), "peagle": (0.5, 0.25)}
@@ -83,6 +86,24 @@ def test_a_toy_head_reaches_its_acceptance(
     told = capsys.readouterr()
     assert "trained" in told.out
     assert f"matrix products in {compute}: as asked" in told.err
+
+
+def test_held_out_texts_are_taken_from_all_of_the_file(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs, make = [], Batcher.make
+
+    def noted(self: Batcher, numbers: list[int]) -> TrainBatch:
+        packs.append(numbers)
+        return make(self, numbers)
+
+    monkeypatch.setattr(Batcher, "make", noted)
+    options = ["--steps", "1", "--eval-tokens", str(3 * TEXT_LEN)]
+    assert main(command("eagle3", toy, tmp_path, *options)) == 0
+    evaluated, _, again = packs
+    assert evaluated == again == sorted(evaluated)
+    assert len(evaluated) == 3
+    assert evaluated[0] < 100 <= evaluated[1] < 200 <= evaluated[2]
 
 
 @in_turn(1)

@@ -218,10 +218,10 @@ class Trainer:
 
 @torch.inference_mode()
 def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Sequence[int]) -> Evaluation:
-    """Draft at every position of held-out texts with at least `config.eval_tokens` tokens in all."""
+    """Draft at every position of evenly spaced held-out texts of about `config.eval_tokens` tokens."""
     agreed, accepted, counts = ([0] * config.eval_steps for _ in range(3))
-    diverged = 0.0
-    for pack in _first(packs(numbers, batcher.lengths(), config.batch_tokens), batcher, config.eval_tokens):
+    diverged, lengths = 0.0, batcher.lengths()
+    for pack in packs(_spread(numbers, lengths, config.eval_tokens), lengths, config.batch_tokens):
         batch = batcher.make(pack)
         depths = plan_drafts(batch.bounds, config.eval_steps, 1.0, 0, batch.token_ids.device)
         alive = torch.ones(len(depths[0].anchors), dtype=torch.bool, device=batch.token_ids.device)
@@ -243,11 +243,8 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
     return Evaluation(diverged / each[0], *shares)
 
 
-def _first(batches: Iterator[list[int]], batcher: Batcher, num_tokens: int) -> Iterator[list[int]]:
-    """Yield batches until they hold `num_tokens` tokens."""
-    lengths, seen = batcher.lengths(), 0
-    for pack in batches:
-        if seen >= num_tokens:
-            return
-        seen += sum(lengths[n] for n in pack)
-        yield pack
+def _spread(numbers: Sequence[int], lengths: Sequence[int], num_tokens: int) -> list[int]:
+    """Return evenly spaced texts of about `num_tokens` tokens: files have prompts by their kind."""
+    share = num_tokens / sum(lengths[n] for n in numbers)
+    count = min(len(numbers), math.ceil(share * len(numbers)))
+    return [numbers[i * len(numbers) // count] for i in range(count)]
