@@ -165,6 +165,8 @@ def writes_of(sizes: Sizes, device: torch.device) -> Iterator[Check]:
         (usual, 4, bf16, "fp8", False, False),
         ((9, 3, 64), 0, torch.float32, "f32", False, False),
         ((4, 1, 256), 0, bf16, "bf16", False, True),
+        ((32, 32, 96), 0, bf16, "bf16", False, False),
+        ((32, 32, 80), 2, bf16, "fp8", True, True),
     ):
         p = random_product(SOME_TOKENS, (heads[0] + 2 * heads[1]) * heads[2], parts, dtype, device, bias=bias)
         q_norm, k_norm = (torch.randn(heads[2], device=device).to(dtype) if normed else None for _ in range(2))

@@ -146,14 +146,17 @@ def test_heads(dtype, parts, normed):
     Case(dtype, parts=parts, normed=normed, bias=True).check()
 
 
-@pytest.mark.parametrize("heads", [(3, 3, 64), (9, 3, 64), (8, 2, 128), (8, 1, 128), (4, 1, 256), (5, 1, 16)])
+@pytest.mark.parametrize(
+    "heads", [(3, 3, 64), (9, 3, 64), (8, 2, 128), (8, 1, 128), (4, 1, 256), (5, 1, 16), (4, 4, 80), (3, 1, 96)]
+)
 def test_heads_of_many_shapes(heads):
     Case(F16, heads=heads, parts=2, normed=True, count=2).check()
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F16), (F32, FP8), (F16, FP8), (F16, F32)])
-def test_stores_of_other_types(dtype, kv_dtype):
-    Case(dtype, kv_dtype, parts=2).check()
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_stores_of_other_types(dtype, kv_dtype, head_dim):
+    Case(dtype, kv_dtype, heads=(4, 2, head_dim), parts=2).check()
 
 
 @every_type

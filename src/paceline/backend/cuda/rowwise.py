@@ -305,6 +305,7 @@ def _heads_variant(
             "HEADS": num_heads,
             "KV_HEADS": num_kv_heads,
             "D": head_dim,
+            "HALF": block_of(head_dim // 2),
             "PARTS": parts,
             "BLOCK": heads_per_program(head_dim),
             **NO_PDL,
@@ -335,6 +336,8 @@ def variants() -> list[Variant]:
         _heads_variant("bf16", "fp8e4nv", (32, 8, 128), 4, False, False),
         _heads_variant("fp32", "fp32", (9, 3, 64), 0, False, False),
         _heads_variant("bf16", "bf16", (4, 1, 256), 0, False, True),
+        _heads_variant("bf16", "bf16", (32, 32, 96), 0, False, False),
+        _heads_variant("bf16", "fp8e4nv", (32, 32, 80), 2, True, True),
     ]
     early = [
         _embed_variant("bf16", 4096),

@@ -107,35 +107,38 @@ def gate_products(
 
 
 @triton.jit
-def _normed_heads(first, second, weight, d, D: tl.constexpr, eps):
+def _normed_heads(first, second, weight, d, real, D: tl.constexpr, eps):
     """Return the root-mean-square norm of heads in two halves, [heads, D / 2] each."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / D + eps)[:, None]
-    a = (a * scale).to(first.dtype).to(tl.float32) * tl.load(weight + d).to(tl.float32)[None, :]
-    b = (b * scale).to(first.dtype).to(tl.float32) * tl.load(weight + D // 2 + d).to(tl.float32)[None, :]
+    of_first = tl.load(weight + d, mask=real, other=0.0).to(tl.float32)
+    of_second = tl.load(weight + D // 2 + d, mask=real, other=0.0).to(tl.float32)
+    a = (a * scale).to(first.dtype).to(tl.float32) * of_first[None, :]
+    b = (b * scale).to(first.dtype).to(tl.float32) * of_second[None, :]
     return a.to(first.dtype), b.to(first.dtype)
 
 
 @triton.jit(do_not_specialize=["positions", "slots", "num_tokens", "num_slots"])
 def write_heads(
     p, bias, positions, slots, inverse, q_norm, k_norm, q, kv, kv_scales, num_tokens, num_slots, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate a block of heads of one token. Grid: (tokens, blocks).
 
     Queries go to q, keys and values to the store. p: [tokens, (HEADS + 2 KV_HEADS) D]; q: [tokens, HEADS, D]; kv:
-    [2, num_slots, KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores. D is a power of two.
+    [2, num_slots, KV_HEADS, D]; kv_scales: [2, num_slots, KV_HEADS] float32 of fp8 stores. HALF: block of D / 2.
     """
     token = tl.program_id(0)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, D // 2)
+    d = tl.arange(0, HALF)
+    real = d < D // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
     DTYPE: tl.constexpr = q.dtype.element_ty
     column = head[:, None] * D + d[None, :]
-    inside = column < WIDTH
-    frequency = tl.load(inverse + d)
+    inside = (column < WIDTH) & real[None, :]
+    frequency = tl.load(inverse + d, mask=real, other=0.0)
     after_kernels_before(PDL)
     angle = tl.load(positions + token).to(tl.float32) * frequency
     slot = tl.load(slots + token)
@@ -144,8 +147,8 @@ def write_heads(
     is_query = (head < HEADS)[:, None]
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     if q_norm is not None:
-        q_first, q_second = _normed_heads(first, second, q_norm, d, D, eps)
-        k_first, k_second = _normed_heads(first, second, k_norm, d, D, eps)
+        q_first, q_second = _normed_heads(first, second, q_norm, d, real, D, eps)
+        k_first, k_second = _normed_heads(first, second, k_norm, d, real, D, eps)
         first = tl.where(is_value, first, tl.where(is_query, q_first, k_first))
         second = tl.where(is_value, second, tl.where(is_query, q_second, k_second))
     # PyTorch rounds cosine and sine, each product and each sum to the model's type.
@@ -158,11 +161,12 @@ def write_heads(
     first = tl.where(is_value, first, new_a.to(DTYPE))
     second = tl.where(is_value, second, new_b.to(DTYPE))
     to_query = q + token.to(tl.int64) * (HEADS * D) + column
-    tl.store(to_query, first, mask=is_query)
-    tl.store(to_query + D // 2, second, mask=is_query)
+    tl.store(to_query, first, mask=is_query & real[None, :])
+    tl.store(to_query + D // 2, second, mask=is_query & real[None, :])
 
     kv_head = head - HEADS  # keys, then values
     is_kv = (kv_head >= 0) & (kv_head < 2 * KV_HEADS)
+    kept = is_kv[:, None] & real[None, :]
     which = kv_head // KV_HEADS
     place = (which.to(tl.int64) * num_slots + slot) * KV_HEADS + kv_head % KV_HEADS
     to_store = kv + place[:, None] * D + d[None, :]
@@ -171,8 +175,8 @@ def write_heads(
         b = second.to(tl.float32)
         scale = fp8_scale(tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1))
         tl.store(kv_scales + place, scale, mask=is_kv)
-        tl.store(to_store, rounded_to_fp8(a, scale[:, None]), mask=is_kv[:, None])
-        tl.store(to_store + D // 2, rounded_to_fp8(b, scale[:, None]), mask=is_kv[:, None])
+        tl.store(to_store, rounded_to_fp8(a, scale[:, None]), mask=kept)
+        tl.store(to_store + D // 2, rounded_to_fp8(b, scale[:, None]), mask=kept)
     else:
-        tl.store(to_store, first.to(kv.dtype.element_ty), mask=is_kv[:, None])
-        tl.store(to_store + D // 2, second.to(kv.dtype.element_ty), mask=is_kv[:, None])
+        tl.store(to_store, first.to(kv.dtype.element_ty), mask=kept)
+        tl.store(to_store + D // 2, second.to(kv.dtype.element_ty), mask=kept)
