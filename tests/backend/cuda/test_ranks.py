@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -29,6 +30,7 @@ from paceline.backend.cuda.products import finished, multiply, pack_matrix
 from paceline.backend.cuda.rank_messages import (
     BeginRank,
     DropNumbers,
+    FollowPass,
     JoinGroup,
     TensorShape,
     aligned_bytes,
@@ -36,7 +38,7 @@ from paceline.backend.cuda.rank_messages import (
     split_pieces,
 )
 from paceline.backend.cuda.rank_pool import RankPool, pool_on
-from paceline.backend.cuda.rank_process import RankHost, make_group
+from paceline.backend.cuda.rank_process import HostedStack, RankHost, make_group
 from paceline.backend.cuda.ranks import (
     ONE_RANK,
     GroupRanks,
@@ -264,6 +266,28 @@ def test_what_is_forgotten_here_is_forgotten_there(pool: RankPool) -> None:
     host._stores = dict.fromkeys(numbers, kept)
     host.follow(DropNumbers((numbers[1],)))
     assert list(host._stores) == numbers[:1]
+
+
+@pytest.mark.parametrize("num_wanted", [0, 1, 4])
+def test_other_ranks_read_the_same_pass_but_for_its_tokens(
+    num_wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many tokens are wanted, too: that chooses the form of attention."""
+    decoder, told = loaded(tiny_config(), 2), list[Any]()
+    asked = upload(pack(NEXT), HOST)
+    asked = replace(asked, wanted=asked.wanted[:num_wanted])
+    send = rank_pool.joined
+    monkeypatch.setattr(rank_pool, "joined", lambda pieces: told.append(pieces) or send(pieces))
+    decoder.forward(asked, decoder.new_kv(6))
+    host = RankHost(RankLine(socket.socketpair()[1]), BeginRank(1, "cpu", 1, 1.0))
+    host._stores = {0: decoder.new_kv(1)}
+    found = list[Any]()
+    stack: Any = SimpleNamespace(run=lambda tokens, *_: found.append(tokens))
+    host._run_layers(HostedStack(stack, ONE_RANK, None), FollowPass("layers", 0, ()), told[0])  # type: ignore[arg-type]
+    assert all(
+        torch.equal(getattr(found[0], name), getattr(asked, name))
+        for name in ("positions", "slots", "cu_len", "pages", "wanted")
+    )
 
 
 def test_a_replayed_graph_does_what_was_captured(pool: RankPool) -> None:

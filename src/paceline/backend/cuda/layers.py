@@ -187,7 +187,7 @@ class Stack:
         if self.lead is None:
             return self._run(layers, device_pass, kv, read, residual, taps)
         d = device_pass
-        pieces = read, residual, d.positions, d.slots, d.cu_len, d.pages, d.first_keys, d.last_keys
+        pieces = read, residual, d.positions, d.slots, d.cu_len, d.pages, d.wanted, d.first_keys, d.last_keys
         with self.lead.together("layers", pieces, kv.number, len(layers)):
             return self._run(layers, device_pass, kv, read, residual, taps)
 

@@ -140,7 +140,7 @@ class FollowPass(RankMessage, frozen=True):
 
     operation: Operation
     stack: Number
-    kinds: Annotated[tuple[TensorShape | None, ...], Meta(max_length=8)]  # of the pieces that come, see `joined`
+    kinds: Annotated[tuple[TensorShape | None, ...], Meta(max_length=9)]  # of the pieces that come, see `joined`
     kv: Number = 0
     num_layers: Number = 0
 

@@ -202,9 +202,8 @@ class RankHost:
         self._operations[m.operation](hosted, m, split_pieces(whole, m.kinds))
 
     def _run_layers(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
-        read, residual, positions, slots, cu_len, pages, first_keys, last_keys = pieces
-        # Which tokens these are, and whose states are wanted, is rank 0's.
-        tokens = DevicePass(positions, positions, slots, cu_len, pages, positions[:0], first_keys, last_keys)
+        read, residual, positions, *places = pieces
+        tokens = DevicePass(positions, positions, *places)  # which tokens these are is rank 0's to know
         hosted.stack.run(tokens, self._stores[m.kv], read, residual, m.num_layers)
 
     def _store_keys(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
