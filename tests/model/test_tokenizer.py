@@ -381,9 +381,19 @@ def test_sentence_piece_equals_a_trained_original() -> None:
             "tokenizer.ggml.token_type": [2] + [6] * 256 + [1] * (len(pieces) - 257),
         }
     )
-    mine = tokenizer_from_gguf(metadata | {"tokenizer.ggml.add_bos_token": False})
+    metadata["tokenizer.ggml.add_bos_token"] = False
+    mine = tokenizer_from_gguf(metadata)
     for text in corpus:
         assert mine.encode(text).ids == raw.encode(text).ids
+    explicit = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(m) for m in trained["merges"]],
+    }
+    mine, raw.normalizer = tokenizer_from_gguf(metadata | explicit), normalizers.Replace(" ", "▁")
+    for text in corpus:
+        ids = mine.encode(text).ids
+        assert ids == raw.encode(text).ids
+        assert Tokenizer(mine).decode(ids) == text
 
 
 @pytest.fixture(scope="module")

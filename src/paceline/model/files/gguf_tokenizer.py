@@ -157,25 +157,35 @@ def _merges(vocab: dict[str, int], metadata: dict[str, Any]) -> list[tuple[str, 
 
 
 def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a SentencePiece BPE tokenizer: best joint score merges first, unknown characters become bytes."""
+    """Return a SentencePiece BPE tokenizer: best joint score merges first."""
     scores = _list(metadata, "tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise BadModelFile(f"the GGUF file has {len(scores)} scores for {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = _token(tokens, metadata, "unknown") or "<unk>"
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return _of_pieces(vocab, metadata, _scored_merges(vocab, scores), prefixed), True
+
+
+def _gemma4(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the tokenizer of Gemma 4: pieces as in SentencePiece, with explicit merges."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return _of_pieces(vocab, metadata, _merges(vocab, metadata), prefixed=False), True
+
+
+def _of_pieces(
+    vocab: dict[str, int], metadata: dict[str, Any], merges: list[tuple[str, str]], prefixed: bool
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer of pieces with "▁" for a space; unknown characters become bytes."""
+    unknown = _token(list(vocab), metadata, "unknown") or "<unk>"
     if unknown not in vocab:
         raise BadModelFile("the GGUF file's SentencePiece tokenizer lacks a token for the unknown")
-    raw = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab, merges=_scored_merges(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-        )
-    )
+    model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    raw = tokenizers.Tokenizer(model)
     spaces = normalizers.Replace(" ", "▁")
-    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
     back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     raw.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
-    return raw, True
+    return raw
 
 
 def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -193,6 +203,7 @@ def _scored_merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str
 _KINDS: dict[str, Callable[[list[str], dict[str, Any]], tuple[tokenizers.Tokenizer, bool]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_piece,
+    "gemma4": _gemma4,
 }
 
 
