@@ -163,20 +163,21 @@ def _sentence_piece(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokeni
         raise BadModelFile(f"the GGUF file has {len(scores)} scores for {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    return _of_pieces(vocab, metadata, _scored_merges(vocab, scores), prefixed), True
+    return _of_pieces(tokens, metadata, _scored_merges(vocab, scores), prefixed), True
 
 
 def _gemma4(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
     """Return the tokenizer of Gemma 4: pieces as in SentencePiece, with explicit merges."""
     vocab = {token: i for i, token in enumerate(tokens)}
-    return _of_pieces(vocab, metadata, _merges(vocab, metadata), prefixed=False), True
+    return _of_pieces(tokens, metadata, _merges(vocab, metadata), prefixed=False), True
 
 
 def _of_pieces(
-    vocab: dict[str, int], metadata: dict[str, Any], merges: list[tuple[str, str]], prefixed: bool
+    tokens: list[str], metadata: dict[str, Any], merges: list[tuple[str, str]], prefixed: bool
 ) -> tokenizers.Tokenizer:
     """Return a tokenizer of pieces with "▁" for a space; unknown characters become bytes."""
-    unknown = _token(list(vocab), metadata, "unknown") or "<unk>"
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = _token(tokens, metadata, "unknown") or "<unk>"
     if unknown not in vocab:
         raise BadModelFile("the GGUF file's SentencePiece tokenizer lacks a token for the unknown")
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
