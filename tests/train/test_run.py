@@ -191,6 +191,11 @@ def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, cap
     assert "steps (was 1, is 2)" in capsys.readouterr().err
     assert main(command("eagle3", toy, tmp_path, "--steps", "1", "--compute", "bfloat16")) == 2
     assert "compute (was float32, is bfloat16)" in capsys.readouterr().err
+    reading = ["--weights", "f32", "--max-len", str(TEXT_LEN - 8)]
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1", "--compute", "float32", *reading)) == 2
+    told = capsys.readouterr().err
+    assert "max_len (was 1024, is 30)" in told
+    assert "weights (was int8, is f32)" in told
     (tmp_path / "checkpoint.safetensors").write_bytes(b"no")
     assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
     assert "remove it" in capsys.readouterr().err

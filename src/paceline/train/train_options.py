@@ -258,7 +258,8 @@ def train_and_report(
     args: Namespace, material: TrainMaterial, recipe: Recipe, choices: dict[str, Any], config: TrainConfig
 ) -> int:
     """Train a drafter in the folder of `--out` and print its acceptance."""
-    choices = choices | start_from(args, recipe)
+    reading = {"weights": _weight_type(args), "max_len": args.max_len}
+    choices = choices | reading | start_from(args, recipe)
     last = train(recipe, config, material, choices, args.out, args.type)
     print_summary(args.out, len(material.vocabulary), material.coverage, last.accepted)
     return 0
