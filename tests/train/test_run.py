@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,6 @@ from paceline.train.train_options import gather
 from tests.train.toy import TEXT_LEN, VOCAB, toy_config, write_answers, write_target
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from paceline.train.batch import TrainBatch
 
 # Acceptance of the first and the last draft that a toy head must reach; untrained ones reach a hundredth.
@@ -256,7 +255,9 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
         store.compute(lambda: counting, lambda *_: None)
         return store
 
-    store = compute()
+    store, num_files = compute(), len(list(Path("/proc/self/fd").iterdir()))
+    assert [len(store[number].states) for number in range(8)] == [TEXT_LEN] * 8
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_files + 2, "a file of each shard"
     assert sum(read) == 8 * TEXT_LEN
     texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
     reading = reference_reader(target, store.taps)([texts[5]])

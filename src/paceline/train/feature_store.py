@@ -139,7 +139,9 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def _mapped(path: Path) -> TextFeatures:
     stored = open_safetensors(path)
     types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
+    mapped = np.memmap(path, np.uint8, "r")  # one of all tensors, as each map keeps a file open
     arrays = {
-        name: np.memmap(path, kind, "r", stored[name].start, stored[name].shape) for name, kind in types.items()
+        name: mapped[(t := stored[name]).start : t.start + t.num_bytes].view(kind).reshape(t.shape)
+        for name, kind in types.items()
     }
     return TextFeatures(**arrays)
