@@ -44,7 +44,6 @@ from paceline.backend.cuda.ranks import (
     GroupRanks,
     captured_together,
     in_order,
-    integer_product,
     replayed_together,
     summed_product,
 )
@@ -107,24 +106,6 @@ def on_ranks(size: int, folder: Path, call: Callable[[GroupRanks], Any]) -> list
     for thread in threads:
         thread.join(PATIENCE_S)
     return found
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_whole_numbers_have_the_bits_of_one_rank(size: int, tmp_path: Path) -> None:
-    """int8 products whose K ranks share, at the ends of their range: every rank has the sums of one."""
-    generator = torch.Generator().manual_seed(size)
-    x, weights = (torch.randint(-128, 128, (n, 48), generator=generator, dtype=torch.int8) for n in (17, 40))
-    x[0], weights[0] = -128, -128
-
-    def product(ranks: GroupRanks) -> torch.Tensor:
-        own = [part.chunk(size, 1)[ranks.rank].contiguous() for part in (x, weights)]
-        return integer_product(own[0], own[1], ranks)
-
-    expected = (x.long() @ weights.long().T).int()
-    assert torch.equal(integer_product(x, weights, ONE_RANK), expected)
-    for got in on_ranks(size, tmp_path, product):
-        assert got.dtype == torch.int32
-        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -184,15 +184,6 @@ def summed_product(x: torch.Tensor, m: Matrix, ranks: Ranks, *, fast: bool = Fal
     return Parts(sums, m.bias, x.dtype)
 
 
-def integer_product(x: torch.Tensor, weights: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the int32 product of int8 tokens and weights whose K ranks share.
-
-    x: [T, K / ranks]. weights: [N, K / ranks]. Whole numbers are exact: any number of ranks has the bits of one.
-    """
-    assert x.dtype == weights.dtype == torch.int8
-    return in_order(ranks.gather(torch._int_mm(x, weights.T)[None]))
-
-
 def in_order(parts: torch.Tensor) -> torch.Tensor:
     """Add parts [n, ...] from the first on, in their own type."""
     total = parts[0]
