@@ -193,7 +193,7 @@ def test_a_kept_path_gives_its_taps_and_its_pages_to_the_row(number: int) -> Non
     last = (20 + number + len(path)) // 16
     assert moved[-1][1] == table[last]
     assert all(source >= NUM_PAGES for source, _ in moved)
-    assert not branches.are_open
+    assert not branches._held
 
 
 def test_a_pass_that_cannot_be_packed_keeps_no_pages() -> None:
@@ -209,7 +209,7 @@ def test_a_pass_that_cannot_be_packed_keeps_no_pages() -> None:
         kv.refuses = True
         with pytest.raises(RuntimeError):
             branches.pack(batch, Draft((draft,), branched=True), packed)
-        assert branches.are_open
+        assert branches._held
         branches.release(0)
-        assert not branches.are_open
+        assert not branches._held
     assert branches.fit(rows, batch, [draft]).branched, "all pages are free again"

@@ -171,7 +171,7 @@ def test_a_cancelled_row_gives_its_branch_pages_back() -> None:
         engine.step()
         engine.check()
     assert engine.target.branches is not None
-    assert not engine.target.branches.are_open
+    assert not engine.target.branches._held
 
 
 def test_a_row_given_up_before_its_verdict_gives_its_branch_pages_back() -> None:
@@ -183,7 +183,7 @@ def test_a_row_given_up_before_its_verdict_gives_its_branch_pages_back() -> None
     branches = engine.target.branches
     assert branches is not None
     engine.add(request)
-    while not branches.are_open:  # gather passes, and give each up before it runs
+    while not branches._held:  # gather passes, and give each up before it runs
         plan = engine.plan()
         batch = engine.admit(plan)
         drafted = engine.propose(batch, plan)
@@ -196,4 +196,4 @@ def test_a_row_given_up_before_its_verdict_gives_its_branch_pages_back() -> None
     engine.scheduler.reveal(batch.rows[0], state, ())
     engine.cancel("0")
     engine.admit(engine.plan())
-    assert not branches.are_open
+    assert not branches._held

@@ -62,11 +62,6 @@ class BranchPages:
         self._held: dict[int, list[int]] = {}  # row -> its pages
         self._open: dict[int, _RowBranches] = {}  # row -> its branches
 
-    @property
-    def are_open(self) -> bool:
-        """True if the branches of some pass are neither kept nor given up."""
-        return bool(self._held)
-
     # Before a pass -------------------------------------------------------------------------------
 
     def fit(self, rows: Rows, batch: Batch, drafted: Sequence[RowDraft]) -> Draft:
