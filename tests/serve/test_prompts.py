@@ -76,6 +76,13 @@ def test_a_prompt_that_is_sent_several_times_has_a_seed_each_time(
     assert job(1, MAX_SEED).requests[0].seed == MAX_SEED
 
 
+def test_a_prompt_has_the_text_that_it_has_alone_whatever_is_beside_it() -> None:
+    serving = Serving(Prompts(tiny_tokenizer(), None, MAX_LEN, 320), ("tiny",))
+    body = json.dumps({"prompt": [[65], [66], [65], [67], [66]], "seed": 7}).encode()
+    seeds = [request.seed for request in completion_job(body, serving, 0.0).requests]
+    assert seeds == [7, 7, 5566755282872662, 7, 5566755282872662]
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [

@@ -24,7 +24,7 @@ from paceline.serve.api.schema import (
     Stop,
     sampling_of,
     seed_asked,
-    seed_of_prompt,
+    seeds_of_prompts,
 )
 from paceline.serve.prompts import requests_of, seed_of
 
@@ -246,7 +246,7 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         prompts.check_room(ids, own.max_tokens)
     n, seed, name = params[0].n, seed_of(params[0]), secrets.token_hex(12)
     told, names = body.told(len(all_ids), n), body.names(len(all_ids))
-    seeds = [seed_of_prompt(seed, i) for i in range(len(all_ids))]
+    seeds = seeds_of_prompts(seed, all_ids)
     speculation = body.speculation.checked() if body.speculation else None
     requests = [
         replace(request, told=told[i])

@@ -16,7 +16,7 @@ from paceline.serve.api.auth import header_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
 from paceline.serve.api.errors import ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
-from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, seed_of_prompt
+from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, seeds_of_prompts
 from paceline.serve.api.score_format import Extras
 from paceline.serve.api.tools import FunctionName, NamedTool, template_kwargs
 from paceline.serve.conversation import Conversation, use_of
@@ -238,14 +238,14 @@ def _requests(
         prompts.check_room(ids, asked.max_tokens)
     told = told_answers(body.answer_ids, len(all_ids) * params[0].n)
     check_scores(told, scores=body.prompt_logprobs is not None)
-    seed = seed_of(params[0])
+    seeds = seeds_of_prompts(seed_of(params[0]), all_ids)
     name = secrets.token_hex(12)
     salt = body.cache_salt or ""
     speculation = body.speculation.checked() if body.speculation else None
     requests = [
         request
         for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seed_of_prompt(seed, index), salt, speculation)
+        for request in requests_of(f"{name}-{index}", ids, asked, seeds[index], salt, speculation)
     ]
     if not any(told):
         return requests

@@ -37,6 +37,8 @@ from paceline.serve.api.tools import (
 from paceline.serve.prompts import MAX_DRAWN_SEED, part_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paceline.core.sampling_defaults import Defaults
 
 MAX_MESSAGES = 4096
@@ -44,7 +46,7 @@ MAX_PARTS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 256  # prompts x n
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
-SEED_STEP = 5566755282872655  # between prompts: 2**53 over the golden ratio, so bodies with near seeds never meet
+SEED_STEP = 5566755282872655  # between equal prompts: 2**53 over the golden ratio, so near seeds never meet
 
 Name = Annotated[str, Meta(max_length=256)]
 Stop = str | Annotated[list[str], Meta(max_length=64)]
@@ -288,12 +290,13 @@ def seed_asked(given: int | None) -> int | None:
     return None if given is None or -MAX_SEED - 1 <= given < 0 else given
 
 
-def seed_of_prompt(seed: int, index: int) -> int:
-    """Return the seed of one of a body's prompts; the first has the body's.
+def seeds_of_prompts(seed: int, all_ids: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the seed of each of a body's prompts: the body's, and another for each repetition.
 
     So a prompt that is sent several times is answered in several ways, and one seed repeats them all.
     """
-    return (seed + index * SEED_STEP) % MAX_DRAWN_SEED if index else seed
+    numbers = (all_ids[:index].count(ids) for index, ids in enumerate(all_ids))
+    return [(seed + number * SEED_STEP) % MAX_DRAWN_SEED if number else seed for number in numbers]
 
 
 def sampling_of(fields: Any, **others: Any) -> SamplingParams:
