@@ -341,13 +341,15 @@ def test_tagged_values_of_any_schema_are_held_to_it_and_read_by_it(strict: bool)
         "phone": {"anyOf": [{"type": "string", "format": "phone"}, {"type": "null"}]},
         "any": {"description": "Anything."},
         "kind": {"type": "object", "properties": {"a": {"type": "string", "format": "phone"}}},
+        "again": {"$ref": "#/properties/kind"},
+        "more": {"type": "array", "items": {"$ref": "#/properties/one"}},
     }
     schema = {"type": "object", "properties": properties, "required": list(properties), "$defs": parts}
     forms, use = forms_of("qwen3_coder", MARKED), ToolUse((Tool("f", None, schema, strict),), "required")
     grammar = forms.grammar(use, None, opened=False)
     assert grammar is not None
     item = {"n": 1}
-    values = [[item], item, item, None, 2, "red", "7", "7", {"a": "7"}]
+    values = [[item], item, item, None, 2, "red", "7", "7", {"a": "7"}, {"a": "8"}, [item]]
     sent = dict(zip(properties, values, strict=True))
     text = forms.family.written("f", json.dumps(sent))
     assert fits(grammar, text)

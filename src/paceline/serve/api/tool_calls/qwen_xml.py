@@ -101,14 +101,25 @@ def _value(lark: LarkText, name: str, schema: Any, root: Schema, lenient: bool) 
     """Add the rule of a value with its closing tag; return its name."""
     closing = "\n</parameter>\n"
     if not _is_text(schema, root):
-        refers = '"$ref"' in json.dumps(schema)
-        parts = {key: root[key] for key in ("$defs", "definitions") if refers and key in root}
-        return lark.rule(name, f"{json_rule({**parts, **schema}, lenient)} {literal(closing)}")
+        if '"$ref"' in json.dumps(schema):
+            schema = {**_led_to_root(schema), "$defs": {"root": _led_to_root(root)}}
+        return lark.rule(name, f"{json_rule(schema, lenient)} {literal(closing)}")
     known = resolved(schema, root)
     choices = known.get("enum") if isinstance(known, dict) else None
     if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
         return lark.rule(name, f"({' | '.join(map(literal, choices))}) {literal(closing)}")
     return f'{lark.until(name, closing[:-1], _length(known))} "\\n"'
+
+
+def _led_to_root(schema: Any) -> Any:
+    """Return a part of the root schema whose references are to a definition that holds the root."""
+    if isinstance(schema, list):
+        return [_led_to_root(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _led_to_root(part) for key, part in schema.items()}
+    ref = schema.get("$ref")
+    return moved | ({"$ref": f"#/$defs/root{ref[1:]}"} if isinstance(ref, str) and ref.startswith("#") else {})
 
 
 def _length(schema: Any) -> str:
