@@ -561,6 +561,23 @@ def test_two_replicas_write_a_late_answer_and_the_one_ahead_is_heard(ahead: int)
     run(scenario)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_whoever_begins_a_hedged_whole_answer_writes_it(ahead: int) -> None:
+    """Its first leg tells the first tokens only, so later ones do not say who is ahead."""
+
+    async def scenario() -> None:
+        async with fleet_of(2, hedge="p95") as bench:
+            ready_to_hedge(bench)
+            await bench.ask(request := request_of("r", whole=True))
+            await until(lambda: all("r" in fake.rows for fake in bench.fakes))
+            bench.fakes[ahead].say("r")
+            await settle()
+            assert bench.writer("r") is bench.fakes[ahead]
+            await bench.finish(request)
+
+    run(scenario)
+
+
 def test_a_hedged_answer_outlives_one_of_its_replicas() -> None:
     async def scenario() -> None:
         async with fleet_of(2, hedge="p95") as bench:

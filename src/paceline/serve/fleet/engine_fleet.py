@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
-AHEAD_TOKENS = 8  # by which one of two replicas of an answer must be ahead for the other to stop
+AHEAD_TOKENS = 8  # by which one of two replicas that tell all of theirs must be ahead for the other to stop
 FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
 
 
@@ -345,7 +345,7 @@ class EngineFleet:
         if news.finish_reason is not None:
             self._finished(answer, leg)
         elif len(answer.legs) > 1:
-            self._legs.settle(answer, leg, tokens_ahead=AHEAD_TOKENS)
+            self._legs.settle(answer, leg, tokens_ahead=1 if answer.request.whole else AHEAD_TOKENS)
 
     def _finished(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
         self._legs.settle(answer, leg, tokens_ahead=0)
