@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,8 @@ def recorded(path: Path, rates: Mapping[str, list[float]]) -> OverlapComparison:
             for name, rate in zip(rates, found, strict=True)
         }
         results.once({"draft": "ngram", "size": 8, "repeat": repeat}, partial(dict, sharings=sharings))
-    return OverlapComparison(dict.fromkeys(rates), results, [], SamplingParams(), ("ngram",), 4)  # type: ignore[arg-type]
+    ways = dict.fromkeys(rates)
+    return OverlapComparison(ways, results, [], SamplingParams(), ("ngram",), 4, (2, 8, 32), 16, 5)  # type: ignore[arg-type]
 
 
 def test_ways_are_compared_repeat_by_repeat_and_losses_are_named(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_ways_are_compared_repeat_by_repeat_and_losses_are_named(tmp_path: Path)
 def test_only_auto_is_left_to_the_controller_unless_all_are(tmp_path: Path) -> None:
     comparison = recorded(tmp_path / "t.json", {SHARED: [1.0]})
     assert [comparison.draft_of(name, "ngram") for name in (OVERLAPPED, AUTO_LOOP)] == ["ngram:k=4", "auto:ngram"]
-    free = OverlapComparison(comparison.sharings, comparison.results, [], comparison.params, ("ngram",), None)
+    free = replace(comparison, k=None)
     assert free.draft_of(OVERLAPPED, "ngram") == "auto:ngram"
 
 

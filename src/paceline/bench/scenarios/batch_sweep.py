@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
     OnProgress = Callable[[int, int], None]  # (done, total)
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
 FINALISTS = 2  # fixed policies that are measured again
 # Questions per request in flight, at least: towards the end of a run fewer and fewer are in flight.
 SCREENING_ROUNDS, FINAL_ROUNDS = 2, 4
@@ -37,10 +36,10 @@ class BatchSweep:
     prompts: Sequence[Prompt]
     params: SamplingParams
     drafters: tuple[str, ...]
-    sizes: tuple[int, ...] = SIZES
-    screened: int = 4  # questions of a screening run, at least
-    limit: int = 16  # questions of a final run, at least
-    repeat: int = 5
+    sizes: tuple[int, ...]
+    screened: int  # questions of a screening run, at least
+    limit: int  # questions of a final run, at least
+    repeat: int
 
     @property
     def auto(self) -> str:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
     OnProgress = Callable[[int, int], None]  # (done, total)
 
-SIZES = (2, 8, 32)
 ROUNDS = 4  # questions per request in flight, at least: towards the end fewer and fewer are in flight
 SLACK = 0.03  # tolerated loss of `auto` against the better loop
 
@@ -40,10 +39,10 @@ class OverlapComparison:
     prompts: Sequence[Prompt]
     params: SamplingParams
     drafters: tuple[str, ...]  # without k
-    k: int | None = None  # None: the controller chooses, in every way
-    sizes: tuple[int, ...] = SIZES
-    limit: int = 16  # questions of a run, at least
-    repeat: int = 5
+    k: int | None  # None: the controller chooses, in every way
+    sizes: tuple[int, ...]
+    limit: int  # questions of a run, at least
+    repeat: int
 
     def run(self, on_progress: OnProgress) -> list[Json]:
         """Make the missing runs; return a table row for each drafter, size and way."""
