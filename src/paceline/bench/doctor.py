@@ -233,9 +233,12 @@ class _StepTime:
 
 
 def measure_steps(built: Built, draft: str) -> PassTimes:
-    """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle."""
-    engine = built.engine
-    k = max((spec.k for spec in parse_drafters(draft).configs), default=0)
+    """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle.
+
+    Under `auto` only plain steps count: its drafts have many depths, so their time is that of none.
+    """
+    engine, asked = built.engine, parse_drafters(draft)
+    k = 0 if asked.auto else max((spec.k for spec in asked.configs), default=0)
     drafting = _time_steps(engine, k)
     own_drafters, own_controller = engine.drafting, engine.controller
     try:
