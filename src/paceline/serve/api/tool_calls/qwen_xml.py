@@ -112,7 +112,7 @@ def _value(lark: LarkText, name: str, schema: Any, root: Schema, lenient: bool) 
 
 
 def _led_to_root(schema: Any) -> Any:
-    """Return a part of the root schema whose references are to a definition that holds the root."""
+    """Return a schema with references into the definition `root`, which holds the root."""
     if isinstance(schema, list):
         return [_led_to_root(part) for part in schema]
     if not isinstance(schema, dict):
