@@ -15,6 +15,7 @@ from paceline.serve.api.keys import KeyRing, new_key
 from paceline.serve.app import make_app
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
+from paceline.serve.fleet.member import TICK_S
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Snapshot
@@ -79,6 +80,7 @@ def test_the_speeds_of_replicas_add_up(caplog: pytest.LogCaptureFixture) -> None
             for engines in replicas:
                 engines.snapshot = Snapshot(stats, Gauges.none())
                 engines.on_snapshot(engines.snapshot)
+            await asyncio.sleep(2 * TICK_S)  # the fleet sums at looks
         while not caplog.records:
             await asyncio.sleep(0.01)
         telling.cancel()

@@ -293,8 +293,8 @@ def seed_asked(given: int | None) -> int | None:
 def seeds_of_prompts(seed: int, all_ids: Sequence[tuple[int, ...]]) -> list[int]:
     """Return the seed of each of a body's prompts.
 
-    It is the body's, and another for each repetition. So a prompt that is sent several times is answered in several
-    ways, and one seed repeats them all.
+    It is the body's, and another for each repetition. So a prompt that is sent several times is answered in
+    several ways, and one seed repeats them all.
     """
     numbers = (all_ids[:index].count(ids) for index, ids in enumerate(all_ids))
     return [(seed + number * SEED_STEP) % MAX_DRAWN_SEED if number else seed for number in numbers]
