@@ -165,7 +165,7 @@ def test_only_deaths_in_its_steps_are_strikes(deaths: list[tuple[bool, bool]]) -
             assert answer.strikes >= MOST_STRIKES, "what ends replicas at once is given up, too"
 
 
-def test_only_a_first_leg_gathers_what_it_writes() -> None:
+def test_only_a_first_leg_holds_what_it_writes() -> None:
     """Else a request that ends its replicas after some tokens would get on with each, by its first token."""
     for whole in (False, True):
         answer = Journal().begin(replace(request_of("r"), whole=whole), NO_ANSWERS)

@@ -74,11 +74,11 @@ class Responder:
         Cancels the job if the client disconnects. Raises `ApiError` while nothing has been sent yet.
         """
         whole: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        gather = None if self.job.stream else partial(self._gather, whole)
-        events = await client.submit([replace(r, whole=not self.job.stream) for r in self.job.requests], gather)
+        take_in = None if self.job.stream else partial(self._take_in, whole)
+        events = await client.submit([replace(r, whole=not self.job.stream) for r in self.job.requests], take_in)
         watcher = asyncio.create_task(_watch(receive, events))
         try:
-            if gather is None:
+            if take_in is None:
                 await self._stream(events, send)
             else:
                 if (error := await whole) is not None:
@@ -96,7 +96,7 @@ class Responder:
             watcher.cancel()
             await events.close()
 
-    def _gather(self, whole: asyncio.Future[Exception | None], event: Event) -> None:
+    def _take_in(self, whole: asyncio.Future[Exception | None], event: Event) -> None:
         """Take in an event of answers in one piece, which wakes nobody before their end.
 
         whole: gets None then, or what went wrong. Nobody waits for it if `submit` itself fails.

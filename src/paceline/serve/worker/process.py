@@ -35,7 +35,7 @@ from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode
 from paceline.model.config import num_weights
 from paceline.serve.worker.commands import Obeyed, ReleaseMemory, UpdateWeights
-from paceline.serve.worker.gathering import Gathering
+from paceline.serve.worker.held_outcomes import HeldOutcomes
 from paceline.serve.worker.kv_publisher import KvPublisher
 from paceline.serve.worker.messages import (
     MAX_TO_ENGINE_BYTES,
@@ -124,7 +124,7 @@ class EngineWorker:
         self.commands = commands
         self.server = server
         self.publisher = publisher
-        self._gathering = Gathering()
+        self._held = HeldOutcomes()
         self._watched = False  # somebody looks at the last steps
         self.draining = False  # accept no more requests, finish the open ones
         self._told_draining = False
@@ -191,7 +191,7 @@ class EngineWorker:
             self._receive()  # requests that came while the pass ran join the next one
             if self.stopped or not self._has_work:
                 return
-        outcomes = self._gathering.take_in(self.engine.step())
+        outcomes = self._held.take_in(self.engine.step())
         self._send_snapshot()
         self._send(outcomes)
         self._publish()
@@ -206,7 +206,7 @@ class EngineWorker:
         now_s = time.monotonic()
         if now_s >= self._next_snapshot_s or not self._has_work:
             self._next_snapshot_s, self._next_beat_s = now_s + SNAPSHOT_S, now_s + BEAT_S
-            self._send(self._gathering.take_held())
+            self._send(self._held.take_held())
             if self.commands.owner.asleep:
                 self.server.send(Snapshot(Stats(), Gauges.none()))
                 return
@@ -242,8 +242,8 @@ class EngineWorker:
     def _send_outcomes(self) -> None:
         """Send what came without a step, and what has waited."""
         if not self.commands.owner.asleep:
-            outcomes = self._gathering.take_in(self.engine.outputs.take_outcomes())
-            self._send(self._gathering.take_held() + outcomes)
+            outcomes = self._held.take_in(self.engine.outputs.take_outcomes())
+            self._send(self._held.take_held() + outcomes)
 
     def _send(self, outcomes: Sequence[Outcome]) -> None:
         if outcomes:
@@ -258,7 +258,7 @@ class EngineWorker:
             self.engine.outputs.on_start = self._tell_start
             request = message.request()
             self.engine.add(request)
-            self._gathering.expect(request)
+            self._held.expect(request)
         except PacelineError as error:
             param = error.param if isinstance(error, RequestError) else None
             self.server.send(Rejected(message.request_id, type(error).__name__, str(error), param))

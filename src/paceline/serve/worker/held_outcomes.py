@@ -1,4 +1,4 @@
-"""Gathering: outcomes of answers that nobody reads before their end travel together."""
+"""Outcomes of answers that nobody reads before their end: held, and told together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
 
 
-class Gathering:
+class HeldOutcomes:
     """Gains of answers in one piece that their server does not know yet.
 
     Their first tokens are told at once, as times to them are measured, and so is their end, with all before it.

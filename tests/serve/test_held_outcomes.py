@@ -11,7 +11,7 @@ from paceline.core.figures import Figures, Spent
 from paceline.core.params import SamplingParams
 from paceline.core.pass_notes import PassNote
 from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
-from paceline.serve.worker.gathering import Gathering
+from paceline.serve.worker.held_outcomes import HeldOutcomes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -63,19 +63,19 @@ def summary(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
     )
 
 
-def gathered(outcomes: Iterable[Outcome], flushes: Sequence[bool]) -> list[Outcome]:
+def told_of(outcomes: Iterable[Outcome], flushes: Sequence[bool]) -> list[Outcome]:
     """Return what is told if all that waits is taken behind some outcomes."""
-    gathering, told = Gathering(), list[Outcome]()
-    gathering.expect(request())
+    holding, told = HeldOutcomes(), list[Outcome]()
+    holding.expect(request())
     for outcome, flush in zip(outcomes, flushes, strict=False):
-        told += gathering.take_in([outcome])
-        told += gathering.take_held() if flush else ()
+        told += holding.take_in([outcome])
+        told += holding.take_held() if flush else ()
     return told
 
 
 @given(answers(), st.lists(st.booleans(), min_size=13, max_size=13))
 def test_what_is_told_adds_up_to_the_same(outcomes: list[Outcome], flushes: list[bool]) -> None:
-    told = gathered(outcomes, flushes)
+    told = told_of(outcomes, flushes)
     assert summary(told) == summary(outcomes)
     places = [outcome.start for outcome in told]
     assert places == [told[0].start + sum(len(o.token_ids) for o in told[:i]) for i in range(len(told))]
@@ -83,32 +83,32 @@ def test_what_is_told_adds_up_to_the_same(outcomes: list[Outcome], flushes: list
 
 @given(answers())
 def test_the_first_tokens_and_the_end_are_told_at_once(outcomes: list[Outcome]) -> None:
-    told = gathered(outcomes, [False] * 13)
+    told = told_of(outcomes, [False] * 13)
     assert told[0] is outcomes[0]
     assert len(told) == 2
     assert told[-1].finish_reason == "stop"
 
 
 def test_answers_that_are_read_do_not_wait() -> None:
-    gathering = Gathering()
-    gathering.expect(request(whole=False))
+    holding = HeldOutcomes()
+    holding.expect(request(whole=False))
     outcomes = [Outcome("a", (1,), "x"), Outcome("a", (2,), "y", start=1), Outcome("other", (3,), "z")]
-    assert gathering.take_in(outcomes) == outcomes
-    assert not gathering.take_held()
+    assert holding.take_in(outcomes) == outcomes
+    assert not holding.take_held()
 
 
 def test_nothing_is_kept_of_an_answer_that_has_ended() -> None:
-    gathering = Gathering()
+    holding = HeldOutcomes()
     for name in ("a", "b"):
-        gathering.expect(request(name))
+        holding.expect(request(name))
         first = Outcome(name, (1,), "x")
-        assert gathering.take_in([first]) == [first]
-        assert not gathering.take_in([replace_of(first, start=1)])
-    (end,) = gathering.take_in([Outcome("a", (), "", finish_reason="abort", start=2)])
+        assert holding.take_in([first]) == [first]
+        assert not holding.take_in([replace_of(first, start=1)])
+    (end,) = holding.take_in([Outcome("a", (), "", finish_reason="abort", start=2)])
     assert (end.token_ids, end.start, end.finish_reason) == ((1,), 1, "abort")
-    assert [outcome.request_id for outcome in gathering.take_held()] == ["b"]
+    assert [outcome.request_id for outcome in holding.take_held()] == ["b"]
     again = Outcome("a", (9,), "another request of that name", start=0)
-    assert gathering.take_in([again, again]) == [again, again]
+    assert holding.take_in([again, again]) == [again, again]
 
 
 def replace_of(outcome: Outcome, start: int) -> Outcome:
