@@ -5,6 +5,7 @@ The bounds of sampling parameters are those of `SamplingParams`. `fields.py` dec
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -296,8 +297,12 @@ def seeds_of_prompts(seed: int, all_ids: Sequence[tuple[int, ...]]) -> list[int]
     It is the body's, and another for each repetition. So a prompt that is sent several times is answered in
     several ways, and one seed repeats them all.
     """
-    numbers = (all_ids[:index].count(ids) for index, ids in enumerate(all_ids))
-    return [(seed + number * SEED_STEP) % MAX_DRAWN_SEED if number else seed for number in numbers]
+    seen, seeds = Counter[tuple[int, ...]](), list[int]()
+    for ids in all_ids:
+        number = seen[ids]
+        seeds.append((seed + number * SEED_STEP) % MAX_DRAWN_SEED if number else seed)
+        seen[ids] += 1
+    return seeds
 
 
 def sampling_of(fields: Any, **others: Any) -> SamplingParams:

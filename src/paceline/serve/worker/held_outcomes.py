@@ -29,11 +29,6 @@ class HeldOutcomes:
         if request.whole:
             self._whole.add(request.request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Drop what is held of a request."""
-        self._whole.discard(request_id)
-        self._held.pop(request_id, None)
-
     def take_in(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
         """Keep what may wait; return what is to be told now."""
         return [told for outcome in outcomes if (told := self._told(outcome)) is not None]
@@ -52,7 +47,8 @@ class HeldOutcomes:
         held = self._held.get(name)
         whole = outcome if held is None else joined(held, outcome)
         if outcome.finish_reason is not None:
-            self.forget(name)
+            self._whole.remove(name)
+            self._held.pop(name, None)
             return whole
         self._held[name] = whole if known else None
         return None if known else whole
