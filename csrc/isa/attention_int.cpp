@@ -166,24 +166,29 @@ PACELINE_INLINE f32v exp_below(f32v x, float top) {
     return scaled(p, whole, power > floor);
 }
 
-// Replace scores by weights: probabilities times the scales of the values. Returns the largest weight.
+// Replace scores by weights: probabilities times the scales of the values. Returns the largest weight. This and the total are NaN if a
+// key that the query attends to, or its value, is not finite: the bits of weights are compared, of which those of NaN are the largest.
 template <class T>
 PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
-    f32v sums[kVectors], heaviest = splat(0.0f);
+    const f32v none = splat(-__builtin_inff());  // the score of a slot without a key, whose scales may be anything
+    f32v sums[kVectors];
+    u32v heaviest = (u32v)splat(0);
     for (int v = 0; v < kVectors; ++v) sums[v] = splat(0.0f);
     for (size_t page = 0; page < round_up(count, kPageTokens) / kPageTokens; ++page) {
         const float* scales = scales_of(pages.values[page], head_dim);
         for (int v = 0; v < kVectors; ++v) {
             float* at = scores + page * kPageTokens + v * kLanes;
-            const f32v score = load(at), prob = exp_below(score, top), weight = prob * load(scales + v * kLanes);
-            sums[v] += score == score ? prob : score;  // NaN if a key that the query attends to is not finite
-            heaviest = larger(weight, heaviest);  // ignores NaN, in slots without a key
+            const f32v score = load(at), prob = exp_below(score, top);
+            const f32v any = fma(prob, load(scales + v * kLanes), score - score), weight = score == none ? splat(0.0f) : any;
+            sums[v] += prob;
+            heaviest = (u32v)weight > heaviest ? (u32v)weight : heaviest;
             store(at, weight);
         }
     }
     for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
-    *total = sum(sums[0]);
-    return largest(heaviest);
+    const float most = finite(largest((i32v)(heaviest & 0x7FFFFFFFu)));
+    *total = most == most ? sum(sums[0]) : most;
+    return most;
 }
 
 // Round weights to integers in place, 0 in slots without a key. Returns the value of one unit.

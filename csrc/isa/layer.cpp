@@ -183,12 +183,13 @@ void gelu_mul(float* gate, const float* up, size_t n) {
     }
 }
 
-// gate = (up + 1) * g * logistic(1.702 g) with gate at most 7 and up between -7 and 7; NaN of `up` becomes a bound.
+// gate = (up + 1) * g * logistic(1.702 g) with gate at most 7 and up between -7 and 7; NaN stays NaN.
 void clamped_mul(float* gate, const float* up, size_t n) {
     const f32v limit = splat(7.0f);
     for (size_t i = 0; i < n; i += kLanes) {
-        const f32v x = -larger(-load(gate + i), -limit), u = larger(-larger(-load(up + i), -limit), -limit);
-        store(gate + i, gated(x, x * splat(1.702f)) * (u + 1.0f));
+        const f32v g = load(gate + i), u = load(up + i);
+        const f32v x = g > limit ? limit : g, most = u > limit ? limit : u;
+        store(gate + i, gated(x, x * splat(1.702f)) * ((most < -limit ? -limit : most) + 1.0f));
     }
 }
 

@@ -5,6 +5,9 @@
 
 namespace paceline::PACELINE_ISA {
 
+// The number of these bits without a sign; NaN if it is infinite.
+PACELINE_INLINE float finite(int32_t bits) { return bits >= 0x7F800000 ? __builtin_nanf("") : ((f32v)splat(bits))[0]; }
+
 // max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. Compared as integers: the bits of floats without a
 // sign are ordered as the floats are, infinity and NaN last.
 PACELINE_INLINE float bound(const float* x, size_t n) {
@@ -13,7 +16,7 @@ PACELINE_INLINE float bound(const float* x, size_t n) {
         const i32v bits = (i32v)magnitude(load(x + i));
         maxima = bits > maxima ? bits : maxima;
     }
-    return largest(maxima >= 0x7F800000 ? splat(__builtin_nanf("")) : (f32v)maxima);
+    return finite(largest(maxima));
 }
 
 // round(x * factor); 0 where x is NaN or infinite.

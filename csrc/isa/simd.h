@@ -135,6 +135,16 @@ PACELINE_INLINE float largest(f32v v) {
 #endif
 }
 
+PACELINE_INLINE int32_t largest(i32v v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t best = v[0];
+    for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+    return best;
+#endif
+}
+
 // The sum of all lanes by halving, always in the same order.
 PACELINE_INLINE float sum(f32v v) {
 #if defined(__AVX512F__)

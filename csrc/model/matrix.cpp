@@ -216,9 +216,14 @@ void Matrix::put_int4(size_t index, const float* spread, size_t padded) {
 }
 
 void Matrix::pack_int4_row(const float* weights, size_t index) {
+    constexpr uint8_t none[kInt4Group] = {};
     for (size_t start = 0, block = 0; start < in_; start += kInt4Group, ++block) {
         const size_t count = std::min(kInt4Group, in_ - start);
         const auto [low, high] = std::minmax_element(weights + start, weights + start + count);
+        if (std::any_of(weights + start, weights + start + count, [](float x) { return std::isnan(x); })) {
+            put_int4_block(index, block, none, to_half(NAN), to_half(NAN));
+            continue;
+        }
         const uint16_t scale = to_half((*high - *low) / 15.0f), minimum = to_half(*low);
         const float step = from_half(scale);
         uint8_t values[kInt4Group] = {};

@@ -451,9 +451,8 @@ def test_nothing_finite_is_told_apart() -> None:
         decoder = pack_decoder(config, weights, kernels.ThreadPool(1), types, "f16")
         for kind, temperature in (("argmax", 0.0), ("noisy", 1.0), ("sampled", 0.0), ("sampled", 1.0)):
             choose = SamplingSpec(kind, SamplingParams(temperature=temperature))
-            if types in ("f32", "bf16"):
-                got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
-                assert got.token_ids.tolist() == [BROKEN, BROKEN]
+            got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [choose] * 2)
+            assert got.token_ids.tolist() == [BROKEN, BROKEN], types
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
@@ -471,6 +470,31 @@ def test_a_token_that_is_no_number_breaks_what_follows_and_nothing_before(kv: st
 
     before = [i % 5 + 1 for i in range(18)]
     assert chosen(*before, 7, 2, 3) == [*chosen(*before), BROKEN, BROKEN, BROKEN]
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16", "i16", "i8"])
+def test_one_value_that_is_no_number_is_heard_of_wherever_it_stands(kv: str) -> None:
+    config = FAMILY_CASES["llama"]
+    greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+    for place in range(16):
+        weights = tiny_weights(config, dtype=torch.float32)
+        weights["layers.0.attn_v"][place] = float("nan")
+        decoder = pack_decoder(config, weights, kernels.ThreadPool(1), "f32", kv)
+        got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [greedy] * 2)
+        assert got.token_ids.tolist() == [BROKEN, BROKEN], place
+
+
+def test_a_gate_of_an_expert_that_is_no_number_is_heard_of() -> None:
+    config = FAMILY_CASES["gpt-oss"]
+    weights = tiny_weights(config, dtype=torch.float32)
+    names = [name for name in weights if "gate" in name and "router" not in name]
+    for name in names:
+        weights[name] = weights[name] * float("nan")
+    decoder = pack_decoder(config, weights, kernels.ThreadPool(1), "f32", "f16")
+    greedy = SamplingSpec("argmax", SamplingParams(temperature=0.0))
+    got = run_pass(decoder, pack([(IDS[:2], 0, [0])]), decoder.new_kv(1), [greedy] * 2)
+    assert names
+    assert got.token_ids.tolist() == [BROKEN, BROKEN]
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
@@ -530,17 +554,30 @@ def test_sixteen_values_lose_what_sixteen_must() -> None:
     assert 0.010 < ((rows - weights) ** 2).sum() / (weights**2).sum() < 0.0120
 
 
-def test_rows_without_a_finite_step_stay_what_they_are() -> None:
+@pytest.mark.parametrize("place", [0, 4, 5, 31])
+@pytest.mark.parametrize("weight_type", ["int4", "int4_row", "int8"])
+def test_rows_without_a_finite_step_stay_what_they_are(weight_type: str, place: int) -> None:
     weights = np.zeros((2, 64), np.float32)
-    weights[1, 5] = np.nan
+    weights[1, place] = np.nan
     out = np.empty((1, 2), np.float32)
-    kernels.multiply(kernels.ThreadPool(1), kernels.pack(weights, "int4_row"), np.ones((1, 64), np.float32), out)
+    kernels.multiply(kernels.ThreadPool(1), kernels.pack(weights, weight_type), np.ones((1, 64), np.float32), out)
     assert out[0, 0] == 0.0
     assert np.isnan(out[0, 1])
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+@pytest.mark.parametrize("weight_type", ["int4", "int4_row", "int8"])
+def test_an_input_that_is_no_number_is_heard_of_wherever_it_stands(weight_type: str, number: float) -> None:
+    matrix = kernels.pack(np.eye(16, 64, dtype=np.float32), weight_type)
+    for place in range(64):
+        x, out = np.ones((1, 64), np.float32), np.empty((1, 16), np.float32)
+        x[0, place] = number
+        kernels.multiply(kernels.ThreadPool(1), matrix, x, out)
+        assert not np.isfinite(out).any(), place
+
+
 @pytest.mark.skipif(LESSER, reason="one level is enough")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx2vnni", "avx512"])
 def test_lesser_instruction_sets_pass_the_same_tests(isa: str) -> None:
     environment = {**os.environ, "PACELINE_ISA": isa}
     code = "from paceline import kernels; print(kernels.isa())"
