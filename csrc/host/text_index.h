@@ -48,7 +48,7 @@ class TextIndex {
     };
 
     int32_t at(uint64_t position) const { return text_[position & mask_]; }
-    bool kept(uint64_t position) const { return position + text_.size() > end_; }
+    bool kept(uint64_t position) const { return position + text_.size() >= end_; }
     size_t slot(int64_t before, int64_t last) const;
     void append(int32_t token);
     std::vector<Occurrence> find(const int64_t* tail, size_t length, const LookupLimits& limits) const;

@@ -68,15 +68,20 @@ def test_the_index_is_its_plain_definition(
 
 @given(parts=texts, length=st.integers(1, 200), seed=st.integers(0, 99))
 def test_a_full_ring_forgets_the_oldest(parts: list[list[int]], length: int, seed: int) -> None:
-    """What it proposes then stands in the texts it can still know."""
+    """It proposes what a new index of the last texts does."""
     index, text = filled(16, parts)
     more = np.random.default_rng(seed).integers(0, 3, length)
     index.extend(more)
     text = [*text, *more.tolist()]
-    token_ids, _, match = index.propose(more[-8:], 4, 2, 8, 1.0, 0.0)
-    assert match == 0 or match <= 8
-    known = text[-16:]
-    assert set(token_ids) <= set(known)
+    tail, wish = more[-8:], (4, 2, 8, 1.0, 0.0)
+    assert index.propose(tail, *wish) == oracle.propose(text[-16:], tail.tolist(), *wish)
+
+
+def test_a_full_ring_knows_all_that_it_has_room_for() -> None:
+    index, capacity = TextIndex(16), 16
+    index.extend(ids([9] * 100))
+    index.extend(ids([1, 2, 3, *[7] * (capacity - 5), 1, 2]))
+    assert index.propose(ids([1, 2]), 1, 2, 2, 1.0, 0.0)[0] == [3]
 
 
 def test_most_places_decide_and_the_latest_breaks_ties() -> None:
