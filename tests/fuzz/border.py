@@ -13,7 +13,7 @@ from paceline import kernels
 from paceline.control.acceptance import RATES
 from paceline.control.cost import CostRates, Curve, DraftCost, MeasuredCost, TargetCost, draft_tables
 from paceline.control.online_cost import OnlineCost
-from paceline.core.nouns import NO_DRAFT, BatchRow, RowVerdict
+from paceline.core.nouns import NO_DRAFT, BatchRow, RowDraft, RowVerdict
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
 from paceline.engine.output import Response, StopChecker
@@ -335,7 +335,7 @@ def _good(name: str) -> list[Any] | dict[str, Any]:
 @cache
 def _known() -> dict[str, Callable[[], Any]]:
     sampling = [_floats(VOCAB), 1.0, 5, 0.9, 0.05]
-    edits = [_ids(3), np.ones(1, np.float32), np.ones(1, np.float32), 1, 2]
+    edits = [_ids(3), np.ones(1, np.float32), np.ones(1, np.float32), 1, 2, np.empty(0, np.int32)]
     rows, block, pages = np.zeros((4, 32), np.int64), np.zeros(18, np.int64), np.zeros((2, 1), np.int64)
     return {
         "gumbel": lambda: [1, 2, 3],
@@ -362,7 +362,7 @@ def _known() -> dict[str, Callable[[], Any]]:
         ],
         "time_products": lambda: [_pool(), [_matrix(HIDDEN, HIDDEN)], 2, 2],
         "ThreadPool": lambda: [2],
-        "KVStore": lambda: ["i16", 2, 4, KV_HEADS, DIM],
+        "KVStore": lambda: ["i16", 4, [(KV_HEADS, DIM)] * 2],
         "PassInputs": _inputs_arguments,
         "Decoder": _decoder_arguments,
         "pack_spans": lambda: [
@@ -393,7 +393,7 @@ def _known() -> dict[str, Callable[[], Any]]:
             [(0, 1, 3)],
             _floats(3, 8),
         ],
-        "accept_coupled": lambda: [((1, 2), ()), [0, 3, 4], _ids(1, 2, 3, 4)],
+        "accept_coupled": lambda: [(RowDraft((1, 2)), RowDraft()), [0, 3, 4], _ids(1, 2, 3, 4)],
         "TextIndex": lambda: [64],
         "TokenHints": lambda: [_objects()[6], _ids(1, 2), 0.5, 2, 4],
         "extend_rows": lambda: [[_objects()[6]], [0], rows, _ids(3, 0, 0, 0)],
@@ -420,8 +420,8 @@ def _known() -> dict[str, Callable[[], Any]]:
         ],
         "stop_drafts": lambda: [
             [_estimates()],
-            np.ones(2),
-            1,
+            np.ones((1, 8)),
+            4,
             100.0,
             _ids(0, 1),
             _ids(3, 3),
@@ -483,12 +483,17 @@ def names() -> list[str]:
     return sorted(functions) + sorted(_METHODS)
 
 
+def with_good_arguments(name: str) -> tuple[Any, list[Any] | dict[str, Any]]:
+    """Return a function with arguments that it takes."""
+    return _METHODS[name]() if name in _METHODS else (getattr(_ext, name), _good(name))
+
+
 def call_kernels(data: bytes) -> None:
     """Make calls until the bytes are used up."""
     draw = Draw(data)
     while not draw.spent:
         name = draw.one(names())
-        function, good = _METHODS[name]() if name in _METHODS else (getattr(_ext, name), _good(name))
+        function, good = with_good_arguments(name)
         keyed = good if isinstance(good, dict) else dict(enumerate(good))
         if not keyed or not draw.below(16):
             keyed = {index: anything(draw) for index in range(draw.below(12))}

@@ -8,7 +8,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from paceline.control.files import read_profile, to_json
 from paceline.model.files.gguf_file import QUANTS
+from tests.control.costs import H100
 from tests.fuzz.targets import DATA, HEAD_TARGET, tokenizer_json
 
 ODD = [
@@ -32,7 +34,7 @@ def seeds(name: str) -> list[bytes]:
         "quantised": _quantised,
         "tokenizer": lambda: [tokenizer_json(), *_tokenizers()],
         "head": _heads,
-        "profile": lambda: [b'{"format": "paceline profile 1"}', *_profiles()],
+        "profile": _profiles,
         "bodies": _bodies,
         "border": lambda: [bytes([function] * 40) for function in range(64)],
     }[name]()
@@ -98,8 +100,10 @@ def _heads() -> list[bytes]:
 
 
 def _profiles() -> list[bytes]:
-    table = {"dynamic_speculation_stats": {"1": {"1": 0.5}}, "max_k": 4}
-    return [json.dumps(table).encode()]
+    from tests.engine.same_text import STAIRCASE
+
+    found = [read_profile(Path(STAIRCASE)), read_profile(H100)]
+    return [json.dumps(to_json(profile)).encode() for profile in found] + [H100.read_bytes()]
 
 
 def _bodies() -> list[bytes]:
