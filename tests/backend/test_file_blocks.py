@@ -155,7 +155,7 @@ def _digest(isa: str) -> tuple[str, str]:
     return name, digest
 
 
-@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx2vnni"])
 def test_other_instruction_sets_agree(isa: str) -> None:
     """The twin holds on each; where sums and products are fused alike, the bits are the same."""
     name, digest = _digest(isa)

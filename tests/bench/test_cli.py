@@ -11,6 +11,7 @@ import pytest
 
 from paceline import __version__, cli, kernels
 from paceline.backend.registry import BACKENDS
+from paceline.bench import kernel_bench
 from paceline.core.errors import ConfigError
 
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
@@ -264,3 +265,11 @@ def test_doctor_refuses_layers_the_target_does_not_have(model):
 def test_pull_of_a_folder_looks_whether_it_can_be_used(model, tmp_path):
     assert paceline("pull", model).stdout.strip() == str(model)
     assert paceline("pull", tmp_path).returncode == 2
+
+
+def test_kernels_are_measured_against_the_machine(model, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_bench, "COLD_BYTES", 1 << 16)
+    assert cli.main(["bench", "kernels", "--model", str(model), "--threads", "1", "--repeat", "1"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("GB/s", "times its floor", "whole passes", "64 rows"):
+        assert words in shown

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 OWN_MODEL, NGRAM, SUFFIX = "draft-model:model=noisy", "ngram:min=1,max=4", "suffix:shared=2000"
 HEAD = "eagle3"  # trained when it is first asked for
+TREES = HEAD + ",branches=4"
 DRAFTS = ["off", HEAD, NGRAM, SUFFIX, OWN_MODEL, f"auto:{SUFFIX}+{OWN_MODEL}"]
 BITWISE = {"int8", "int4"}  # log-probabilities too; PyTorch's own depend on the shape of a product
 
@@ -98,8 +99,9 @@ def in_parts(engines: list[Engine], requests: list[Request], steps: list[int]) -
 
 def engine_of(draft: str, changed: Settings, types: str, number: int) -> Engine:
     """Half of them overlap, and half change their minds about each row's drafts."""
-    if draft == HEAD:
-        draft = f"{HEAD}:model={trained_head(HEAD, target().decoder)},k=4"  # type: ignore[arg-type]
+    if draft in {HEAD, TREES}:
+        more = draft.removeprefix(HEAD)
+        draft = f"{HEAD}:model={trained_head(HEAD, target().decoder)},k=4{more}"  # type: ignore[arg-type]
     overlaps = {"overlap": "on"} if number % 2 and types != "cuda" and draft != "off" else {}
     engine = make_engine(draft, changed, types=types, **overlaps)
     if number % 4 > 1 and draft != "off" and not draft.startswith("auto"):
@@ -146,6 +148,7 @@ def check_parts(draft: str, types: str, examples: int) -> int:
         (SUFFIX, "int8", 30),
         (OWN_MODEL, "int4", 30),
         (HEAD, "int8", 20),
+        (TREES, "int8", 10),
         (OWN_MODEL, "cuda", 4),
         (NGRAM, "f64", 12),
     ],
