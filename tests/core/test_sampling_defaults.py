@@ -27,8 +27,10 @@ JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_siz
 @given(found=st.dictionaries(st.sampled_from(FIELDS), JUNK))
 def test_whatever_a_file_says_the_defaults_are_parameters(found):
     logging.disable()
-    kept = checked(found)
-    logging.disable(logging.NOTSET)
+    try:
+        kept = checked(found)
+    finally:
+        logging.disable(logging.NOTSET)
     assert SamplingParams(**kept)
     assert kept.items() <= found.items()
 

@@ -321,12 +321,12 @@ def test_an_end_that_gives_no_sign_of_life_is_left(monkeypatch: pytest.MonkeyPat
         silent._beating.cancel()
         await until(lambda: len(host._lines.lines) == 2)
         await until(lambda: len(host._lines.lines) == 1)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.5)
         assert list(host._lines.lines) == [FRONT[::-1]]
         alive.close()
 
     monkeypatch.setattr(pieces, "BEAT_S", 0.05)
-    monkeypatch.setattr(pieces, "SILENCE_S", 0.25)
+    monkeypatch.setattr(pieces, "SILENCE_S", 2.0)
     run_with_lines(work())
 
 

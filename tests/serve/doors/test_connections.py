@@ -360,12 +360,12 @@ def _room_for(count: int) -> None:
 def test_messages_that_anybody_can_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
     """H2: the log does not grow with the attack."""
     logger = logging.getLogger("test.few")
-    few = FewRepeats(most=3, within_s=0.2)
+    few = FewRepeats(most=3, within_s=5.0)
     logger.addFilter(few)
     for _ in range(1000):
         logger.warning("the same")
     assert len(caplog.records) == 3
-    time.sleep(0.25)
+    few._end_s = 0.0  # its time is over
     logger.warning("the same")
     assert "997 messages" in caplog.records[-1].getMessage()
 

@@ -23,7 +23,7 @@ from paceline.serve.engines import Answers
 from paceline.serve.fleet import engine_fleet as fleet_module
 from paceline.serve.fleet import member as member_module
 from paceline.serve.fleet import tail as tail_module
-from paceline.serve.fleet.engine_fleet import TOGETHER_S, EngineFleet
+from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
@@ -295,7 +295,9 @@ def test_a_poison_pill_ends_after_three_replicas() -> None:
     run(scenario)
 
 
-def test_replicas_that_die_together_are_not_blamed_on_an_answer() -> None:
+def test_replicas_that_die_together_are_not_blamed_on_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "TOGETHER_S", 0.5)  # longer than a pause of this process
+
     async def scenario() -> None:
         async with fleet_of(4) as bench:
             heard = await bench.ask(request_of("r"))
@@ -306,7 +308,7 @@ def test_replicas_that_die_together_are_not_blamed_on_an_answer() -> None:
                 await asyncio.sleep(0.002)
                 assert not fake.rows, "who dies now has been sent the answer"
                 fake.die()
-            await asyncio.sleep(2 * TOGETHER_S)
+            await asyncio.sleep(1.0)
             assert heard.last is None
             assert bench.fleet.num_open == 1
             first.revive()
