@@ -13,7 +13,7 @@ namespace {
 // Attributes of the nouns that are read here.
 struct Names {
     Attribute row{"row"}, decodes{"decodes"}, drafter{"drafter"}, token_ids{"token_ids"}, confidence{"confidence"},
-        num_accepted{"num_accepted"}, num_known{"num_known"}, samples{"samples"}, max_len{"max_len"}, in_flight{"in_flight"},
+        num_accepted{"num_accepted"}, num_known{"num_known"}, samples{"samples"}, chunk_end{"chunk_end"}, in_flight{"in_flight"},
         in_flight_tokens{"in_flight_tokens"}, request{"request"}, speculation{"speculation"}, prompt_ids{"prompt_ids"},
         params{"params"}, max_tokens{"max_tokens"}, most{"most"};
 };
@@ -96,7 +96,7 @@ nb::tuple outcome_arrays(const nb::tuple& rows, const nb::tuple& proposed, const
         if (!decodes(row)) {
             const auto known = nb::cast<int64_t>(names().num_known.get(row));
             const int64_t samples = nb::cast<bool>(names().samples.get(row)) ? 1 : 0;
-            const int64_t end = std::max(nb::cast<int64_t>(names().max_len.get(row)) - samples, known);
+            const int64_t end = std::max(nb::cast<int64_t>(names().chunk_end.get(row)), known);
             tokens += known, unscored += known - samples, keys += end;
             pairs += known * (end - known) + known * (known + 1) / 2;
             continue;

@@ -12,7 +12,8 @@ namespace {
 
 struct StepNames {
     Attribute row{"row"}, request_id{"request_id"}, num_known{"num_known"}, max_drafts{"max_drafts"}, samples{"samples"},
-        max_len{"max_len"}, num_kept_pages{"num_kept_pages"}, new_pages{"new_pages"}, decodes{"decodes"}, request{"request"},
+        max_len{"max_len"}, num_kept_pages{"num_kept_pages"}, new_pages{"new_pages"}, decodes{"decodes"}, chunk_end{"chunk_end"},
+        request{"request"},
         token_ids{"token_ids"}, num_drafts{"num_drafts"}, group{"group"}, pages{"pages"}, num_sent_pages{"num_sent_pages"},
         decoding{"decoding"}, computed_len{"computed_len"}, in_flight{"in_flight"}, in_flight_tokens{"in_flight_tokens"},
         waits{"waits"}, ended{"ended"}, answer_end{"answer_end"}, checker{"checker"}, num_tokens{"num_tokens"},
@@ -92,6 +93,7 @@ nb::object batch_row(const Going& one, const nb::type_object& type, const nb::tu
     const nb::object pages = name.pages.get(state);
     put(row, name.new_pages, sent < held ? nb::steal(PySequence_Tuple(nb::steal(PySequence_GetSlice(pages.ptr(), sent, held)).ptr())) : nb::object(nothing));
     put(row, name.decodes, nb::handle(Py_True));
+    put(row, name.chunk_end, 0);
     put(state, name.in_flight, number(state, name.in_flight) + 1);
     put(state, name.in_flight_tokens, number(state, name.in_flight_tokens) + one.drafts + 1);
     put(state, name.num_drafts, one.drafts);

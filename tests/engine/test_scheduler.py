@@ -73,6 +73,7 @@ class BruteForceBackend:
         row.pages[r.num_kept_pages :] = r.new_pages
         text = row.text[: row.computed + r.num_known]
         assert (len(text) == len(row.text)) == r.samples, "a pass samples when it reaches the newest token"
+        assert r.chunk_end == (0 if r.decodes else len(text))
         guesses = self._guess(text, r.max_drafts)
         self._write(row, row.computed, text + guesses)
         for position in range(self.first_read(row.computed, r), len(text)):

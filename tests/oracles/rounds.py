@@ -48,7 +48,7 @@ def outcomes_of_slow(
     prefill = NO_WORK
     for r in batch.rows:
         if not r.decodes:
-            keys = max(r.max_len - int(r.samples), r.num_known)
+            keys = max(r.chunk_end, r.num_known)
             pairs = r.num_known * (keys - r.num_known) + r.num_known * (r.num_known + 1) // 2
             prefill += Work(r.num_known, r.num_known - int(r.samples), keys, pairs)
     draft_s, target_s, host_s, wait_s = seconds

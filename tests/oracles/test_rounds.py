@@ -23,7 +23,7 @@ def rounds(draw: st.DrawFn) -> tuple[Batch, Draft, Verdict]:
         confidence = [draw(st.floats(0, 1)) for _ in range(k)] if says else None
         known, samples = (1, True) if decodes else (draw(st.integers(1, 40)), draw(st.booleans()))
         length = draw(st.integers(1, 99))
-        rows.append(BatchRow(row, str(row), known, k, samples, length, decodes=decodes))
+        rows.append(BatchRow(row, str(row), known, k, samples, length, decodes=decodes, chunk_end=draw(st.integers(0, 99))))
         drafts.append(RowDraft([7] * k, draw(st.sampled_from(["eagle3", "suffix", "other", None])), confidence))
         verdicts.append(RowVerdict([], draw(st.integers(0, k))))
     return Batch(0, tuple(rows)), Draft(tuple(drafts)), Verdict(tuple(verdicts))

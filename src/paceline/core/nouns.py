@@ -132,6 +132,7 @@ class BatchRow:
     num_kept_pages: int = 0  # the row's page list is its first `num_kept_pages` pages ...
     new_pages: tuple[int, ...] = ()  # ... followed by these
     decodes: bool = False  # True: a decode pass of the row; False: a chunk of its prefill
+    chunk_end: int = 0  # tokens of the row that are computed behind a chunk of prefill
 
 
 @noun

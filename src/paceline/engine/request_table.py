@@ -176,4 +176,5 @@ def batch_row(state: RequestState, num_known: int, num_drafts: int, *, samples: 
         num_kept_pages=num_kept,
         new_pages=tuple(state.pages[num_kept:]) if num_kept < len(state.pages) else (),
         decodes=decodes,
+        chunk_end=0 if decodes else state.scheduled_len,
     )
