@@ -1,0 +1,34 @@
+"""Bodies and answers of /v1/messages and /v1/responses, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from paceline.core.errors import RequestError
+from paceline.serve.api.messages_schema import MessagesBody
+
+if TYPE_CHECKING:
+    from paceline.serve.conversation import Conversation
+
+USER = {"role": "user", "content": "a"}
+
+
+def asked(**more: Any) -> Conversation:
+    """The conversation of a body of /v1/messages."""
+    body = {"max_tokens": 9, "messages": [USER]} | more
+    return MessagesBody.decode(json.dumps(body).encode())[0].conversation()
+
+
+# Messages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
+def test_edits_of_the_context_are_taken_if_they_clear_nothing(edits: list[Any]) -> None:
+    assert asked(context_management={"edits": edits}).messages == [USER]
+    turns = {"type": "thinking_turns", "value": 1}
+    for edit in ({"type": "clear_tool_uses_20250919"}, {"type": "clear_thinking_20251015", "keep": turns}):
+        with pytest.raises(RequestError, match="context_management is not supported yet"):
+            asked(context_management={"edits": [*edits, edit]})
