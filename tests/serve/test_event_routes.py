@@ -32,3 +32,9 @@ def test_edits_of_the_context_are_taken_if_they_clear_nothing(edits: list[Any]) 
     for edit in ({"type": "clear_tool_uses_20250919"}, {"type": "clear_thinking_20251015", "keep": turns}):
         with pytest.raises(RequestError, match="context_management is not supported yet"):
             asked(context_management={"edits": [*edits, edit]})
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high", "xhigh", "max"])
+def test_every_effort_reaches_the_template(effort: str) -> None:
+    given = {"reasoning_effort": effort, "enable_thinking": True}
+    assert asked(output_config={"effort": effort}).template_kwargs == given

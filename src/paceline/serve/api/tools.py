@@ -30,7 +30,7 @@ OWN_VARIABLES = frozenset(
 Id = Annotated[str, Meta(max_length=256)]
 Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
 ArgumentText = Annotated[str, Meta(max_length=1 << 20)]  # arguments of a call, as JSON
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class FunctionBody(Struct, frozen=True, forbid_unknown_fields=True):
