@@ -38,3 +38,10 @@ def test_edits_of_the_context_are_taken_if_they_clear_nothing(edits: list[Any]) 
 def test_every_effort_reaches_the_template(effort: str) -> None:
     given = {"reasoning_effort": effort, "enable_thinking": True}
     assert asked(output_config={"effort": effort}).template_kwargs == given
+
+
+@pytest.mark.parametrize("system", [None, "", [], [{"type": "text", "text": ""}]])
+def test_a_system_prompt_without_text_is_none(system: Any) -> None:
+    """Templates have their own where no message of role system comes."""
+    assert asked(system=system).messages == [USER]
+    assert asked(system=[{"type": "text", "text": "b"}]).messages == [{"role": "system", "content": "b"}, USER]

@@ -211,7 +211,8 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
 
     def conversation(self) -> Conversation:
         """Return the conversation to go on; a last message of the assistant is continued."""
-        system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
+        text = text_of(self.system or "")
+        system = [{"role": "system", "content": text}] if text else []
         messages = [*system, *(each for message in self.messages for each in message.for_template())]
         last = messages[-1]
         continues = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
