@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.core.errors import RequestError
+from paceline.core.request_nouns import Outcome
 from paceline.serve.api.messages_schema import MessagesBody
+from paceline.serve.api.openai_format import PartialAnswer, ResponseMeta, usage
+from paceline.serve.api.responses_format import ResponsesFormat
+from paceline.serve.api.responses_schema import ResponsesBody
+from paceline.serve.conversation import ToolUse
+from tests.serve.test_tool_calls import PLAIN, TOOLS, WEATHER_JSON, forms_of, tagged
 
 if TYPE_CHECKING:
     from paceline.serve.conversation import Conversation
@@ -45,3 +51,38 @@ def test_a_system_prompt_without_text_is_none(system: Any) -> None:
     """Templates have their own where no message of role system comes."""
     assert asked(system=system).messages == [USER]
     assert asked(system=[{"type": "text", "text": "b"}]).messages == [{"role": "system", "content": "b"}, USER]
+
+
+# Responses -------------------------------------------------------------------------------------------
+
+
+def formed() -> ResponsesFormat:
+    plan = forms_of("hermes", PLAIN).reader_plan(ToolUse(TOOLS), opened=False)
+    assert plan is not None
+    body, _ = ResponsesBody.decode(b'{"input": "a"}')
+    return ResponsesFormat(ResponseMeta("resp_1", 0, "tiny", seed=1), plan.reader, body, {})
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize(
+    ("text", "within"),
+    [("Sure.", True), (tagged(WEATHER_JSON)[:57], True), (tagged(WEATHER_JSON)[:-5], False), ("", False)],
+    ids=["text", "call", "behind a call", "nothing"],
+)
+def test_the_item_that_a_cut_fell_into_says_so_streamed_and_whole(text: str, within: bool, reason: Any) -> None:
+    for split in range(len(text) + 1):
+        form, answer, done = formed(), PartialAnswer(), []
+        for outcome in (Outcome("r", (1,), text[:split]), Outcome("r", (2,), text[split:], finish_reason=reason)):
+            answer.add(outcome)
+            done += [e["item"] for e in form.more(outcome) if e["type"] == "response.output_item.done"]
+        (end,) = form.end(answer, usage([], 1))
+        whole, status = formed().whole(answer, usage([], 1)), "incomplete" if reason == "length" else "completed"
+        assert end["response"]["status"] == whole["status"] == status
+        assert end["response"]["output"] == done
+        assert [item["status"] for item in done] == ([status if within else "completed"] if text else [])
+        assert nameless(whole["output"]) == nameless(done)
+
+
+def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items without the ids of calls, which every reader draws."""
+    return [item | {"call_id": None} for item in items]

@@ -66,6 +66,7 @@ class AnswerBlocks:
 
     def __init__(self, reader: AnswerReader) -> None:
         self.blocks: list[AnswerBlock] = []
+        self.unended: AnswerBlock | None = None  # that only the end of the answer ended: a cut falls into it
         self._reader = reader
         self._open: AnswerBlock | None = None
 
@@ -87,6 +88,7 @@ class AnswerBlocks:
         for event in events:
             self._take(event, changes)
         if ends:
+            self.unended = self._open
             self._close(changes)
         return changes
 

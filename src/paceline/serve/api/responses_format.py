@@ -50,7 +50,9 @@ class ResponsesFormat:
 
     def more(self, outcome: Outcome) -> list[Json]:
         """Return the events that an outcome brings."""
-        return self._numbered([event for change in self._blocks.add(outcome) for event in self._events(change)])
+        changes = self._blocks.add(outcome)
+        cut = self._blocks.unended if outcome.finish_reason == "length" else None
+        return self._numbered([event for change in changes for event in self._events(change, cut)])
 
     def end(self, answer: PartialAnswer, usage: Json) -> list[Json]:
         """Return the event after the last token, with the whole response."""
@@ -92,9 +94,7 @@ class ResponsesFormat:
     def _response(self, blocks: AnswerBlocks, answer: PartialAnswer, usage: Json) -> Json:
         cut = answer.last is not None and answer.last.finish_reason == "length"
         status = "incomplete" if cut else "completed"
-        items = [self._item(block, "completed") for block in blocks.blocks]
-        if cut and items:
-            items[-1]["status"] = "incomplete"
+        items = [self._item(each, status if each is blocks.unended else "completed") for each in blocks.blocks]
         return self._fields(status) | {
             "output": items,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -106,19 +106,19 @@ class ResponsesFormat:
 
     def _item(self, block: AnswerBlock, status: str) -> Json:
         item: Json = {"id": self._item_id(block), "status": status}
-        content = [_part(block)] if status == "completed" else []
+        content = [] if status == "in_progress" else [_part(block)]
         match block.kind:
             case "reasoning":
                 return item | {"type": "reasoning", "summary": [], "content": content}
             case "content":
                 return item | {"type": "message", "role": "assistant", "content": content}
             case "call":
-                arguments = block.text if status == "completed" else ""
+                arguments = "" if status == "in_progress" else block.text
                 call = {"call_id": block.call_id, "name": block.name, "arguments": arguments}
                 return item | {"type": "function_call", **call}
 
-    def _events(self, change: Change) -> Iterator[Json]:
-        """Yield the events of a change, in OpenAI's order."""
+    def _events(self, change: Change, cut: AnswerBlock | None) -> Iterator[Json]:
+        """Yield a change's events, in OpenAI's order. cut: the block that the length cut."""
         block = change.block
         at = {"item_id": self._item_id(block), "output_index": block.index}
         inside = at | {"content_index": 0}
@@ -131,16 +131,16 @@ class ResponsesFormat:
             kind, place, extra = _NAMES[block.kind], at if block.kind == "call" else inside, _extra(block)
             yield {"type": f"response.{kind}.delta", **place, "delta": change.text, **extra}
         else:
-            yield from self._done(block, at, inside)
+            yield from self._done(block, at, inside, "incomplete" if block is cut else "completed")
 
-    def _done(self, block: AnswerBlock, at: Json, inside: Json) -> Iterator[Json]:
+    def _done(self, block: AnswerBlock, at: Json, inside: Json, status: str) -> Iterator[Json]:
         kind = _NAMES[block.kind]
         if block.kind == "call":
             yield {"type": f"response.{kind}.done", **at, "arguments": block.text, "name": block.name}
         else:
             yield {"type": f"response.{kind}.done", **inside, "text": block.text, **_extra(block)}
             yield {"type": "response.content_part.done", **inside, "part": _part(block)}
-        done = {"output_index": block.index, "item": self._item(block, "completed")}
+        done = {"output_index": block.index, "item": self._item(block, status)}
         yield {"type": "response.output_item.done", **done}
 
 
