@@ -86,3 +86,32 @@ def test_the_item_that_a_cut_fell_into_says_so_streamed_and_whole(text: str, wit
 def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items without the ids of calls, which every reader draws."""
     return [item | {"call_id": None} for item in items]
+
+
+def messages(*items: dict[str, Any]) -> list[Any]:
+    """The messages of a body of /v1/responses."""
+    return list(ResponsesBody.decode(json.dumps({"input": items}).encode())[0].conversation().messages)
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def test_all_reasoning_of_an_answer_comes_back() -> None:
+    """An answer of gpt-oss may think, say something, think again and call."""
+    call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "9"}
+    found = messages(USER, thought("A"), said("I look."), thought("B"), call, result, thought("C"), said("Nine."))
+    assert [m.get("reasoning_content") for m in found] == [None, "A\nB", None, "C"]
+    assert [m["content"] for m in found] == ["a", "I look.", "9", "Nine."]
+    assert [len(m.get("tool_calls", ())) for m in found] == [0, 1, 0, 0]
+
+
+def test_reasoning_of_an_answer_that_was_cut_stays_in_its_turn() -> None:
+    found = messages(USER, thought("A"), USER, thought("B"), thought(""), said("b"), USER, thought(""), USER)
+    cut, whole = said("") | {"reasoning_content": "A"}, said("b") | {"reasoning_content": "B"}
+    assert found == [USER, cut, USER, whole, USER, USER]

@@ -90,7 +90,8 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     def add_to(self, messages: list[dict[str, Any]], thoughts: list[str]) -> None:
         """Append the item to messages for a template; reasoning waits for the answer behind it."""
         if self.type == "reasoning":
-            thoughts.append(_text(self.content) or _text(self.summary))
+            if text := _text(self.content) or _text(self.summary):
+                thoughts.append(text)
             return
         if self.type == "function_call_output":
             self._needs("call_id", "output")
@@ -99,11 +100,15 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
         if self.type == "message":
             self._needs("role", "content")
             role = OTHER_ROLES.get(str(self.role), self.role)
+            if thoughts and role != "assistant":  # the answer was cut within its reasoning
+                messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(thoughts)})
+                thoughts.clear()
             messages.append({"role": role, "content": _text(self.content)})
         else:
             self._add_call(messages)
-        if thoughts and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"] = "\n".join(thoughts)
+        if thoughts:
+            before = messages[-1].get("reasoning_content")
+            messages[-1]["reasoning_content"] = "\n".join([before, *thoughts] if before else thoughts)
             thoughts.clear()
 
     def _add_call(self, messages: list[dict[str, Any]]) -> None:
