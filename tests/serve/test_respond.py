@@ -126,3 +126,12 @@ def test_every_chunk_carries_the_usage_so_far_if_asked() -> None:
     assert [p["usage"] is None for p in only_last] == [True, True, True, False]
     none = streamed(list(events), stream_options={"continuous_usage_stats": True})
     assert all("usage" not in p for p in none), "as vLLM: only together with include_usage"
+
+
+def test_a_line_of_a_stream_ends_only_where_an_event_does() -> None:
+    """Also for clients that read lines as httpx does."""
+    text = "a\u2028b\u2029c\u0085d\u000be\u00c2\u00e2\u20ac\U0001f600"
+    body = answered([outcome(text, 1), outcome("", 2, finish_reason="stop")])
+    first, *lines = body.splitlines()
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == text
+    assert all(line.startswith("data: ") for line in lines if line)

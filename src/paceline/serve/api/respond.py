@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 DONE = b"data: [DONE]\n\n"
+# Python's `str.splitlines`, by which some clients read, ends lines at these, too; JSON may spell them otherwise.
+_LINE_ENDS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\u0085\u2028\u2029")
 LAW_HEADER = "x-paceline-law"  # of an answer that may differ from the one without drafts
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
 SERVER_FAULT = 500  # statuses from here on are faults of the server
@@ -325,4 +327,7 @@ def _named(events: Sequence[Json]) -> bytes:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(body) + b"\n\n"
+    data = to_json(body)
+    for character, spelled in _LINE_ENDS:
+        data = data.replace(character, spelled)
+    return b"data: " + data + b"\n\n"
