@@ -75,3 +75,13 @@ def test_bounds_that_it_tells_are_those_that_hold() -> None:
         if word == "between" and "speculation" not in body and "logit_bias" not in body:
             name = "ChatBody" if "messages" in body else "CompletionBody"
             assert not validator(name).is_valid(body), body
+
+
+def test_every_field_that_may_be_left_out_may_be_null() -> None:
+    """`null` counts as absent, at the top of a body and below it."""
+    answers = {op.answer for op in OPERATIONS} | {"Error", "AnthropicError"}
+    for name in document()["components"]["schemas"].keys() - answers:
+        schema = document()["components"]["schemas"][name]
+        for field in schema.get("properties", {}).keys() - schema.get("required", ()):
+            found = validator(f"{name}/properties/{field}")
+            assert found.is_valid(None), (name, field)

@@ -15,6 +15,7 @@ from paceline.core.errors import RequestError
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import ignored_names
+from paceline.serve.api.responses_schema import ResponsesBody
 from paceline.serve.api.schema import ChatBody, CompletionBody
 from paceline.serve.prompts import Prompts
 from paceline.serve.server import HttpConfig
@@ -192,6 +193,20 @@ def test_unknown_fields_are_ignored_and_named_if_the_server_is_told_so() -> None
     for bad in ({"typical_p": 0.5}, {"temperature": "hot"}, {f"x{i}": 1 for i in range(65)}):
         with pytest.raises(RequestError):
             completion_job(json.dumps({"prompt": "a"} | bad).encode(), serving, 0.0)
+
+
+def test_null_is_what_a_field_has_that_is_left_out() -> None:
+    call = {"id": "1", "type": None, "function": {"name": "f", "arguments": None}}
+    body = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [call], "function_call": {"name": "f"}}],
+        "tools": [{"type": None, "function": {"name": "f"}}],
+        "tool_choice": {"type": None, "function": {"name": "f"}},
+    }
+    calls = ChatBody.decode(json.dumps(body).encode())[0].messages[1].for_template()["tool_calls"]
+    plain = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert calls == [{"id": "1", **plain}, plain]
+    items = [{"type": None, **USER}]
+    assert ResponsesBody.decode(json.dumps({"input": items}).encode())[0].conversation().messages == [USER]
 
 
 def test_unknown_fields_that_are_null_are_bounded() -> None:

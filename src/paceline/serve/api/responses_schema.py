@@ -66,7 +66,7 @@ Parts = Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     """A message, a call, its result, or reasoning."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None  # None: a message
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | Parts | None = None
     name: Id | None = None
@@ -85,7 +85,7 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     def _needs(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) is None:
-                raise RequestError(f"an item of type {self.type!r} needs {name}", "input")
+                raise RequestError(f"an item of type {self.type or 'message'!r} needs {name}", "input")
 
     def add_to(self, messages: list[dict[str, Any]], thoughts: list[str]) -> None:
         """Append the item to messages for a template; reasoning waits for the answer behind it."""
@@ -97,7 +97,7 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
             self._needs("call_id", "output")
             messages.append({"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)})
             return
-        if self.type == "message":
+        if self.type in (None, "message"):
             self._needs("role", "content")
             role = OTHER_ROLES.get(str(self.role), self.role)
             if thoughts and role != "assistant":  # the answer was cut within its reasoning

@@ -50,7 +50,7 @@ class ToolBody(Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `tools`."""
 
     function: FunctionBody
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     strict: bool | None = None
     cache_control: Any = None  # accepted without effect
 
@@ -65,19 +65,19 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
     """A `tool_choice` that names a function."""
 
     function: FunctionName
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
     """The function of a call in a message."""
 
     name: Id
-    arguments: ArgumentText | dict[str, Any] = "{}"
+    arguments: ArgumentText | dict[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates take it: arguments as values if they are JSON."""
         check_function_name(self.name, "messages")
-        given: Any = self.arguments
+        given: Any = self.arguments or {}
         if isinstance(given, str):
             try:
                 given = msgspec.json.decode(given) if given.strip() else {}
@@ -92,7 +92,7 @@ class CallBodyPart(Struct, frozen=True, forbid_unknown_fields=True):
 
     function: CalledFunction
     id: Id | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None  # of a streamed answer, sent back
 
     def for_template(self) -> dict[str, Any]:
