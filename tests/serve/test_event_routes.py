@@ -53,6 +53,12 @@ def test_a_system_prompt_without_text_is_none(system: Any) -> None:
     assert asked(system=[{"type": "text", "text": "b"}]).messages == [{"role": "system", "content": "b"}, USER]
 
 
+def test_too_many_stops_are_told_by_the_name_that_the_client_used() -> None:
+    with pytest.raises(RequestError, match="stop_sequences") as caught:
+        asked(stop_sequences=["x"] * 17)
+    assert caught.value.param == "stop_sequences"
+
+
 # Responses -------------------------------------------------------------------------------------------
 
 

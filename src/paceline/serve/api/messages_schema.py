@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from paceline.core.errors import RequestError
-from paceline.core.params import Grammar, SamplingParams
+from paceline.core.params import MAX_STOPS, Grammar, SamplingParams
 from paceline.engine.wire import Salt
 from paceline.serve.api.fields import WITHOUT_EFFECT, Body
 from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, Name, SpeculationBody, given_params, seed_asked
@@ -246,7 +246,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: Annotated[list[str], Meta(max_length=64)] | None = None
+    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     # Beyond Anthropic.
     seed: int | None = None

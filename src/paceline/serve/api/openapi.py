@@ -16,8 +16,6 @@ from paceline.serve.api.schema import ChatBody, CompletionBody
 from paceline.serve.api.text_routes import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from paceline.serve.api.fields import Body
 
 Json = dict[str, Any]
@@ -190,10 +188,6 @@ def _bounded(name: str, schema: Json) -> Json:
     if name not in _BOUNDS:
         return schema
     low, high = _BOUNDS[name]
-    return schema | {"anyOf": list(_with_bounds(schema.get("anyOf", [schema]), low, high))}
-
-
-def _with_bounds(choices: list[Json], low: float, high: float) -> Iterator[Json]:
-    for choice in choices:
-        numeric = choice.get("type") in ("integer", "number")
-        yield {**choice, "minimum": low, "maximum": high} if numeric else choice
+    bounds = {"exclusiveMinimum" if name == "top_p" else "minimum": low, "maximum": high}  # top_p 0 keeps no token
+    choices = schema.get("anyOf", [schema])
+    return schema | {"anyOf": [c | bounds if c.get("type") in ("integer", "number") else c for c in choices]}

@@ -16,6 +16,7 @@ from paceline.core.params import (
     MAX_BIASED,
     MAX_NAME_CHARS,
     MAX_SEED,
+    MAX_STOPS,
     MAX_TOKEN_ID,
     MAX_TOKENS,
     SamplingParams,
@@ -50,7 +51,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
 SEED_STEP = 5566755282872655  # between equal prompts: 2**53 over the golden ratio, so near seeds never meet
 
 Name = Annotated[str, Meta(max_length=256)]
-Stop = str | Annotated[list[str], Meta(max_length=64)]
+Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
 TokenIds = list[TokenId]
 Prompt = (
     str | Annotated[list[str | int | TokenIds], Meta(max_length=1 << 24)]  # texts, ids, or lists of ids; not mixed
@@ -159,7 +160,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASED)] | None = None
     seed: int | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
