@@ -39,8 +39,12 @@ def serve(
     max_drafts: int = 100,
     requested: dict[int, int] | None = None,
     every: int = 20,
+    prefill: int = 0,
 ) -> tuple[list[int], Goodput]:
-    """Run a policy with a lookup drafter that finds nothing and another one. Returns the retired drafters."""
+    """Run a policy with a lookup drafter that finds nothing and another one. Returns the retired drafters.
+
+    prefill: tokens of prompts beside every step.
+    """
     policy, rng = Goodput(OnlineCost(MeasuredCost(PASS, (FREE, other))), MAX_ROWS, (DEPTH, DEPTH)), np.random
     draws, retired = rng.default_rng(0), []
     rows = np.arange(num_rows)
@@ -52,7 +56,7 @@ def serve(
             rows,
             np.full(num_rows, 200),
             np.full(num_rows, max_drafts),
-            Work(0),
+            Work(prefill, prefill, prefill, prefill * (prefill + 1) // 2),
             {LOOKUP: nothing},
             requested or {},
         )
@@ -65,9 +69,11 @@ def serve(
     return retired, policy
 
 
-def test_drafts_that_never_survive_are_retired_once() -> None:
+@pytest.mark.parametrize("prefill", [0, 400])
+def test_drafts_that_never_survive_are_retired_once(prefill: int) -> None:
+    """Also beside prompts, whose time is due in any case: shared with it, any draft would look cheap."""
     for num_rows in (1, 32):
-        retired, _ = serve(lambda _: 0.01, 1200, num_rows)
+        retired, _ = serve(lambda _: 0.01, 1200, num_rows, prefill=prefill)
         assert retired == [OTHER]
 
 

@@ -108,14 +108,14 @@ class Exploration:
         seconds: of the step as chosen. Returns the drafts with the probe in them, and the drafters to retire.
         """
         ks, drafters = chosen
-        base, _ = with_prefill(self.choice.cost, view)
+        whole = base, prefill_s = with_prefill(self.choice.cost, view)
         self.retirement.vindicate(self.probes.chosen - {NONE})
         self.probes.chosen.clear()
         alive = self.choice.expected(view)
-        checks = {d: self._could_pay(view, base, alive, chosen, d) for d in self.choice.without_preview(view)}
+        checks = {d: self._could_pay(view, whole, alive, chosen, d) for d in self.choice.without_preview(view)}
         doubtful = [d for d, could in checks.items() if self.retirement.note_check(d, could)]
         optimistic = self.choice.expected(view, OPTIMISM_SD)
-        hoped = allocate(self.choice.cost, view, base, optimistic, drafters).ks
+        hoped = allocate(self.choice.cost, view, base, optimistic, drafters, prefill_s).ks
         further = hoped, drafters
         if doubtful and not (hoped > ks).any():
             tried = doubtful[step // CHECK_EVERY % len(doubtful)]
@@ -129,13 +129,14 @@ class Exploration:
         return probing, retired
 
     def _could_pay(
-        self, view: StepView, base: Work, alive: NDArray[float64], chosen: RowDrafts, drafter: int
+        self, view: StepView, whole: tuple[Work, float], alive: NDArray[float64], chosen: RowDrafts, drafter: int
     ) -> bool:
         """Return whether a drafter at its best would pay, here or for one row.
 
         A drafter that does not pay for many rows may pay for one, which is yet to come.
+        whole: as `with_prefill` returns it.
         """
-        ks, drafters = chosen
+        (base, prefill_s), (ks, drafters) = whole, chosen
         no_room = not (view.max_drafts >= MIN_ROOM_TOKENS).any()
         if drafter in view.requested.values() or no_room or drafter in drafters[ks > 0]:
             return True  # it is requested, or the check would say nothing, or it pays
@@ -148,7 +149,8 @@ class Exploration:
         supposed = alive.copy()
         supposed[drafter] = best_case
         whose = np.where(np.isin(drafters, list(view.previews)), drafters, drafter)
-        return bool(allocate(choice.cost, view, base, supposed, whose).ks[whose == drafter].any())
+        here = allocate(choice.cost, view, base, supposed, whose, prefill_s)
+        return bool(here.ks[whose == drafter].any())
 
     def _let_one_row(
         self, view: StepView, step: int, base: Work, chosen: RowDrafts, further: RowDrafts, seconds: float
