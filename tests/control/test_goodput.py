@@ -176,6 +176,20 @@ def test_what_the_drafter_doubts_is_not_verified(monkeypatch: pytest.MonkeyPatch
     assert (kept[8:] <= 1).all()
 
 
+def test_trims_leave_out_the_prefill_of_their_own_step() -> None:
+    """Whatever prompts there were in the step whose plan is reused."""
+    rng = np.random.default_rng(1)
+    ours = taught(policy(), rng)
+    confidence = np.full((16, 4), 0.95)
+    confidence[8:, 1] = 0.02
+    quiet, busy = view_of(16, rng), view_of(16, rng, Work(512, 511, 512, 512 * 513 // 2))
+    proposed = drafted(ours, quiet, confidence)
+    kept = [ours.trim(view, proposed).tolist() for view in (quiet, busy)]
+    assert max(kept[0][8:]) <= 1
+    ours.choose(busy)
+    assert [ours.trim(view, proposed).tolist() for view in (quiet, busy)] == kept
+
+
 def test_without_news_nothing_that_was_planned_is_dropped() -> None:
     """Drafts that were worth their drafting are worth their verification, whose time alone is left to pay."""
     rng = np.random.default_rng(2)

@@ -190,7 +190,7 @@ ENGINES = {
     "a lone row": ((1.0, 1), {}, "410772c70bf0e637"),
     "many rows, dear": ((6.0, 40), {}, "92a6476dfb22f8a9"),
     "many rows, cheap": ((0.5, 20), {}, "23ebfa8b227551a8"),
-    "requests that ask": ((1.0, 14), {"requests": True}, "29d2b9b8f206fbe0"),
+    "requests that ask": ((1.0, 14), {"requests": True}, "e6329f1ccf7a97fe"),
     "two groups": ((1.0, 9), {"groups": 2}, "61f1ceb81e044879"),
     "latency": ((1.0, 9), {"objective": "latency:6"}, "f6557e5905cff614"),
 }

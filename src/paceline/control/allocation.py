@@ -248,13 +248,7 @@ class DrafterChoice:
     # Between drafting and the pass ---------------------------------------------------------------
 
     def trim(
-        self,
-        view: StepView,
-        drafted: Drafted,
-        at: PlanContext,
-        prefill_s: float,
-        exempt_row: int,
-        weights: NDArray[float64] | None,
+        self, view: StepView, drafted: Drafted, at: PlanContext, exempt_row: int, weights: NDArray[float64] | None
     ) -> NDArray[int64]:
         """Return how many of each row's drafts to verify; see `row_by_row.trim`. [n]"""
-        return trim(self, view, drafted, (at, prefill_s), exempt_row, weights)
+        return trim(self, view, drafted, at, exempt_row, weights)

@@ -81,7 +81,6 @@ class Goodput:
         self._step = 0
         self._tokens_per_s = 0.0  # expected of the last choice
         self._num_rows = 0  # of the last choice
-        self._prefill_s = 0.0  # of the last choice's step
         self._drafts_s = inf  # cost of the last choice's drafts; infinite under a latency target: always trimmed
 
     def for_second_group(self) -> Goodput:
@@ -91,8 +90,7 @@ class Goodput:
         other.hysteresis = self.hysteresis.for_second_group()
         other.plan_reuse = PlanReuse()
         other._step = other._num_rows = 0
-        other._tokens_per_s = other._prefill_s = 0.0
-        other._drafts_s = inf
+        other._tokens_per_s, other._drafts_s = 0.0, inf
         return other
 
     def admit(self, row: int) -> None:
@@ -153,20 +151,24 @@ class Goodput:
             row_tokens = self.choice.expected_tokens(view, draft.drafters, draft.ks)
         tokens = chosen.allocation.tokens if row_tokens is None else float(row_tokens.sum())
         self._tokens_per_s, self._num_rows = tokens / draft.seconds, view.num_rows
-        self._prefill_s = chosen.prefill_s
         self._drafts_s = inf if timed else draft.seconds - chosen.allocation.plain_seconds
-        decision = self._decision(view, draft, tokens, row_tokens if timed else None)
+        decision = self._decision(view, draft, tokens, chosen.prefill_s, row_tokens if timed else None)
         self._remember(view, decision, draft.seconds, timed=timed)
         return decision
 
     def _decision(
-        self, view: StepView, draft: _StepDraft, tokens: float, row_tokens: NDArray[float64] | None
+        self,
+        view: StepView,
+        draft: _StepDraft,
+        tokens: float,
+        prefill_s: float,
+        row_tokens: NDArray[float64] | None,
     ) -> Decision:
         """Return the decision, with its budgets of prefill and of drafts, and its stop rules.
 
         row_tokens: expected of each row, [n], if some have a latency target.
         """
-        prefill_tokens, prefill_s = None, self._prefill_s
+        prefill_tokens = None
         if row_tokens is not None:
             prefill_tokens, prefill_s = self._latency.prefill_budget(view, row_tokens, draft.seconds, prefill_s)
         planned, exempt_row = (draft.ks, draft.drafters), self.exploration.probes.row
@@ -236,7 +238,7 @@ class Goodput:
     def trim(self, view: StepView, drafted: Drafted) -> NDArray[int64]:
         """See `Policy.trim`."""
         weights, exempt_row = self._weights(drafted.rows), self.exploration.probes.row
-        return self.choice.trim(view, drafted, self._context, self._prefill_s, exempt_row, weights)
+        return self.choice.trim(view, drafted, self._context, exempt_row, weights)
 
     # After a step --------------------------------------------------------------------------------
 

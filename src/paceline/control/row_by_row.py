@@ -105,18 +105,16 @@ def trim(
     choice: KnowsDrafters,
     view: StepView,
     drafted: Drafted,
-    known: tuple[PlanContext, float],
+    at: PlanContext,
     exempt_row: int,
     weights: NDArray[float64] | None,
 ) -> NDArray[int64]:
     """Return how many of each row's drafts to verify, given their confidence. [n]
 
     The time of drafting is spent, but it stays part of the step: without it, time would seem to be worth more
-    than it is, and too much would be dropped. known: of the plan, and the seconds of its prefill. exempt_row:
-    verified whole. weights: of a token of each row.
+    than it is, and too much would be dropped. exempt_row: verified whole. weights: of a token of each row.
     """
-    at, prefill_s = known
-    base, _ = with_prefill(choice.cost, view)
+    base, prefill_s = with_prefill(choice.cost, view)
     unpaid_s = prefill_s - choice.cost.drafting_s(drafted.ks, drafted.drafters)
     if weights is None:
         ks = choice.cost.trim_in_one_call(base, view, choice.known(view, at), drafted, unpaid_s, exempt_row)
