@@ -35,10 +35,14 @@ def view(num_rows: int, requested: dict[int, int] | None = None, previewed: floa
     return StepView(rows, np.full(num_rows, 300), np.full(num_rows, 100), Work(0), {0: preview}, requested or {})
 
 
+def wants_preview(ours: Goodput, num_rows: int = MANY_ROWS, unavailable: frozenset[int] = frozenset()) -> bool:
+    return ours.wants_preview(num_rows, unavailable)
+
+
 def previews_wanted(ours: Goodput, num_rows: int, steps: int) -> list[bool]:
     found = []
     for _ in range(steps):
-        found.append(ours.wants_preview)
+        found.append(wants_preview(ours, num_rows))
         decision = ours.decide(view(num_rows))
         none = np.zeros(num_rows, np.int64)
         ours.learn(view(num_rows), Outcomes(np.arange(num_rows), decision.drafters, none, none, 0.0, 20e-3, 1e-3))
@@ -60,9 +64,9 @@ def test_a_plan_to_draft_is_reused_for_some_steps_and_for_the_rows_it_was_made_f
     ours = policy(BETTER, lookup_kept=WORSE)
     for _ in range(2 * REUSE_STEPS):
         before = ours.decide(view(MANY_ROWS))
-        if not ours.wants_preview:
+        if not wants_preview(ours):
             break
-    assert not ours.wants_preview
+    assert not wants_preview(ours)
     assert before.ks.all()
     now = ours.decide(view(MANY_ROWS + 2))
     assert (now.ks[:MANY_ROWS] == before.ks).all()
@@ -72,11 +76,24 @@ def test_a_plan_to_draft_is_reused_for_some_steps_and_for_the_rows_it_was_made_f
     assert (ours.decide(turned).ks == np.minimum(before.ks[::-1], np.arange(MANY_ROWS))).all()
 
 
+def test_a_choice_that_ends_reuse_has_previews() -> None:
+    """Of rows that became few, or a drafter that is left out: lookups are no ordinary candidates."""
+    ours = policy(BETTER, lookup_kept=WORSE)
+    for _ in range(2 * REUSE_STEPS):
+        before = ours.decide(view(MANY_ROWS))
+        if not wants_preview(ours):
+            break
+    assert set(before.drafters.tolist()) == {1}
+    assert not wants_preview(ours, MANY_ROWS, frozenset({0}))
+    assert wants_preview(ours, MANY_ROWS, frozenset({1}))
+    assert wants_preview(ours, MANY_ROWS - 1)
+
+
 def test_while_previews_are_taken_every_step_wants_them() -> None:
     ours = policy(WORSE, lookup_kept=BETTER)
     taken = 0
     for _ in range(3 * REUSE_STEPS):
-        assert ours.wants_preview
+        assert wants_preview(ours)
         taken += int((ours.decide(view(MANY_ROWS, previewed=BETTER)).drafters == 0).any())
     assert taken > 2 * REUSE_STEPS, "all but the steps that find out what plain ones take"
 
@@ -84,7 +101,7 @@ def test_while_previews_are_taken_every_step_wants_them() -> None:
 def test_a_request_that_names_its_drafter_is_seen_to_in_a_step_that_reuses_a_plan() -> None:
     ours = policy(BETTER)
     ours.plan_reuse._steps_of_many = REUSE_STEPS
-    assert not ours.wants_preview
+    assert not wants_preview(ours)
     assert not ours.decide(view(MANY_ROWS)).ks.any()
     assert ours.decide(view(MANY_ROWS, requested={3: 0})).ks.any()
 

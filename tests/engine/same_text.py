@@ -109,7 +109,8 @@ PLAIN = Settings()
 class RestlessK:
     """A controller that changes its mind: any K for any row in any step, trimmed anyhow before verification."""
 
-    wants_preview = False
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        return False
 
     def reuse_plan(self, num_rows: int) -> bool:
         return False

@@ -293,7 +293,8 @@ def test_as_many_requests_run_at_once_as_serially_on_equal_pages() -> None:
 class Paired:
     """A controller that is told of a group's round before it plans the group's next one."""
 
-    wants_preview = False
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        return False
 
     def reuse_plan(self, num_rows: int) -> bool:
         return False

@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline.core.nouns import Batch
+from paceline.core.nouns import Batch, BatchRow, Plan, RowDraft, RowPlan
+from paceline.draft.drafter import Needs
+from paceline.draft.lookup.lookup import LookupDrafter
+from paceline.draft.lookup.suffix import SuffixConfig
 from paceline.engine import step
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.step import PendingStep, SerialLoop
 from tests.engine.same_text import PLAIN, Request, make_engine
 from tests.engine.test_output_queue import asked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 VERBS = ["plan", "admit", "propose", "score", "judge", "commit"]
 
@@ -78,3 +82,28 @@ def test_times_of_a_step_add_up() -> None:
     assert stats.steps > 5
     assert stats.draft_s + stats.target_s < stats.step_s
     assert 0 < stats.host_s < stats.step_s
+
+
+class Counting(LookupDrafter):
+    """Proposes the number of the call."""
+
+    name = "suffix"
+    calls = 0
+
+    def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
+        self.calls += 1
+        return {row: RowDraft([self.calls] * k, self.name) for row, k in max_drafts.items()}
+
+
+def test_a_preview_is_of_its_own_step() -> None:
+    """Where a later step has none, the drafter is asked for the text of that one."""
+    drafter = Counting(SuffixConfig(), Needs(instant=True), None)  # type: ignore[arg-type]
+    pool, batch = DrafterPool([drafter], 300), Batch(1, (BatchRow(0, "r", 1, 2, samples=True, max_len=9),))
+    found = []
+    for previews in (True, True, False):
+        pool.unavailable()  # begins a plan
+        if previews:
+            pool.preview([0], [2])
+        plan = Plan({0: RowPlan("suffix", 1)}) if len(found) != 1 else Plan()  # the second step takes none
+        found.append(list(pool.propose(batch, plan).rows[0].token_ids))
+    assert found == [[1], [], [3]]

@@ -122,7 +122,7 @@ class Stepper:
     def _step(self, prompt: int = 0) -> StepTime:
         """Take a step. prompt: tokens of the one that is computed in it."""
         engine, before = self._engine, self._engine.stats()
-        view = step_view(engine.scheduler, engine.drafting, previews=False)
+        view = step_view(engine.scheduler, engine.drafting)
         start_s, used_s = perf_counter(), process_time()
         engine.step()
         share = (process_time() - used_s) / (perf_counter() - start_s)

@@ -94,10 +94,9 @@ class ClosedLoop:
         """View and decision of the last plan; None if it was reused without a view."""
         return None if self._reuses or self.view is None or self.decision is None else (self.view, self.decision)
 
-    @property
-    def wants_preview(self) -> bool:
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
         """See `Controller.wants_preview`."""
-        return self.policy.wants_preview
+        return self.policy.wants_preview(num_rows, unavailable)
 
     def admit(self, row: int, valid_lens: Mapping[str, int] = NOTHING_READ, *, rebirth: bool = False) -> None:
         """See `Controller.admit`."""

@@ -26,9 +26,8 @@ class FixedK:
     k: int = 0
     branches: int = 16
 
-    @property
-    def wants_preview(self) -> bool:
-        """False: plans do not depend on previews."""
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        """Return False: plans do not depend on previews."""
         return False
 
     @property

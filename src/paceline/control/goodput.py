@@ -106,10 +106,10 @@ class Goodput:
 
     # Before a step -------------------------------------------------------------------------------
 
-    @property
-    def wants_preview(self) -> bool:
-        """True if lookup drafters should be queried for the next view."""
-        return not self.plan_reuse.serves_many(self._step + 1)
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        """See `Policy.wants_preview`."""
+        reuse = self.plan_reuse
+        return num_rows < MANY_ROWS or not reuse.serves_many(self._step + 1) or reuse.needs(unavailable)
 
     def reuse_without_view(self, num_rows: int) -> bool:
         """See `Policy.reuse_without_view`."""

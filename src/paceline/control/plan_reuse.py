@@ -82,8 +82,12 @@ class PlanReuse:
             self._next_plain_steps = doubled if many and not self._drafts else REUSE_STEPS
 
     def serves_many(self, step: int) -> bool:
-        """Return whether a plan for many rows still holds, so that no preview is needed."""
+        """Return whether a plan for many rows still holds, so that these need no preview."""
         return step % self._steps_of_many != 0
+
+    def needs(self, drafters: frozenset[int]) -> bool:
+        """Return whether the plan asks one of these drafters."""
+        return bool(drafters) and not drafters.isdisjoint(self._plan.drafters.tolist())
 
     def reuse_without_view(self, step: int, num_rows: int) -> bool:
         """Return whether a step drafts nothing because the last plan holds."""
@@ -95,7 +99,7 @@ class PlanReuse:
         It holds for many rows, or for the same few. A plan to draft nothing holds as long as nothing is previewed:
         steps without drafts teach nothing of drafters.
         """
-        if view.unavailable and not view.unavailable.isdisjoint(self._plan.drafters.tolist()):
+        if self.needs(view.unavailable):
             return None
         if view.num_rows >= MANY_ROWS and self.serves_many(step) and not (view.requested or view.tpot_s):
             return self._for_rows_of(view)

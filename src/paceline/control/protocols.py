@@ -53,9 +53,8 @@ class StepAccounting:
 class Controller(Protocol):
     """Decides how much to speculate, and learns from outcomes."""
 
-    @property
-    def wants_preview(self) -> bool:
-        """True if lookup drafters should be queried before `plan`."""
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        """Return whether to query lookup drafters before `plan`; arguments as in the view."""
 
     @property
     def second_group(self) -> Controller:
@@ -125,9 +124,8 @@ class TraceSink(Protocol):
 class Policy(Protocol):
     """Decides how far to draft."""
 
-    @property
-    def wants_preview(self) -> bool:
-        """True if lookup drafters should be queried for the next view."""
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        """Return whether to query lookup drafters for the next view; arguments as in that."""
 
     def for_second_group(self) -> Policy:
         """Return a policy for a second group: the same estimates, its own choices."""

@@ -64,7 +64,6 @@ class StepDrafters:
 
         max_drafts: [num_rows] drafts that each row may have. `propose` returns these drafts in the same step.
         """
-        self._previews = {}
         found: dict[int, NDArray[float64]] = {}
         for name, drafter in self.drafters.items():
             if drafter.needs.instant:
@@ -79,10 +78,11 @@ class StepDrafters:
         return drafter.needs.grammar_only and not self._grammar_rows
 
     def unavailable(self) -> frozenset[int]:
-        """Begin a plan; return the indices of the drafters it must leave out.
+        """Begin a plan without previews; return the indices of the drafters it must leave out.
 
         These fail (see `FailureBackoff`) or are unloaded.
         """
+        self._previews = {}
         failing = self._backoff.unavailable(self._index) if self._backoff.until else NONE_LEFT_OUT
         if len(self.drafters) == len(self.names):
             return failing

@@ -165,7 +165,7 @@ class Verbs:
             self.controller.forget_texts(self.drafting.forgetful.pop())
         if group is None and not self.scheduler.any_asks and controller.reuse_plan(len(self.scheduler.running)):
             return NO_PLAN
-        view = step_view(self.scheduler, self.drafting, previews=controller.wants_preview, group=group)
+        view = step_view(self.scheduler, self.drafting, controller, group)
         start = perf_counter()
         plan = controller.plan(view)
         self._stats.control_s += perf_counter() - start

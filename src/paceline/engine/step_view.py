@@ -12,26 +12,32 @@ from paceline.control.row_by_row import MS_PER_S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from paceline.control.protocols import Controller
     from paceline.engine.drafter_pool import DrafterPool
     from paceline.engine.request_state import RequestState
     from paceline.engine.request_table import Group
     from paceline.engine.scheduler import Scheduler
 
 
-def step_view(scheduler: Scheduler, drafting: DrafterPool, *, previews: bool, group: Group = None) -> StepView:
+def step_view(
+    scheduler: Scheduler, drafting: DrafterPool, controller: Controller | None = None, group: Group = None
+) -> StepView:
     """Return the rows of a group that would decode, and the likely prefill beside them.
 
-    previews: query the lookup drafters before the plan. Also done if a request asks for its own speculation.
+    controller: may want previews of the lookup drafters; None: nobody plans by the view. They are also queried if
+    a request asks for its own speculation.
     """
     decoding = scheduler.decoding(group)
     bounds = kernels.draft_bounds(decoding)
     rows, lengths, max_drafts = bounds[0], bounds[1], bounds[2]  # to iterate ends with an exception
     special = [r for r in decoding if r.asks] if scheduler.any_asks else []
-    found = drafting.preview(rows.tolist(), max_drafts.tolist()) if previews or special else {}
+    unavailable = drafting.unavailable()
+    wanted = special or (controller is not None and controller.wants_preview(len(decoding), unavailable))
+    found = drafting.preview(rows.tolist(), max_drafts.tolist()) if wanted else {}
     num_waiting = len(scheduler.waiting)
     only_decodes = len(decoding) == len(scheduler.running) and not num_waiting
     prefill = NO_WORK if only_decodes else _prefill(scheduler, group)
-    view = StepView(rows, lengths, max_drafts, prefill, found, {}, num_waiting, {}, drafting.unavailable())
+    view = StepView(rows, lengths, max_drafts, prefill, found, {}, num_waiting, {}, unavailable)
     if not special:
         return view
     requested = dict(_requested_drafters(special, drafting.names))

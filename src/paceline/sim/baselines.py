@@ -25,8 +25,10 @@ class _EveryStep:
     """A policy that chooses in every step, and verifies everything."""
 
     __slots__ = ()
-    wants_preview: ClassVar[bool] = True
     may_trim: ClassVar[bool] = False
+
+    def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
+        return True
 
     def for_second_group(self) -> Self:
         return self

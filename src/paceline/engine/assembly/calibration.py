@@ -326,7 +326,7 @@ class _Calibrator:
     def _step(self, script: ScriptedK) -> _Timed:
         """Run a step with a controller; return what it did and how long that took."""
         e, before = self.engine, self.engine.stats()
-        prefill = step_view(e.scheduler, e.drafting, previews=False).prefill
+        prefill = step_view(e.scheduler, e.drafting).prefill
         e.controller = script
         with uninterrupted():
             self.whole = False
