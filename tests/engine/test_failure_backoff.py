@@ -84,3 +84,17 @@ def test_auto_does_not_plan_on_with_a_drafter_that_fails(
     assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
     assert MAX_FAILURES <= len(asked) < engine.stats().steps / 2
     assert engine.stats().drafter_failures == (0 if isinstance(trouble, DrafterUnavailable) else len(asked))
+
+
+def test_a_fixed_k_does_not_ask_a_drafter_that_fails_in_every_step() -> None:
+    engine = make_engine("draft-model:model=noisy,k=4", PLAIN)
+    (broken,), asked = engine.drafting.drafters.values(), []
+
+    def propose(batch: Batch, plan: Plan) -> Draft:
+        asked.append(plan)
+        raise RuntimeError("out of order")
+
+    broken.propose = propose  # type: ignore[method-assign]
+    assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
+    assert MAX_FAILURES <= len(asked) < engine.stats().steps / 2
+    assert engine.stats().drafter_failures == len(asked)

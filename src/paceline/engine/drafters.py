@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NONE_LEFT_OUT: frozenset[int] = frozenset()
-MAX_FAILURES = 4  # in a row, then plans leave the drafter out for a while
+MAX_FAILURES = 4  # in a row, then the drafter is left out for a while
 FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plans; doubled with each further failure
 
 
@@ -91,10 +91,13 @@ class StepDrafters:
     # Propose and commit --------------------------------------------------------------------------
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
-        """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing."""
+        """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing.
+
+        A drafter that fails is not asked either where a fixed K plans on with it.
+        """
         rows = [NO_DRAFT] * len(batch.rows)
         planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
-        for name in sorted(planned & self.drafters.keys()):
+        for name in sorted((planned & self.drafters.keys()) - self._backoff.until.keys()):
             drafter = self.drafters[name]
             own = plan if len(planned) == 1 else plan.only(name)
             self._failed_now.discard(name)
@@ -184,9 +187,9 @@ def _look(drafter: Lookup, k: int, rows: Sequence[int], max_drafts: Sequence[int
 
 
 class FailureBackoff:
-    """Backoff that leaves a drafter out of plans after repeated failures, longer each time.
+    """Backoff that leaves a drafter out after repeated failures, longer each time.
 
-    The controller learns nothing from a failure, so without this it would go on planning with the failing drafter.
+    No controller learns from a failure, so without this it would go on planning with the failing drafter.
     """
 
     def __init__(self) -> None:
