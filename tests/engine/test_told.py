@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from paceline.control.controller import ClosedLoop
 from paceline.core.errors import QueueFull, RequestError
 from paceline.core.figures import Figures, Spent
 from paceline.core.params import Grammar, SamplingParams
@@ -281,3 +282,15 @@ def test_told_tokens_count_in_the_queue() -> None:
         engine.add(Request("c", (40,), params, seed=1, told=(50,) * 30))
     engine.add(Request("d", (40,), params, seed=1, told=(50,) * 8))
     engine.check()
+
+
+def test_answers_that_began_elsewhere_count_as_answers() -> None:
+    """For control, reading a text pays by the tokens of a mean answer."""
+    engine = make_engine(f"auto:suffix+{OWN_MODEL},k=4", PLAIN)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    for number in range(8):
+        names = [f"{number}.{i}" for i in range(PLAIN.num_rows)]
+        run(engine, [Request(name, (40, 50), params, seed=1, told=(50,)) for name in names])
+    assert isinstance(engine.controller, ClosedLoop)
+    assert engine.controller.cost is not None
+    assert 5 < engine.controller.cost.answer_tokens < 20

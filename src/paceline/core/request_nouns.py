@@ -67,7 +67,7 @@ class Admission:
     token_ids: Sequence[int]  # [length] prompt, and the answer written before a preemption
     cached_len: int  # leading tokens whose target KV is already there
     pages: tuple[int, ...]  # of the cached tokens
-    rebirth: bool = False  # True if its answer has begun, before a preemption or elsewhere
+    rebirth: bool = False  # True if it goes on after a preemption
 
 
 @dataclass(frozen=True, slots=True)

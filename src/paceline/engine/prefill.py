@@ -144,5 +144,5 @@ def _admission(state: RequestState) -> Admission:
         token_ids=tuple(state.token_ids),
         cached_len=state.computed_len,
         pages=tuple(state.pages[: state.computed_len // PAGE_TOKENS]),
-        rebirth=state.num_preemptions > 0 or bool(state.request.told),
+        rebirth=state.num_preemptions > 0,
     )

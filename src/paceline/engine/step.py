@@ -181,7 +181,7 @@ class Verbs:
             self.outputs.tell_start(admission.request)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
-            if not admission.rebirth:
+            if not (admission.rebirth or admission.request.told):  # else its answer has begun before
                 self._stats.requests += 1
                 self._stats.prompt_tokens += len(admission.request.prompt_ids)
                 self._stats.cached_tokens += admission.cached_len
