@@ -7,6 +7,13 @@ import pytest
 from tests.oracles.acceptance import SlowAcceptanceModel, sigmoid, survival_of
 
 from paceline.control.acceptance import logit
+from paceline.control.controller import ClosedLoop
+from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
+from paceline.control.goodput import Goodput
+from paceline.control.online_cost import OnlineCost
+from paceline.control.policy import StepView, Work
+from paceline.control.protocols import StepTimes
+from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 
 EASY, HARD = np.array([0.8, 0.7, 0.65, 0.6]), np.array([0.4, 0.3, 0.3, 0.3])
 
@@ -113,3 +120,26 @@ def test_nothing_that_happens_makes_it_leave_the_numbers() -> None:
                 survival.observe(np.arange(2), np.full(2, 3), np.full(2, kept), np.full((2, 3), 1e-9))
             assert np.isfinite(survival.chances(np.arange(2))).all()
         survival.observe(np.arange(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def test_what_a_grammar_forces_behind_a_draft_teaches_nothing_of_the_drafter() -> None:
+    """Neither how often its drafts are kept, nor how long they take."""
+    drafting = DraftCost(tuple(Curve.of([1], [1e-3 * d]) for d in range(1, 9)))
+    cost = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 16], [8e-3, 9e-3])), (drafting,)))
+    policy = Goodput(cost, 1, (8,))
+    loop, model = ClosedLoop(policy, cost, ("head",)), policy.choice.models[0]
+    drafted, forced = RowDraft([1, 2, 3], "head", [0.9] * 3), [4, 5, 6, 7, 8]
+    fitted = RowDraft([*drafted.token_ids, *forced], "head", [0.9] * 3 + [0.97] * 5)
+    draft = Draft((fitted,), unfitted={0: drafted})
+    batch = Batch(1, (BatchRow(0, "r", 1, 8, samples=True, max_len=99, decodes=True),))
+    view = StepView(np.zeros(1, np.int64), np.full(1, 50), np.full(1, 8), Work(0))
+    before = model.depth_logit.copy()
+    for _ in range(50):
+        loop.plan(view)
+        took = StepTimes(3e-3, cost.pass_s(Work(9)), 1e-4)
+        loop.observe(batch, draft, draft, Verdict((RowVerdict(list(range(1, 10)), 8),)), took)
+    loop.finish()
+    assert (model.depth_logit[:3] > before[:3]).all()
+    assert (model.depth_logit[3:] == before[3:]).all()
+    assert (model.num_confidences > 0).tolist() == [True] * 3 + [False] * 5
+    assert cost.draft_factor[0] == pytest.approx(1.0, abs=0.01)

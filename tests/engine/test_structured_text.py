@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from paceline.backend.native.decoder import NativeDecoder
-from paceline.core.params import Grammar, SamplingParams
+from paceline.control.controller import ClosedLoop
+from paceline.core.params import Grammar, SamplingParams, Speculation
 from paceline.core.request_nouns import Request
 from paceline.draft.model.draft_model import DraftModel
 from paceline.engine.overlapped_loop import OverlappedLoop
@@ -34,6 +35,7 @@ from tests.engine.same_text import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.control.policy import Outcomes, StepView
     from paceline.engine.engine import Engine
     from tests.engine.same_text import Answer
 
@@ -174,6 +176,32 @@ def test_forced_tokens_are_drafts_that_are_kept() -> None:
         assert answer.ending[0] == "stop"
         stats = engine.stats()
         assert sum(c.accepted_at[0] for c in stats.drafters.values()) > 0
+
+
+def test_control_is_told_what_drafters_made_and_how_much_of_it_was_verified() -> None:
+    """Where the grammar forces the whole answer, next to nothing of it is theirs."""
+    engine = make_engine(f"auto:suffix+{OWN_MODEL},k=4", PLAIN)
+    assert isinstance(engine.controller, ClosedLoop)
+    policy = engine.controller.policy
+    told: list[Outcomes] = []
+    learn = policy.learn
+
+    def learns(view: StepView, outcomes: Outcomes) -> None:
+        told.append(outcomes)
+        learn(view, outcomes)
+
+    policy.learn = learns  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=60, grammar=Grammar.choice(["the inner ring is on"]))
+    asked = Speculation("draft-model")
+    answer = run(engine, [Request("a", (40, 41, 42), params, seed=1, speculation=asked)])["a"]
+    engine.controller.finish()
+    assert answer.text == "the inner ring is on"
+    forced = [o for o in told if o.num_own is not None]
+    assert sum(int(o.num_accepted.sum()) for o in forced) > 10
+    assert sum(int(o.num_own.sum()) for o in forced) < 5
+    assert all((o.num_own <= o.num_drafted).all() for o in forced)
+    assert any(o.num_drafted.any() for o in forced)
+    assert all(set(o.drafters[o.num_drafted > 0]) <= {1} for o in forced)
 
 
 def assert_keys_are_the_targets(engine: Engine) -> None:

@@ -85,7 +85,8 @@ class SlowAcceptanceModel(AcceptanceModel):
         """Learn from those rows of a step that drafted with a drafter."""
         (own,) = (outcomes.drafters == drafter).nonzero()
         confidence = None if outcomes.confidence is None else outcomes.confidence[own]
-        self.observe(outcomes.rows[own], outcomes.num_verified[own], outcomes.num_accepted[own], confidence)
+        verified, accepted = outcomes.of_drafters
+        self.observe(outcomes.rows[own], verified[own], accepted[own], confidence)
 
     def observe(
         self,

@@ -42,7 +42,10 @@ def outcomes_of_slow(
     seconds: tuple[float, float, float, float],
 ) -> tuple[Outcomes, Work]:
     """Return what `outcomes_of` returns."""
-    drafted = drafted_of_slow(batch, Draft(tuple(d if len(d) else NO_DRAFT for d in proposed.rows)), indices)
+    own = list(proposed.rows)
+    for index, before in (proposed.unfitted or {}).items():
+        own[index] = before
+    drafted = drafted_of_slow(batch, Draft(tuple(d if len(d) else NO_DRAFT for d in own)), indices)
     found = zip(batch.rows, verified.rows, verdict.rows, strict=True)
     kept = np.array([(len(d), v.num_accepted) for r, d, v in found if r.decodes], np.int64).reshape(-1, 2)
     prefill = NO_WORK
@@ -54,7 +57,16 @@ def outcomes_of_slow(
     draft_s, target_s, host_s, wait_s = seconds
     confidence = drafted.confidence if drafted.confidence.size else None
     of_rows = drafted.rows, drafted.drafters, kept[:, 0], kept[:, 1]
-    return Outcomes(*of_rows, draft_s, target_s, host_s, confidence, wait_s, drafted.ks), prefill
+    pairs = zip(batch.rows, own, verified.rows, strict=True)
+    alike = [num_shared(d.token_ids, v.token_ids) for r, d, v in pairs if r.decodes]
+    num_own = np.array(alike, np.int64) if proposed.unfitted else None
+    return Outcomes(*of_rows, draft_s, target_s, host_s, confidence, wait_s, drafted.ks, num_own=num_own), prefill
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading tokens two drafts have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def padded(rows: Sequence[Sequence[float]]) -> NDArray[float64]:

@@ -38,7 +38,8 @@ def outcomes(rng: np.random.Generator, drafter: int | None) -> Outcomes:
     kept = np.minimum(rng.integers(0, DEPTH + 2, n), ks)
     drafters = rng.integers(-1, 3, n) if drafter is None else np.full(n, drafter)
     confidence = said(rng, n, int(rng.integers(1, DEPTH + 3))) if rng.random() < 0.7 else None
-    return Outcomes(rows, drafters, ks, kept, 1e-3, 1e-2, confidence=confidence)
+    own = np.minimum(rng.integers(0, DEPTH + 2, n), ks) if rng.random() < 0.3 else None  # others a grammar forced
+    return Outcomes(rows, drafters, ks, kept, 1e-3, 1e-2, confidence=confidence, num_own=own)
 
 
 def learn_one(model: AcceptanceModel, found: Outcomes, drafter: int) -> None:

@@ -17,16 +17,21 @@ SECONDS = (1e-3, 8e-3, 2e-3, 4e-3)
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[Batch, Draft, Verdict]:
-    rows, drafts, verdicts = [], [], []
+    rows, drafts, verdicts, unfitted = [], [], [], {}
     for row in range(draw(st.integers(0, 8))):
         decodes, says, k = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 5))
         confidence = [draw(st.floats(0, 1)) for _ in range(k)] if says else None
         known, samples = (1, True) if decodes else (draw(st.integers(1, 40)), draw(st.booleans()))
         length = draw(st.integers(1, 99))
-        rows.append(BatchRow(row, str(row), known, k, samples, length, decodes=decodes, chunk_end=draw(st.integers(0, 99))))
-        drafts.append(RowDraft([7] * k, draw(st.sampled_from(["eagle3", "suffix", "other", None])), confidence))
+        end = draw(st.integers(0, 99))
+        rows.append(BatchRow(row, str(row), known, k, samples, length, decodes=decodes, chunk_end=end))
+        drafter = draw(st.sampled_from(["eagle3", "suffix", "other", None]))
+        drafts.append(RowDraft([7] * k, drafter, confidence))
+        if draw(st.booleans()):  # a grammar cut the draft, or went on with it
+            own = [7] * draw(st.integers(0, k)) + [8] * draw(st.integers(0, 2))
+            unfitted[len(drafts) - 1] = RowDraft(own, drafter if own else None, [0.5] * len(own) if says else None)
         verdicts.append(RowVerdict([], draw(st.integers(0, k))))
-    return Batch(0, tuple(rows)), Draft(tuple(drafts)), Verdict(tuple(verdicts))
+    return Batch(0, tuple(rows)), Draft(tuple(drafts), unfitted=unfitted or None), Verdict(tuple(verdicts))
 
 
 @given(rounds())
@@ -44,10 +49,10 @@ def test_rounds_are_read_alike(found: tuple[Batch, Draft, Verdict]) -> None:
     for name in ("rows", "drafters", "num_drafted", "num_verified", "num_accepted"):
         np.testing.assert_array_equal(getattr(outcomes, name), getattr(expected, name))
         assert getattr(outcomes, name).dtype == getattr(expected, name).dtype
-    if expected.confidence is None:
-        assert outcomes.confidence is None
-    else:
-        np.testing.assert_array_equal(outcomes.confidence, expected.confidence)
+    for name in ("confidence", "num_own"):
+        assert (getattr(outcomes, name) is None) == (getattr(expected, name) is None)
+        if getattr(expected, name) is not None:
+            np.testing.assert_array_equal(getattr(outcomes, name), getattr(expected, name))
     assert (outcomes.draft_s, outcomes.target_s, outcomes.host_s, outcomes.wait_s) == SECONDS
     assert work.as_ints == expected_work.as_ints
 

@@ -79,17 +79,16 @@ class RowGrammars:
     def fit(self, batch: Batch, draft: Draft, plan: Plan, names: Collection[str]) -> Draft:
         """Cut drafts where they leave the grammar; go on with what it forces.
 
-        names: of the engine's drafters. Without `grammar` there, forced tokens count as the planned drafter's.
+        names: of the engine's drafters. Without `grammar` there, counters add forced tokens to the planned one.
         """
         filled = {name: GRAMMAR if GRAMMAR in names else name for name in names}
-        rows = zip(batch.rows, draft.rows, strict=True)
-        fitted = (
-            self._fit_row(r, d, filled.get(plan.drafter(r.row) or ""))
-            if r.row in self.states and r.max_drafts
-            else d
-            for r, d in rows
-        )
-        return Draft(tuple(fitted), draft.budget, draft.branched, draft.failed)
+        rows, unfitted = list(draft.rows), dict[int, RowDraft]()
+        for i, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
+            if r.row in self.states and r.max_drafts:
+                rows[i] = self._fit_row(r, d, filled.get(plan.drafter(r.row) or ""))
+                if rows[i] is not d:
+                    unfitted[i] = d
+        return Draft(tuple(rows), draft.budget, draft.branched, draft.failed, unfitted or None)
 
     def _fit_row(self, r: BatchRow, d: RowDraft, filler: str | None) -> RowDraft:
         if d.is_bound:
@@ -97,9 +96,7 @@ class RowGrammars:
         token_ids = self.states[r.row].fit(d.token_ids, r.max_drafts)
         if token_ids == list(d.token_ids):
             return d
-        known = 0
-        while known < min(len(d), len(token_ids)) and d.token_ids[known] == token_ids[known]:
-            known += 1
+        known = d.num_alike(token_ids)
         if not token_ids or not (known or filler):
             return NO_DRAFT
         confidence = None

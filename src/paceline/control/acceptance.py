@@ -114,9 +114,7 @@ def learn_acceptance(models: Sequence[AcceptanceModel], outcomes: Outcomes) -> N
     """Update the estimates for all drafters with the outcome of a step. models: by drafter."""
     o = outcomes
     estimates, indices = [m.estimates for m in models], list(range(len(models)))
-    kernels.observe_drafts(
-        estimates, RATES, o.rows, o.num_verified, o.num_accepted, o.drafters, indices, o.confidence
-    )
+    kernels.observe_drafts(estimates, RATES, o.rows, *o.of_drafters, o.drafters, indices, o.confidence)
 
 
 def logit(p: float | NDArray[float64]) -> NDArray[float64]:

@@ -61,7 +61,7 @@ class Retirement:
         index = rows.index(probed_row)
         drafter = drafters[index]
         if drafter != NONE and drafters.count(drafter) == 1:
-            accepted, verified = int(outcomes.num_accepted[index]), int(outcomes.num_verified[index])
+            verified, accepted = (int(counts[index]) for counts in outcomes.of_drafters)
             self._tested[drafter, : min(accepted + 1, verified)] += 1.0
             self._accepted[drafter, :accepted] += 1.0
 

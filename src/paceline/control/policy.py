@@ -115,11 +115,19 @@ class Outcomes:
     touched: tuple[float, ...] = ()  # as `StepTimes.touched`
     failed: tuple[int, ...] = ()  # drafters that were asked and failed: they read nothing
     read_s: float | None = None  # time of reading texts, which `draft_s` is without; None: none was read
+    num_own: NDArray[int64] | None = None  # [n] verified drafts without those that a grammar forced; None: all
 
     @property
     def step_s(self) -> float:
         """Seconds that the step spent on these rows, but for reading texts."""
         return self.draft_s + self.target_s + self.host_s
+
+    @property
+    def of_drafters(self) -> tuple[NDArray[int64], NDArray[int64]]:
+        """Drafts verified and kept, without those that a grammar forced."""
+        if self.num_own is None:
+            return self.num_verified, self.num_accepted
+        return self.num_own, np.minimum(self.num_accepted, self.num_own)
 
 
 @noun
@@ -182,14 +190,20 @@ def outcomes_of(
     touched: as `StepTimes.touched`.
     """
     draft_s, target_s, host_s, wait_s = seconds
+    drafts = proposed.rows
+    num_own: NDArray[int64] | None = None
+    if proposed.unfitted:
+        drafts = tuple(proposed.unfitted.get(i, d) for i, d in enumerate(drafts))
+        pairs = zip(batch.rows, drafts, verified.rows, strict=True)
+        num_own = np.array([d.num_alike(v.token_ids) for r, d, v in pairs if r.decodes], np.int64)
     arrays, confidence, prefill = kernels.outcome_arrays(
-        batch.rows, proposed.rows, verified.rows, verdict.rows, indices, NONE
+        batch.rows, drafts, verified.rows, verdict.rows, indices, NONE
     )
     rows, drafters, num_drafted = arrays[0], arrays[1], arrays[2]
     num_verified, num_accepted = arrays[3], arrays[4]
     said = confidence if confidence.size else None
     failed = tuple(indices[name] for name in proposed.failed)
-    counts = num_verified, num_accepted
+    of_rows = rows, drafters, num_verified, num_accepted
     times = draft_s, target_s, host_s
-    outcomes = Outcomes(rows, drafters, *counts, *times, said, wait_s, num_drafted, touched, failed)
+    outcomes = Outcomes(*of_rows, *times, said, wait_s, num_drafted, touched, failed, num_own=num_own)
     return outcomes, Work(*prefill) if prefill[0] else NO_WORK

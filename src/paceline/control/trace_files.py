@@ -119,6 +119,8 @@ class Tracer:
         drafted = None if o.num_drafted is None else o.num_drafted.tolist()
         got = arrays | seconds | {"confidence": confidence, "num_drafted": drafted}
         got |= {name: list(some) for name in ("touched", "failed") if (some := getattr(o, name))}
+        if o.num_own is not None:
+            got["num_own"] = o.num_own.tolist()
         if paid is not None:
             got["with_branches"] = [paid.num_verified.tolist(), paid.num_accepted.tolist()]
         self._write(outcomes=got, prefill=list(prefill.as_ints), group=group)
@@ -302,6 +304,7 @@ def _outcomes(got: dict[str, Any]) -> Outcomes:
         num_drafted=None if got.get("num_drafted") is None else np.array(got["num_drafted"], np.int64),
         touched=tuple(map(float, got.get("touched", ()))),
         failed=tuple(map(int, got.get("failed", ()))),
+        num_own=None if got.get("num_own") is None else np.array(got["num_own"], np.int64),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from msgspec import Struct
@@ -190,6 +190,11 @@ class RowDraft:
         """Tokens beside the chain."""
         return 0 if self.branches is None else len(self.branches.token_ids)
 
+    def num_alike(self, token_ids: Sequence[int]) -> int:
+        """Return how many leading tokens of the chain are these."""
+        pairs = zip(self.token_ids, token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     def first(self, k: int) -> RowDraft:
         """Return the first k tokens of the chain, and the branches beside them."""
         if k >= len(self):
@@ -211,6 +216,7 @@ class Draft:
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
     branched: bool = False  # True where some row has branches
     failed: frozenset[str] = frozenset()  # drafters that were asked and failed
+    unfitted: Mapping[int, RowDraft] | None = None  # rows changed to fit a grammar, as drafted, by index; or None
 
     @property
     def is_empty(self) -> bool:

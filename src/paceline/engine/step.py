@@ -61,7 +61,8 @@ class StepInput:
 
     def take_made(self, made: Draft, scored: Draft) -> None:
         """Replace bounds by the drafts that the device has made, and by those scored."""
-        self.proposed = Draft(tuple(map(_made, self.proposed.rows, made.rows)), failed=self.proposed.failed)
+        rows, before = tuple(map(_made, self.proposed.rows, made.rows)), self.proposed
+        self.proposed = Draft(rows, failed=before.failed, unfitted=before.unfitted)
         self.draft = scored
 
 
