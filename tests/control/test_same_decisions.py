@@ -134,7 +134,7 @@ class Engine:
         batch = [BatchRow(int(r), str(r), 1, 8, True, int(self.lengths[r]) + 9, decodes=True) for r in rows]
         drafts, verdicts = list(proposed.rows), []
         if prefill:
-            batch.append(BatchRow(63, "p", prefill, 0, False, prefill + 9))
+            batch.append(BatchRow(63, "p", prefill, 0, False, prefill + 9, chunk_end=prefill + 9))
             drafts.append(NO_DRAFT)
         proposed, found = Draft(tuple(drafts)), Batch(0, tuple(batch))
         verified = loop.trim(found, proposed)
