@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import tokenizers
 
-from paceline.core.errors import ModelNotFound
+from paceline.core.errors import BadModelFile, ModelNotFound
 from paceline.model import weights
 from paceline.model.files import kept_data, kept_headers
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
@@ -20,7 +20,7 @@ from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kep
 from paceline.model.tokenizer import raw_spelling
 from paceline.model.weights import TextSource, load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
-from paceline.serve.worker.messages import Language, Ready
+from paceline.serve.worker.messages import Language, Ready, Template
 from tests.model.helpers import byte_level_metadata, write_gguf
 from tests.model.test_tokenizer import piece_metadata
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
@@ -203,6 +203,20 @@ def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
         cache.expect(Language(b"{}", None, (319,), None))
         with pytest.raises(Exception, match=r"version|missing|model"):
             await cache.of(Ready("tiny", 256, 320, b"{}", (319,), None, None, ()))
+        cache.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_template_that_is_not_valid_fails_when_it_is_needed() -> None:
+    """It was tried before, beside the tokenizer."""
+    text, template = tiny_raw_tokenizer().to_str().encode(), Template("{% if %}", {})
+
+    async def scenario() -> None:
+        cache = TokenizerCache()
+        cache.expect(Language(text, template, (319,), None))
+        with pytest.raises(BadModelFile, match="chat template is not valid"):
+            await cache.of(Ready("tiny", 256, 320, text, (319,), None, template, ()))
         cache.close()
 
     asyncio.run(scenario())

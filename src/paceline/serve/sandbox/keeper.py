@@ -68,10 +68,14 @@ class Sandbox:
             if self._setups.get(type(job)) == job:
                 return
             self._setups[type(job)] = job
-            if self._process is None:
-                self._start()
-            else:
-                self._exchange(job, SETUP_LIMIT_S)
+            try:
+                if self._process is None:
+                    self._start()
+                else:
+                    self._exchange(job, SETUP_LIMIT_S)
+            except BaseException:  # a job that failed must not pass for done when it is set up again
+                del self._setups[type(job)]
+                raise
 
     def call(self, job: SandboxJob) -> JobResult:
         """Return a job's result. Raises `RequestError`, also for too much; `QueueFull`."""
