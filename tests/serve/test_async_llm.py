@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
@@ -199,3 +200,18 @@ def test_an_engine_that_dies_fails_open_calls_and_comes_back(model: Path) -> Non
         assert (await llm.generate("the cat", SHORT)).text == before.text
 
     run_over(model, work)
+
+
+def test_one_that_was_closed_starts_again_and_one_that_runs_does_not(model: Path) -> None:
+    formed = replace(SHORT, max_tokens=200, grammar=Grammar.regex("(yes|no) [a-c]{3}"))
+
+    async def run() -> None:
+        llm = AsyncLLM(str(model), **OPTIONS)
+        for _ in range(2):
+            async with await llm.start() as same:
+                assert same is llm
+                commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+                assert sum("paceline.serve.worker.process" in command for command in commands) == 1
+                assert (await llm.chat(HI, formed)).text[:2] in ("ye", "no")
+
+    asyncio.run(asyncio.wait_for(run(), 60))

@@ -64,6 +64,7 @@ class AsyncLLM(Asking):
         self.config: EngineConfig = config_of(model, options)
         self._progress = progress
         self._client: EngineClient | None = None
+        self._chat = chat
         self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
         self._open_tokens = 0  # of open requests: prompts, and answers so far
@@ -78,7 +79,9 @@ class AsyncLLM(Asking):
         await self.close()
 
     async def start(self) -> AsyncLLM:
-        """Start the engine's process and load the model. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        """Load the model in a process, unless it runs. Raises `ConfigError`, `ModelError`, `EngineDied`."""
+        if self._client is not None:
+            return self
         with ExitStack() as stack:
             show = stack.enter_context(visible(self._progress))
 
@@ -101,6 +104,7 @@ class AsyncLLM(Asking):
         if client is not None:
             await client.stop()
         self._tokenizers.close()
+        self._tokenizers = TokenizerCache(self._chat)  # a closed one makes no prompts for another start
         await asyncio.to_thread(self._updates.spool.clear)
 
     @property
