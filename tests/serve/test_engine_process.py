@@ -26,7 +26,7 @@ from paceline.engine.stats import Stats
 from paceline.engine.wire import Submit, encode
 from paceline.serve.worker import process
 from paceline.serve.worker.commands import FlushCache, Obeyed, Pause, ReleaseMemory, UpdateWeights
-from paceline.serve.worker.messages import Cancel, OutcomeBatch, Snapshot, StopEngine, decode_to_server
+from paceline.serve.worker.messages import Cancel, Draining, OutcomeBatch, Snapshot, StopEngine, decode_to_server
 from paceline.serve.worker.obey import Commands
 from paceline.serve.worker.process import WARM_UP_PROMPT_TOKENS, EngineWorker, profile_of, warm_up
 from paceline.sim.baselines import Static
@@ -114,6 +114,15 @@ def test_a_paused_engine_gives_signs_of_life_while_messages_come_apart(monkeypat
     owner = EngineOwner(EngineConfig(), None, Built(make_engine("off", PLAIN), "tiny", None, 256, ()))
     EngineWorker(Commands(owner, lambda *_: None), line).run()  # type: ignore[arg-type]
     assert [m.gauges.num_waiting for m in line.sent if isinstance(m, Snapshot)][:4] == [0, 1, 2, 3]
+
+
+def test_an_engine_that_a_signal_ends_before_it_serves_tells_so_first() -> None:
+    line = Line(iter([None]))
+    owner = EngineOwner(EngineConfig(), None, Built(make_engine("off", PLAIN), "tiny", None, 256, ()))
+    worker = EngineWorker(Commands(owner, lambda *_: None), line)  # type: ignore[arg-type]
+    worker.draining = True
+    worker.run()
+    assert Draining() in line.sent
 
 
 @pytest.mark.parametrize("every_s", [0.0, 1e9])

@@ -155,6 +155,28 @@ def test_the_drain_has_an_end(model: Path) -> None:
         assert server.process.wait(15) == 0
 
 
+def test_a_signal_to_all_processes_of_a_fleet_lets_each_finish_its_own(model: Path, tmp_path: Path) -> None:
+    """An idle replica hears of it late, and the first one that is done is not started anew."""
+    with (tmp_path / "log").open("w+") as log, running(model, "--replicas", "2", stderr=log) as server:
+
+        def replicas() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/fleet").json()["replicas"]
+            return found
+
+        assert eventually(lambda: [line["state"] for line in replicas()] == ["up"] * 2, 60.0)
+        with ThreadPoolExecutor(1) as pool:
+            body = LONG | {"max_tokens": 8000, "seed": 1}
+            open_one = pool.submit(lambda: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0))
+            assert eventually(lambda: sum(line["rows"] for line in replicas()) == 1)
+            for pid in (server.process.pid, *(line["pid"] for line in replicas())):
+                os.kill(pid, signal.SIGTERM)
+            usage = open_one.result().json()["usage"]
+        assert (usage["completion_tokens"], usage.get("legs", 1)) == (8000, 1)
+        assert server.process.wait(15) == 0
+        log.seek(0)
+        assert "restarting" not in log.read()
+
+
 def test_a_job_larger_than_max_open_is_not_told_to_try_again(model: Path) -> None:
     with running(model, "--max-open", "2") as server, server.client() as http:
         for asked in (

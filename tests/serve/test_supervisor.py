@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,15 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
-from paceline.serve.engines import STOPPING, Answers
+from paceline.serve.engines import NOT_READY, STOPPING, Answers
+from paceline.serve.worker import client as client_module
 from paceline.serve.worker.client import EngineClient, EngineProcess
-from paceline.serve.worker.messages import Ready
+from paceline.serve.worker.messages import Draining, Ready
 from tests.serve.fleet.fake_engines import READY
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.core.errors import PacelineError
     from paceline.serve.worker.child import EngineChild
 
@@ -131,6 +135,57 @@ def test_a_patient_client_tries_again_to_load(patient: bool, monkeypatch: pytest
         else:
             with pytest.raises(EngineDied, match="no memory"):
                 await client.first_ready
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+class Child:
+    """A process that has ended; see `EngineChild`."""
+
+    pid, returncode = os.getpid(), 0
+
+    def connect(self, *_: object) -> None:
+        pass
+
+    async def wait(self) -> int:
+        return 0
+
+    def kill(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+
+class Drained(EngineClient):
+    """A client whose processes load, and end once they were told to."""
+
+    async def _listen(self, engine: EngineProcess, _: Path) -> None:
+        for message in (Ready(**READY), Draining()):
+            self._handle(engine, message)
+
+
+@pytest.mark.parametrize(("ends", "is_open"), [(True, False), (True, True), (False, False)])
+def test_a_process_that_finished_is_not_replaced_while_the_server_ends(
+    ends: bool, is_open: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that left an answer open has not finished."""
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.05)
+    monkeypatch.setattr(client_module, "EngineChild", Child)
+
+    async def scenario() -> None:
+        client = Drained(EngineConfig(model="reference"))
+        if ends:
+            client.finish()
+        if is_open:
+            client._open.add(Answers(client, {"r": 0}))
+        await asyncio.wait((client._supervisor,), timeout=0.2)
+        assert client._supervisor.done() == ends
+        assert (client.restarts > 0) == ("restarting" in caplog.text) == (is_open or not ends)
+        with pytest.raises(EngineDied, match=STOPPING if ends else NOT_READY):
+            await client.submit([Request("r", (1, 2), SamplingParams(), seed=1)])
         client.kill()
         await client.stop()
 

@@ -118,6 +118,9 @@ class HostEngines:
         self._watches = on
         self._line.send([Watch(on)])
 
+    def finish(self) -> None:
+        """Change nothing: the engine serves other fronts."""
+
     async def stop(self) -> None:
         """Leave the replica, whose engine serves other fronts. May be called twice."""
         self.kill()

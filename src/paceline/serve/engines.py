@@ -127,6 +127,9 @@ class Engines(Protocol):
     async def watch(self, *, on: bool) -> None:
         """Choose if snapshots carry the engines' last steps, also after a restart."""
 
+    def finish(self) -> None:
+        """Note that the server ends: an engine that a signal ends stays down, too."""
+
     async def stop(self) -> None:
         """End the engines and everything that is open. May be called twice."""
 

@@ -273,6 +273,7 @@ class HttpServer:
 
     async def _drain(self) -> None:
         self.state.draining = True
+        self.client.finish()
         if self.state.num_active:
             count = self.state.num_active
             log.warning("stopping once %d open request%s answered", count, " is" if count == 1 else "s are")

@@ -154,6 +154,9 @@ class FakeEngines:
     async def watch(self, *, on: bool) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
     async def stop(self) -> None:
         pass
 

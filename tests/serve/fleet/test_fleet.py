@@ -435,6 +435,26 @@ def test_a_signal_to_one_replica_moves_its_rows_and_one_to_all_does_not(monkeypa
     run(scenario)
 
 
+def test_answers_stay_when_a_signal_ends_their_replica_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are told the same, but hear of it late. An operator's drain moves answers still."""
+    monkeypatch.setattr(member_module, "DRAIN_WAIT_S", 0.0)
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            await bench.ask(first := request_of("a"))
+            told = bench.writer("a")
+            bench.fleet.finish()
+            assert told.on_draining is not None
+            told.on_draining()
+            await asyncio.sleep(3 * TICK_S)
+            assert bench.writer("a") is told
+            bench.fleet.drain(str(bench.fakes.index(told)))
+            await until(lambda: "a" not in told.rows)
+            await bench.finish(first)
+
+    run(scenario)
+
+
 def test_an_operator_moves_an_answer() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:

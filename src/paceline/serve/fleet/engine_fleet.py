@@ -164,6 +164,12 @@ class EngineFleet:
         for member in tuple(self.members.values()):
             await member.engines.watch(on=on)
 
+    def finish(self) -> None:
+        """Note that the server ends once the open requests are answered."""
+        for member in self.members.values():
+            member.server_ends = True
+            member.engines.finish()
+
     async def stop(self) -> None:
         """End all replicas and everything that is open. May be called twice."""
         for task in tuple(self._tasks):
@@ -373,7 +379,7 @@ class EngineFleet:
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
         stuck = why == "broken" and not self._dispatch.can_place(answer, silent=True)
-        if answer.aborted or self._ends(answer, why) or stuck:
+        if answer.aborted or answer.ends(why, self.options.resume) or stuck:
             self._legs.fail(answer, what)
         elif answer.strikes >= MOST_STRIKES:
             self._legs.give_up(answer)
@@ -394,15 +400,6 @@ class EngineFleet:
         if not answer.legs:
             self.spawn(self._place(answer, answer.why))
 
-    def _ends(self, answer: OngoingAnswer, why: str) -> bool:
-        """Return whether an answer ends with its replica.
-
-        Not if the replica is only left, and nothing was told.
-        """
-        if answer.aborted:
-            return why in MOVES  # its replica has been told
-        return self.options.resume == "off" and (bool(answer.told) or why not in LEAVES)
-
     # Watching replicas -------------------------------------------------------------------------------
 
     async def _tick(self, elapsed_s: float) -> None:
@@ -421,7 +418,7 @@ class EngineFleet:
         if member.note_replaced():
             self._dispatch.forget(member.name)
             self._legs.blame(gone)
-        if member.draining and member.num_legs and time.monotonic() >= member.moves_s:
+        if member.leaves:
             self._move_all(member, "drain")
         if not member.num_legs:
             self._warm(member)
@@ -439,7 +436,7 @@ class EngineFleet:
         keeps = why in MOVES and (ready := self.ready) is not None and ready.keeps_pages
         for answer, leg in self._legs.journal.on(member.name):
             reads = keeps and leg.spoke and len(answer.legs) == 1
-            if self._ends(answer, why) or leg not in answer.legs or (reads and leg.is_kept):
+            if answer.ends(why, self.options.resume) or leg not in answer.legs or (reads and leg.is_kept):
                 continue
             if self._dispatch.can_place(answer, {member.name}):
                 count += 1

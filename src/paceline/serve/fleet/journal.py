@@ -148,6 +148,15 @@ class OngoingAnswer:
         elif counts:
             self.strikes += 1
 
+    def ends(self, why: str, resume: str) -> bool:
+        """Return whether it ends with its replica. resume: value of --resume.
+
+        Not if the replica is only left, and nothing was told.
+        """
+        if self.aborted:
+            return why in MOVES  # its replica has been told
+        return resume == "off" and (bool(self.told) or why not in LEAVES)
+
     def forget_refusals(self) -> None:
         """Note that replicas that were full need not be so any more."""
         self.refused = None

@@ -55,6 +55,7 @@ class Member:
     draining: bool = False  # it takes no requests, and those that it has are moved
     by_signal: bool = False  # ... until its process has been replaced
     moves_s: float = 0.0  # time.monotonic() from which its answers are moved then
+    server_ends: bool = False  # the server ends once the open requests are answered
     behind: bool = False  # it takes none until it has the weights of the fleet's last update
     warmed: bool = False  # its process was told to make what grammars need
     warms: int = 0  # such makings that have not ended; it takes requests if no other can
@@ -102,6 +103,12 @@ class Member:
     def alive(self) -> bool:
         """True if it should be sent requests."""
         return self.able and not (self.freed or self.warms)
+
+    @property
+    def leaves(self) -> bool:
+        """True if its answers should move: not while a signal ends the server, too."""
+        moves = self.draining and self.num_legs > 0 and time.monotonic() >= self.moves_s
+        return moves and not (self.by_signal and self.server_ends)  # all were told the same, if not at once
 
     @property
     def state(self) -> str:

@@ -68,6 +68,7 @@ class _Setup:
     prepare: Callable[[Ready], Awaitable[object]] | None
     patient: bool
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    server_ends: bool = False  # so that a process that has finished what it had is not replaced
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,7 @@ class EngineProcess:
     watchdog: Watchdog
     ready: Ready | None = None  # None: it loads
     failed: PacelineError | None = None  # reason why it could not load
+    drains: bool = False  # it was told, by a signal, to finish what is open and end
 
 
 class EngineClient:
@@ -171,6 +173,10 @@ class EngineClient:
             with suppress(EngineDied):
                 _send_now(self._engine.socket, Watch(on))
 
+    def finish(self) -> None:
+        """Note that the server ends once the open requests are answered."""
+        self._setup = replace(self._setup, server_ends=True)
+
     async def stop(self) -> None:
         """End the engine and everything that is open. May be called twice."""
         self._stopping = True
@@ -251,6 +257,8 @@ class EngineClient:
             engine.process.kill()
             await engine.process.wait()
             engine.process.let_go()
+        if self._setup.server_ends and engine.drains and not self.num_open:
+            self._stopping = True
         return engine.failed
 
     async def _listen(self, engine: EngineProcess, folder: Path) -> None:
@@ -289,6 +297,7 @@ class EngineClient:
 
     def _handle(self, engine: EngineProcess, message: ToServer | None) -> None:
         engine.watchdog.beat()
+        engine.drains = engine.drains or isinstance(message, Draining)
         match message:
             case OutcomeBatch():
                 self._open.bring(message)

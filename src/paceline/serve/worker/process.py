@@ -143,7 +143,7 @@ class EngineWorker:
 
     def run(self) -> None:
         """Serve until told to stop, or while draining until nothing is open."""
-        while not self.stopped and not (self.draining and not self._has_work):
+        while not self.stopped and not (self._told_draining and not self._has_work):
             self._receive()
             self._end_update()
             if self.draining and not self._told_draining:
