@@ -11,6 +11,7 @@ from msgspec.structs import replace as with_fields
 from paceline.core.errors import EngineDied, QueueFull
 from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.weight_source import TAGS
+from paceline.serve.engines import STOPPING
 from paceline.serve.fleet import tail
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
@@ -208,5 +209,24 @@ def test_ticks_go_on_behind_errors_and_each_kind_is_told_once(caplog: pytest.Log
         task.cancel()
         assert all(seconds >= 0.01 for seconds in elapsed)
         assert len(caplog.records) == 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("way", ["stop", "kill"])
+def test_a_fleet_that_stops_refuses_who_comes_then(way: str) -> None:
+    """Its replicas take their time to end, and seem ready until then."""
+
+    async def scenario() -> None:
+        async with fleet_of(2) as bench:
+            heard = await bench.ask(request_of("open"))
+            if way == "stop":
+                await bench.fleet.stop()
+            else:
+                bench.fleet.kill()
+            assert str(heard.error) == STOPPING
+            with pytest.raises(EngineDied, match=STOPPING):
+                await bench.ask(request_of("late"))
+            assert not bench.fleet.num_open
 
     run(scenario)

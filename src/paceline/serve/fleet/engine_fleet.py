@@ -129,6 +129,8 @@ class EngineFleet:
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
+        if self._legs.closed:  # nobody would look at one that waits
+            raise EngineDied(STOPPING)
         if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
         if released := self.commands.state.released:

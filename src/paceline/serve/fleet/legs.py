@@ -41,6 +41,7 @@ class Legs:
     ) -> None:
         """spawn: runs something beside. hedged: a metric, see `FleetMetrics`."""
         self.journal = Journal()
+        self.closed = False  # no answer is begun any more
         self._members, self._spawn, self._hedged = members, spawn, hedged
 
     def is_open(self, answer: OngoingAnswer) -> bool:
@@ -103,7 +104,8 @@ class Legs:
         self.forget(answer)
 
     def fail_all(self, error: PacelineError) -> None:
-        """End all answers with an error, and cancel nothing."""
+        """End all answers with an error, for good, and cancel nothing."""
+        self.closed = True
         for answer in tuple(self.journal.open.values()):
             for leg in tuple(answer.legs):
                 self.end(answer, leg)
