@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024  # connections that the system keeps until they are accepted
 ACCEPTED_AT_ONCE = 64  # asyncio accepts so many, and again before the first of them can be closed
 SPARE_DESCRIPTORS = 4 * ACCEPTED_AT_ONCE + 128  # for those, and for everything that is no connection
+REPLICA_DESCRIPTORS = 16  # of an engine process: its socket with a context of its own, its pipe, its folder
 READ_BYTES = 64 << 10  # from a connection at once, so that no client holds the others up for long
 FEED_BYTES = 16 << 10  # to the parser at once; sizes are checked between two of them
 FEW_PIECES, MEAN_PIECE_BYTES = 4096, 32  # a body of more pieces must have larger ones
@@ -62,16 +63,17 @@ class ConnectionLimits:
             raise ConfigError(f"--max-connections must be between 1 and {1 << 20}, not {self.connections}")
 
 
-def connections_that_fit(wanted: int) -> int:
-    """Raise the limit of open files; return how many connections there may be."""
+def connections_that_fit(wanted: int, replicas: int) -> int:
+    """Raise the limit of open files; return how many connections fit beside the replicas."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE_DESCRIPTORS
+    spare = SPARE_DESCRIPTORS + REPLICA_DESCRIPTORS * replicas
+    needed = wanted + spare
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    fit = max(1, soft - SPARE_DESCRIPTORS)
+    fit = max(1, soft - spare)
     log.warning("only %d connections fit the limit of %d open files (ulimit -Hn)", fit, soft)
     return fit
 

@@ -224,7 +224,8 @@ class HttpServer:
         if self._traces is not None:
             self.state.tellers.append(self._traces.tell)
         self.state.served_names, self.state.lenient = config.served_names, config.unknown_fields == "warn"
-        limits = replace(config.limits, connections=connections_that_fit(config.limits.connections))
+        fit = connections_that_fit(config.limits.connections, config.fleet.replicas)
+        limits = replace(config.limits, connections=fit)
         self._connections = Connections(limits, self.state.metrics.refused)
         options = _uvicorn_config(BodyBudget(app, limits), config, self._connections)
         self._server = _Server(options, self._on_signal)

@@ -328,7 +328,7 @@ from dataclasses import replace
 from paceline.serve.connections import ConnectionLimits, connections_that_fit
 from tests.serve.doors.test_connections import GET, served, status
 limits = ConnectionLimits()
-limits = replace(limits, connections=connections_that_fit(limits.connections))
+limits = replace(limits, connections=connections_that_fit(limits.connections, 1))
 with served(limits) as server:
     print(server.socket.getsockname()[1], flush=True)
     sys.stdin.readline()
@@ -349,6 +349,18 @@ with served(limits) as server:
         process.stdin.write(b"\n")
         process.stdin.flush()
         assert len(process.stderr.read()) < 4096
+
+
+def test_replicas_have_descriptors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is raised for them, and where it cannot be, they come before connections."""
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    of_replicas = 48 * doors.REPLICA_DESCRIPTORS
+    assert doors.connections_that_fit(4096, 48) == 4096
+    assert raised == [(4096 + doors.SPARE_DESCRIPTORS + of_replicas, 1 << 20)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    assert doors.connections_that_fit(4096, 48) == 4096 - doors.SPARE_DESCRIPTORS - of_replicas
 
 
 def _room_for(count: int) -> None:
