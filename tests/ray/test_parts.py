@@ -651,6 +651,36 @@ async def host_of(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], 
 
 
 @pytest.mark.ray
+def test_weights_renewed_while_the_line_was_down_are_told() -> None:
+    """Answers that wait have the key of the weights before, which no replica has any more."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
+    from paceline.ray.host_engines import HostEngines
+
+    before, newer = (Ready("tiny", 256, 320, b"{}", (319,), None, None, (), promise=key) for key in ("old", "new"))
+    states = iter([EngineUp(before, 0), EngineUp(newer, 0), EngineUp(newer, 0)])
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (message := next(states, None)) is not None:
+            write(writer, encode([message]))
+            await until(lambda: engines.ready is not None and engines.ready.promise == message.ready.promise)
+        else:
+            over.append(None)
+
+    async def work() -> None:
+        nonlocal engines
+        engines = HostEngines(await host_of(serve), FRONT)
+        engines.on_renewed = renewed.append
+        await until(lambda: over)
+        await engines.stop()
+
+    renewed: list[str] = []
+    over: list[None] = []
+    engines: Any = None
+    run_with_lines(work())
+    assert renewed == ["old"]
+
+
+@pytest.mark.ray
 def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is attached again ever later, and from the fourth break on answers are not sent to its process again."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")

@@ -68,6 +68,7 @@ class HostEngines:
         """host: handle of an `EngineHost`. front: name of this front."""
         self.restarts = 0  # of the engine's process, since it was first seen; a line that breaks is none
         self._first_restarts = 0  # of the process when it was
+        self._promise = ""  # key of its last weights; also while the line is down, in which they may change
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -156,7 +157,8 @@ class HostEngines:
             self._loaded(message)
 
     def _loaded(self, message: EngineUp) -> None:
-        earlier, self.ready = self.ready, message.ready
+        self.ready = message.ready
+        earlier, self._promise = self._promise, message.ready.promise
         self.commands.version, self.commands.state = message.version, message.state
         is_first = not self.first_ready.done()
         if is_first:
@@ -165,8 +167,8 @@ class HostEngines:
         before, self.restarts = self.restarts, message.restarts - self._first_restarts
         if self.on_ready is not None and (is_first or self.restarts != before):  # else its line is attached again
             self.on_ready()
-        elif self.on_renewed is not None and earlier is not None and earlier.promise != message.ready.promise:
-            self.on_renewed(earlier.promise)
+        elif self.on_renewed is not None and earlier not in ("", self._promise):
+            self.on_renewed(earlier)
         if self._watches:
             self._line.send([Watch(on=True)])
 
