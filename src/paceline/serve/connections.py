@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ ACCEPTED_AT_ONCE = 64  # asyncio accepts so many, and again before the first of 
 SPARE_DESCRIPTORS = 4 * ACCEPTED_AT_ONCE + 128  # for those, and for everything that is no connection
 REPLICA_DESCRIPTORS = 16  # of an engine process: its socket with a context of its own, its pipe, its folder
 READ_BYTES = 64 << 10  # from a connection at once, so that no client holds the others up for long
+AHEAD_BYTES = 2 * READ_BYTES  # of requests sent ahead; then no more is read until an answer ends
 FEED_BYTES = 16 << 10  # to the parser at once; sizes are checked between two of them
 FEW_PIECES, MEAN_PIECE_BYTES = 4096, 32  # a body of more pieces must have larger ones
 SMALL_BODY_BYTES = 64 << 10  # are taken also when the bodies together have no room left
@@ -144,6 +146,8 @@ class Connection(HttpToolsProtocol):
         self._whole = True  # nothing of a request is missing
         self._in_headers = False  # the first part of a request has come
         self._unsent, self._unsent_since_s = 0, 0.0
+        self._running: RequestResponseCycle | None = None  # that is answered; `cycle` is the newest one
+        self._ahead = 0  # bytes that came while requests waited behind it, since an answer ended
 
     # Life --------------------------------------------------------------------------------------------
 
@@ -160,6 +164,7 @@ class Connection(HttpToolsProtocol):
         """Forget the connection."""
         self._all.leave(self)
         super().connection_lost(exc)
+        self._give_up()
 
     def drop(self) -> None:
         """End the connection at once."""
@@ -206,6 +211,9 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(piece)
                 if self._unparsed > self._limits.header_bytes + FEED_BYTES:
                     self._refuse(_too_large(self._limits))
+            if self.pipeline:  # uvicorn reads no more, but a client that leaves is noticed by reading only
+                self._ahead += len(data)
+                (self.flow.pause_reading if self._ahead > AHEAD_BYTES else self.flow.resume_reading)()
         except httptools.HttpParserUpgrade:  # of which there is none; the request is answered as it is
             if self.cycle is not None:
                 self.cycle.keep_alive = False
@@ -235,6 +243,7 @@ class Connection(HttpToolsProtocol):
             self._stop(ApiError(400, "wait for the answers to earlier requests"))
         self._all.work(self)
         super().on_headers_complete()
+        self._running = self._running or self.cycle
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body."""
@@ -254,6 +263,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the end of this one."""
+        self._ahead, self._running = 0, self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._answered:
             self._all.wait(self)
@@ -271,12 +281,8 @@ class Connection(HttpToolsProtocol):
         """Send an error if that is possible still, and take nothing more."""
         self._refusal = error
         self._all.on_refusal(error.status)
-        cycle, answered = self.cycle, self._answered
         self._all.wait(self)
-        if not answered:
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if not answered and cycle.response_started:
+        if self._give_up():
             self.drop()
             return
         self.transport.write(_response(error))
@@ -284,6 +290,17 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()  # what else comes is dropped, so that the client reads the error
         self._wait(self._limits.dropped_s)
+
+    def _give_up(self) -> bool:
+        """End the request that is answered, if any; return whether its answer had begun.
+
+        uvicorn tells the newest request only, which may still wait for its turn.
+        """
+        if (running := self._running) is None:
+            return False
+        running.disconnected = True
+        running.message_event.set()
+        return running.response_started
 
     def eof_received(self) -> None:
         """Close a connection whose client has nothing more to send and was refused."""

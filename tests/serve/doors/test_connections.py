@@ -43,10 +43,11 @@ SMALL = ConnectionLimits(
 )
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+GONE = threading.Event()  # the client of /watched has gone
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the body's length and the Host; /endless never stops."""
+    """Answer with the body's length and the Host; /endless never stops, /watched waits for its client to go."""
     try:
         body = await read_body(scope, receive) if scope["method"] == "POST" else b""
         host = dict(scope["headers"]).get(b"host", b"")
@@ -57,6 +58,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": "http.response.body", "body": b"a" * 65536, "more_body": True})
             if (await asyncio.wait_for(_state(receive), 0.001)) == "http.disconnect":
                 return
+        while scope["path"] == "/watched" and not GONE.is_set():
+            if (await receive())["type"] == "http.disconnect":
+                GONE.set()
         if scope["path"] == "/slow":
             await asyncio.sleep(2.0)
         await send({"type": "http.response.body", "body": answer})
@@ -305,6 +309,43 @@ def test_pipelined_requests_are_answered_in_turn_and_bounded() -> None:
             connection.sendall(GET.replace(b"/health", b"/slow") + GET * 10_000)
             assert ended(connection, 5.0)
         assert status(server.ask(GET)) == 200
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_request_sent_ahead_hides_no_client_that_leaves(apart: bool) -> None:
+    """It comes with the one that is answered, or later."""
+    GONE.clear()
+    with served(replace(SMALL, idle_s=60.0)) as server:
+        with server.connect() as connection:
+            connection.sendall(GET.replace(b"/health", b"/watched"))
+            time.sleep(0.2 * apart)
+            connection.sendall(GET)
+            time.sleep(0.2)
+        found = GONE.wait(3.0)
+        GONE.set()
+    assert found
+
+
+def test_a_refusal_is_not_written_into_an_answer() -> None:
+    """Nor is it where another request waits behind that answer."""
+    with served() as server, server.connect() as connection:
+        connection.sendall(GET.replace(b"/health", b"/slow"))
+        time.sleep(0.2)
+        connection.sendall(GET + b"nonsense\r\n\r\n")
+        assert answer(connection).count(b"HTTP/1.1") == 1
+
+
+def test_few_bytes_are_read_ahead_and_all_are_answered() -> None:
+    with served(replace(SMALL, headers_s=5.0)) as server, server.connect() as connection:
+        ahead = GET.replace(b"host:", b"x: " + b"a" * 30_000 + b"\r\nhost:")
+        connection.sendall(GET.replace(b"/health", b"/slow") + 12 * ahead)
+        time.sleep(0.5)
+        (one,) = server.connections._open
+        assert one._ahead <= doors.AHEAD_BYTES + doors.READ_BYTES
+        data, start_s = b"", time.monotonic()
+        while data.count(b"HTTP/1.1 200") < 13 and time.monotonic() - start_s < 5.0:
+            data += connection.recv(65536)
+        assert data.count(b"HTTP/1.1 200") == 13
 
 
 def test_a_client_that_does_not_read_is_dropped() -> None:
