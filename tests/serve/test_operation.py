@@ -145,19 +145,6 @@ def test_an_allowed_host_is_answered_and_no_other(logged: tuple[Server, Path]) -
 # TLS -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    try:
-        subprocess.run(made, check=True, capture_output=True)
-    except FileNotFoundError:
-        pytest.skip("no openssl here to make a certificate")
-    return cert, key
-
-
 def test_a_server_speaks_tls(model: Path, certificate: tuple[Path, Path]) -> None:
     cert, key = certificate
     with running(model, "--tls-cert", str(cert), "--tls-key", str(key)) as server:

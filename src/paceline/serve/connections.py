@@ -89,12 +89,14 @@ class Connections:
         self.on_refusal = on_refusal
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # without a request that could be answered, oldest first
+        self._greeting: dict[Connection, float] = {}  # in a TLS handshake, as far as is known: when that began
 
     def admit(self, connection: Connection) -> bool:
         """Count a new connection, if need be in place of one that waits.
 
         Returns False if there is no room.
         """
+        self._greeting.pop(connection, None)
         limits = self.limits
         if len(self._open) >= limits.connections and self._waiting:
             next(iter(self._waiting)).drop()
@@ -124,12 +126,24 @@ class Connections:
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = time.monotonic()
+            self._greeting = {c: s for c, s in self._greeting.items() if now_s - s < self.limits.first_byte_s}
             for connection in tuple(self._open):
                 connection.check(now_s)
 
     def protocol(self, **options: Any) -> Connection:
-        """Make the protocol of a new connection, as uvicorn calls it."""
-        return Connection(self, **options)
+        """Make the protocol of a new connection. Raises `ConnectionRefusedError`, and asyncio closes it.
+
+        With TLS it counts for as long as a handshake may take, as asyncio tells of none that fails.
+        """
+        made, limits = Connection(self, **options), self.limits
+        if made.config.is_ssl:
+            num = len(self._open) + len(self._greeting)
+            if num >= limits.connections and len(self._waiting) > len(self._greeting):
+                next(iter(self._waiting)).drop()  # a flood of handshakes must not end those that got through
+            elif num >= limits.connections + limits.reserved:
+                raise ConnectionRefusedError("too many connections are in their handshake")
+            self._greeting[made] = time.monotonic()
+        return made
 
 
 class Connection(HttpToolsProtocol):

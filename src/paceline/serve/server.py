@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -149,20 +150,30 @@ def url_of(bound: socket.socket, scheme: str = "http") -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server with our own signal handler and a longer queue of connections."""
+    """uvicorn's server with our own connections and signal handler."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, on_signal: Callable[[], None]) -> None:
         super().__init__(config)
+        self._connections = connections
         self._handle_signal = on_signal
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with a longer queue.
+        """Listen with a longer queue, and with a time for TLS handshakes.
 
-        What asyncio accepts at once and what the system queues are one number to uvicorn.
+        What asyncio accepts at once and what the system queues are one number to uvicorn, and it has no such time.
         """
-        await super().startup(sockets)
+        config, loop, connections = self.config, asyncio.get_running_loop(), self._connections
+        options = {"config": config, "server_state": self.server_state, "app_state": self.lifespan.state}
+        made = partial(connections.protocol, **options)
+        handshake_s = connections.limits.first_byte_s if config.is_ssl else None
+        self.servers = []
         for bound in sockets or []:
+            listening = loop.create_server(
+                made, sock=bound, ssl=config.ssl, backlog=ACCEPTED_AT_ONCE, ssl_handshake_timeout=handshake_s
+            )
+            self.servers.append(await listening)
             bound.listen(BACKLOG)
+        self.started = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Pass a signal on. uvicorn installs this as its signal handler."""
@@ -227,8 +238,8 @@ class HttpServer:
         fit = connections_that_fit(config.limits.connections, config.fleet.replicas)
         limits = replace(config.limits, connections=fit)
         self._connections = Connections(limits, self.state.metrics.refused)
-        options = _uvicorn_config(BodyBudget(app, limits), config, self._connections)
-        self._server = _Server(options, self._on_signal)
+        options = _uvicorn_config(BodyBudget(app, limits), config)
+        self._server = _Server(options, self._connections, self._on_signal)
 
     async def run(self, on_ready: Callable[[str, Ready], None]) -> None:
         """Serve until told to stop. on_ready: called with the URL once the engine is ready.
@@ -304,10 +315,9 @@ def start_engines(
     return new_engine(engine, frozenset() if options.cores == AUTO else options.dealt()[0])
 
 
-def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, config: HttpConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", connections.protocol),
         headers=[NOSNIFF],
         ws="none",
         lifespan="off",
@@ -315,7 +325,6 @@ def _uvicorn_config(app: ASGIApp, config: HttpConfig, connections: Connections) 
         access_log=False,  # we write lines of our own
         proxy_headers=False,
         server_header=False,
-        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=int(config.limits.idle_s),
         timeout_graceful_shutdown=CLOSE_S,
         ssl_certfile=config.operation.tls_cert,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -23,10 +24,12 @@ from paceline.serve.api.errors import ApiError
 from paceline.serve.api.keys import KeyRing
 from paceline.serve.api.parse import ClientDisconnected, read_body
 from paceline.serve.connections import BodyBudget, ConnectionLimits, Connections, FewRepeats
+from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig, _Server, _uvicorn_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from starlette.types import Receive, Scope, Send
 
@@ -80,14 +83,15 @@ async def _state(receive: Receive) -> str:
 class Served:
     """The protocol in a thread, over `app`."""
 
-    def __init__(self, limits: ConnectionLimits, api_key: str | None) -> None:
+    def __init__(self, limits: ConnectionLimits, api_key: str | None, tls: tuple[Path, Path] | None) -> None:
         self.refused: list[int] = []
         self.connections = Connections(limits, self.refused.append)
         self.budget = BodyBudget(
             AuthMiddleware(app, KeyRing(api_key, None), self.refused.append, api_key is None), limits
         )
-        config = _uvicorn_config(self.budget, HttpConfig(limits=limits), self.connections)
-        self.server = _Server(config, lambda: None)
+        files = OperationOptions() if tls is None else OperationOptions(tls_cert=tls[0], tls_key=tls[1])
+        config = _uvicorn_config(self.budget, HttpConfig(limits=limits, operation=files))
+        self.server = _Server(config, self.connections, lambda: None)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=doors.BACKLOG)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
@@ -107,8 +111,10 @@ class Served:
 
 
 @contextmanager
-def served(limits: ConnectionLimits = SMALL, api_key: str | None = None) -> Iterator[Served]:
-    found = Served(limits, api_key)
+def served(
+    limits: ConnectionLimits = SMALL, api_key: str | None = None, tls: tuple[Path, Path] | None = None
+) -> Iterator[Served]:
+    found = Served(limits, api_key, tls)
     found.thread.start()
     try:
         yield found
@@ -200,6 +206,42 @@ def test_idle_connections_give_way_to_new_ones() -> None:
             stack.enter_context(server.connect())
         assert status(server.ask(GET)) == 200
         assert status(server.ask(POST + b"content-length: 2\r\n\r\n{}")) == 200
+
+
+def test_a_tls_handshake_that_never_ends_counts_and_is_closed(certificate: tuple[Path, Path]) -> None:
+    """As do idle connections without TLS; those that got through are served meanwhile."""
+    trusted = ssl.create_default_context(cafile=certificate[0])
+    most = SMALL.connections + SMALL.reserved
+    with served(replace(SMALL, first_byte_s=1.5), tls=certificate) as server, ExitStack() as stack:
+
+        def connect() -> socket.socket:
+            return stack.enter_context(trusted.wrap_socket(server.connect(), server_hostname="127.0.0.1"))
+
+        greeted = connect()
+        silent = [stack.enter_context(server.connect()) for _ in range(2 * most)]
+        time.sleep(0.3)
+        assert len(server.connections._greeting) == most - 1
+        assert sum(ended(connection, 0.01) for connection in silent) == most + 1
+        greeted.sendall(GET)
+        assert status(answer(greeted)) == 200
+        for connection in silent:
+            assert ended(connection, 3.0)
+        deadline_s = time.monotonic() + 5.0
+        while server.connections._greeting and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        later = connect()
+        later.sendall(GET)
+        assert status(answer(later)) == 200
+
+
+def test_idle_tls_connections_give_way_to_new_ones(certificate: tuple[Path, Path]) -> None:
+    trusted = ssl.create_default_context(cafile=certificate[0])
+    with served(replace(SMALL, first_byte_s=30.0), tls=certificate) as server, ExitStack() as stack:
+        for _ in range(3 * SMALL.connections):
+            found = stack.enter_context(trusted.wrap_socket(server.connect(), server_hostname="127.0.0.1"))
+        found.sendall(GET)
+        assert status(answer(found)) == 200
+        assert len(server.connections._open) <= SMALL.connections + SMALL.reserved
 
 
 def test_health_has_connections_of_its_own() -> None:
