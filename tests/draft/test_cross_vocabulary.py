@@ -114,8 +114,8 @@ def test_a_growing_text_is_the_same_in_both(text: str, cuts: list[int], kind: ty
         assert held == OTHER.tokenizer.encode(text)
 
 
-def test_a_long_text_is_written_anew_only_at_its_end() -> None:
-    text = "the thin an x\n" * 400
+@pytest.mark.parametrize("text", ["the thin an x\n" * 400, "漢字" * 300, "anthin" * 400])
+def test_a_long_text_is_written_anew_only_at_its_end(text: str) -> None:
     ids, retokenizer, held = TARGET.tokenizer.encode(text), StringRetokenizer(PAIR), []
     longest = 0
     for end in range(1, len(ids) + 1):

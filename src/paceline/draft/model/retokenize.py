@@ -191,14 +191,12 @@ class StringRetokenizer:
         ends = [0]
         ends += accumulate(map(len, texts))
         limit = len(tail.data) - KEPT_TAIL_BYTES
-        words = [
-            n
-            for n in range(1, len(texts))
-            if ends[n] <= limit and texts[n][:1].isspace() and not texts[n - 1][-1:].isspace()
-        ]
-        if words and tail.data.startswith(b"".join(texts[: words[-1]])):
-            tail.settled += words[-1]
-            del tail.data[: ends[words[-1]]]
+        borders = [n for n in range(1, len(texts)) if ends[n] <= limit and tail.data[ends[n]] & 0xC0 != 0x80]
+        words = [n for n in borders if texts[n][:1].isspace() and not texts[n - 1][-1:].isspace()]
+        last = (words or borders or [0])[-1]  # texts without spaces (Chinese, base64) have no words
+        if last and tail.data.startswith(b"".join(texts[:last])):
+            tail.settled += last
+            del tail.data[: ends[last]]
 
 
 def whole_text(data: bytes) -> str:
