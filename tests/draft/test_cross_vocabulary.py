@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backend.sampling import draw
-from paceline.core.nouns import BROKEN, SamplingSpec
+from paceline.core.nouns import BROKEN, Batch, Draft, Plan, SamplingSpec
 from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Request
 from paceline.draft.drafter import Vocabulary
-from paceline.draft.model.cross_vocabulary import ForeignRows
+from paceline.draft.model.cross_vocabulary import ForeignDraftModel, ForeignRows
 from paceline.draft.model.id_map import all_ids, map_tokens, shared_ids
 from paceline.draft.model.retokenize import (
     StringRetokenizer,
@@ -21,6 +22,7 @@ from paceline.draft.model.retokenize import (
     whole_text,
 )
 from tests.draft.foreign import other, renumbered
+from tests.engine.same_text import PLAIN, assert_same, make_engine, plain_answers, run
 from tests.tiny import tiny_tokenizer
 
 TARGET = Vocabulary("target", tiny_tokenizer(), 330)
@@ -179,3 +181,28 @@ def test_foreign_keep_what_stays_the_same(steps: list[tuple[int, list[int], int]
 @pytest.mark.parametrize("length", [200, 61])
 def test_a_text_without_room_is_refused(length: int) -> None:
     assert not ForeignRows(2, 3, 1000).renew(0, 0, [1] * length, 1)
+
+
+def test_a_row_whose_pages_were_short_drafts_again_once_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, drafted = make_engine("draft-model:model=other,k=2", PLAIN), []
+    (drafter,) = engine.drafting.drafters.values()
+    assert isinstance(drafter, ForeignDraftModel)
+    propose = drafter.propose
+
+    def noted(batch: Batch, plan: Plan) -> Draft:
+        draft = propose(batch, plan)
+        drafted.append({r.request_id for r, d in zip(batch.rows, draft.rows, strict=True) if len(d)})
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", noted)
+    del drafter._foreign._free[5:]  # pages for one of these texts, not for two
+    prompt = tuple(TARGET.tokenizer.encode("xyz" * 14))
+    requests = [
+        Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True), seed=0)
+        for name, n in (("first", 3), ("second", 10))
+    ]
+    assert_same(plain_answers(requests), run(engine, requests))
+    assert {"first"} in drafted
+    assert {"second"} in drafted
+    engine.release_rows()
+    assert len(drafter._foreign._free) == 5

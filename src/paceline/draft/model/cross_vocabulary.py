@@ -91,6 +91,7 @@ class ForeignDraftModel:
         self._kv = decoder.new_kv(num_pages, num_layers)
         self._foreign = ForeignRows(target.rows.num_rows, num_pages, min(max_len, decoder.config.max_context))
         self._retokenizers: dict[int, Retokenizer] = {}  # of rows whose text the drafter can follow
+        self._waiting: set[int] = set()  # rows whose pages were short, for another row to end
         kv_bytes = PAGES_PER_PAGE * self._kv.bytes_per_token
         self.needs = Needs(
             pages="own", kv_bytes_per_token=kv_bytes, reads=WHOLE_TEXT, reads_per_step=self._allowance
@@ -120,9 +121,12 @@ class ForeignDraftModel:
         return {}
 
     def release(self, row: int) -> None:
-        """Forget the row."""
-        self._foreign.release(row)
-        self._retokenizers.pop(row, None)
+        """Forget the row. Those that waited for its pages begin again."""
+        self._waiting.discard(row)
+        if self._retokenizers.pop(row, None) is not None:
+            self._foreign.release(row)
+            while self._waiting:
+                self._retokenizers[self._waiting.pop()] = self._new_retokenizer()
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""
@@ -137,9 +141,14 @@ class ForeignDraftModel:
         changed = retokenizer.renew(self._rows.tokens(row)) if retokenizer is not None else None
         if retokenizer is None or changed is None:
             return False
-        fits = self._foreign.renew(row, *changed, room=depth * retokenizer.passes_per_draft)
-        if not fits:  # nor will it later: the text only grows
-            self.release(row)
+        first, token_ids = changed
+        room = depth * retokenizer.passes_per_draft
+        fits = self._foreign.renew(row, first, token_ids, room)
+        if not fits:
+            del self._retokenizers[row]
+            self._foreign.release(row)
+            if first + len(token_ids) + room <= self._foreign.max_len:  # the text only grows, but other rows end
+                self._waiting.add(row)
         return fits
 
     def _catch_up(self, rows: list[int]) -> list[int]:
@@ -199,6 +208,7 @@ class ForeignRows:
 
     def __init__(self, num_rows: int, num_pages: int, max_len: int) -> None:
         self._rows = TokenRows(num_rows, max_len + SLACK_TOKENS)
+        self.max_len = self._rows.max_len
         self._valid = [0] * num_rows  # leading tokens of each row in the store, guesses included
         self._written = [0] * num_rows  # tokens of each row that were written, guesses included
         self._free = list(range(num_pages - 1, -1, -1))
@@ -255,7 +265,7 @@ class ForeignRows:
 
     def _reserve(self, row: int, length: int) -> bool:
         held, wanted = self._num_held[row], -(-length // PAGE_TOKENS)
-        if length > self._rows.max_len or wanted - held > len(self._free):
+        if length > self.max_len or wanted - held > len(self._free):
             return False
         if wanted > held:
             self._rows.put_pages(row, held, [self._free.pop() for _ in range(held, wanted)])
