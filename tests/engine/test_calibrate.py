@@ -278,3 +278,17 @@ def test_prices_are_kept_for_each_device(tmp_path: Path, monkeypatch: pytest.Mon
     about = measure(engines[1], config, "tiny", ONE).about
     assert (about["device"], about["buckets"]) == (DEVICE, list(BUCKETS))
     assert not {"device", "buckets"} & set(measure(engines[0], config, "tiny", ONE).about)
+
+
+def test_prices_are_kept_for_a_drafters_files_not_for_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    engine, found = make_engine("off", PLAIN), []
+    for named in (tmp_path, file := tmp_path / "model.gguf"):
+        config = EngineConfig(draft=f"auto:suffix+draft-model:model={named}")
+        for numbers in (b"one", b"two", b"one"):
+            file.write_bytes(numbers)
+            found.append(profile_file(engine, config, "tiny"))
+    assert found[::3] == found[2::3]
+    assert len(set(found)) == 4

@@ -21,7 +21,9 @@ from paceline.control.row_by_row import Objective
 from paceline.control.trace_files import TracedEngine, Tracer
 from paceline.core.errors import ConfigError
 from paceline.core.system import POLL_S, file_lock, processor, usable_cores
+from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.calibration import METHOD, QUICK, calibrate, room
+from paceline.model.content_key import digest_of
 from paceline.model.files.kept_data import LEARNT
 from paceline.model.files.pull import cache_folder
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 8  # drafts of a row that the controller considers
 LOCK_WAIT_S = 120.0  # for another engine that measures; a measurement takes some seconds
 MAX_NAME = 64
+MODEL_FILES = (".gguf", ".json", ".safetensors")
 KEEP_EVERY_S = 60.0  # between two times that a running engine keeps what was learnt
 WAITING = "another engine is measuring what steps cost; waiting for it at most %g s, for %s"
 
@@ -232,6 +235,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
             name: {fact: str(value) for fact, value in drafter.report().items()}
             for name, drafter in engine.drafting.drafters.items()
         },
+        "files": _named_files(config),
         "law": config.law,
         "backend": engine.target.decoder.describe(),  # with its device and numerics
         "weights": config.weight_type,
@@ -244,6 +248,18 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
         "cores": len(usable_cores()),
         "build": _build(),
     } | _declared(engine)
+
+
+def _named_files(config: EngineConfig) -> dict[str, list[str]]:
+    """Return digests of models that drafters were named by path: others may lie there now."""
+    found = {}
+    for one in parse_drafters(config.draft).configs:
+        if name := getattr(one, "model", None):
+            path = Path(name)
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            with suppress(OSError):  # then nobody can tell
+                found[one.name] = [digest_of(p) for p in files if p.suffix in MODEL_FILES and p.is_file()]
+    return found
 
 
 def _declared(engine: Engine) -> dict[str, object]:
