@@ -81,9 +81,6 @@ class LateView:
     def tokens(self, row: int) -> Any:
         return self._rows.token_ids[row, : self._known[row]]
 
-    def text(self, row: int) -> kernels.TextIndex:
-        return self.texts([row])[0]
-
     def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
         found = []
         for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,14 @@ def rows_of(text: tuple[int, ...]) -> Rows:
     return rows
 
 
+def text_of(rows: Rows) -> tuple[kernels.TextIndex, Any]:
+    return rows.texts([0])[0], rows.tokens(0)
+
+
+def pointer_of(hints: Hints) -> kernels.TokenHints | None:
+    return hints.pointers([0]).get(0)
+
+
 def choose(position: int = 0, temperature: float = 1.0, edits: Edits | None = None) -> SamplingSpec:
     params = SamplingParams(temperature=temperature)
     return SamplingSpec("argmax" if params.greedy else "noisy", params, seed=3, position=position, edits=edits)
@@ -46,14 +55,14 @@ def told(specs: list[SamplingSpec]) -> list[tuple[int, float]]:
 
 def test_who_knows_no_guess_is_told_what_followed_the_longest_match() -> None:
     rows, specs = rows_of(TEXT), [choose(p) for p in range(6)]
-    found = told(hinted(specs[:4], rows, 0, gain=2.0))
+    found = told(hinted(specs[:4], *text_of(rows), gain=2.0))
     assert [token_id for token_id, _ in found] == [7, 8, 9, 4]
     assert [add for _, add in found] == pytest.approx([2 * math.log(3)] * 4)
-    assert told(hinted(specs, rows_of((1, 2, 3)), 0, gain=2.0)) == []
+    assert told(hinted(specs, *text_of(rows_of((1, 2, 3))), gain=2.0)) == []
 
 
 def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
-    pointer = Hints(rows_of(TEXT), 2.0).pointer(0)
+    pointer = pointer_of(Hints(rows_of(TEXT), 2.0))
     cases: list[tuple[list[int], tuple[int, int] | None]] = [
         ([], (7, 3)),
         ([7, 8], (9, 5)),
@@ -63,14 +72,14 @@ def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
     for guesses, expected in cases:
         found = told([pointed(choose(), pointer, guesses)])
         assert found == ([(expected[0], pytest.approx(2 * math.log(expected[1])))] if expected else [])
-    assert Hints(rows_of(TEXT), 0.0).pointer(0) is None
+    assert Hints(rows_of(TEXT), 0.0).pointers([0]) == {}
     assert pointed(choose(), None, []) == choose()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_hint_is_taken_unless_the_drafter_knows_better(temperature: float) -> None:
     specs = [
-        pointed(choose(2, temperature), Hints(rows_of(TEXT), 5.0).pointer(0), guesses) for guesses in ([], [7])
+        pointed(choose(2, temperature), pointer_of(Hints(rows_of(TEXT), 5.0)), guesses) for guesses in ([], [7])
     ]
     unsure, sure = np.zeros(20, np.float32), np.zeros(20, np.float32)
     sure[11] = 30.0
@@ -81,8 +90,8 @@ def test_a_hint_is_taken_unless_the_drafter_knows_better(temperature: float) -> 
 def test_what_penalties_edit_already_is_left_alone() -> None:
     rows, edits = rows_of(TEXT), Edits(np.array([3]), np.ones(1, np.float32), np.ones(1, np.float32))
     edited = choose(edits=edits)
-    assert hinted([edited], rows, 0, gain=1.0) == [edited]
-    assert pointed(edited, Hints(rows, 1.0).pointer(0), []) is edited
+    assert hinted([edited], *text_of(rows), gain=1.0) == [edited]
+    assert pointed(edited, pointer_of(Hints(rows, 1.0)), []) is edited
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
@@ -119,7 +128,7 @@ def test_what_was_said_behind_a_refused_draft_is_told_where_its_tokens_come_agai
     batch, scores, verdict = scored((10, 11, 12), [20, 21, 22, 23], num_kept=0)
     rows.commit(batch, verdict)
     hints.learn(batch, scores, verdict)
-    pointer = hints.pointer(0)
+    pointer = pointer_of(hints)
     cases = {
         (): None,  # behind 3 20 nothing was scored
         (10,): (21, 3),  # behind 10, which followed another token
@@ -139,7 +148,7 @@ def test_what_text_and_target_both_say_gets_what_both_give() -> None:
     batch, scores, verdict = scored((7, 11, 8), [7, 8, 8, 9], num_kept=1)
     rows.commit(batch, verdict)
     hints.learn(batch, scores, verdict)
-    ((token_id, add),) = told([pointed(choose(), hints.pointer(0), ())])
+    ((token_id, add),) = told([pointed(choose(), pointer_of(hints), ())])
     assert (token_id, add) == (9, pytest.approx(2 * math.log(5) + GAINS.token))
 
 
@@ -149,20 +158,20 @@ def test_nothing_is_learnt_where_nothing_more_was_scored() -> None:
     for chosen, num_kept in (([10, 11, 12], 2), ([4, UNCHOSEN, BROKEN], 0), ([5], 0)):
         hints.note({0: (10, 11)})
         hints.learn(*scored((10, 11), chosen, num_kept))
-        assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
+        assert told([pointed(choose(), pointer_of(hints), guesses) for guesses in ((10,), (10, 11))]) == []
     hints.learn(*scored((10, 11), [4, 5, 6], 0))  # another drafter's
     hints.note({0: (10, 11)})
     hints.learn(*scored((12, 13), [12, 5, 6], 1))  # what a grammar put in the place of its drafts
-    assert told([pointed(choose(), hints.pointer(0), guesses) for guesses in ((10,), (10, 11))]) == []
+    assert told([pointed(choose(), pointer_of(hints), guesses) for guesses in ((10,), (10, 11))]) == []
 
 
 def test_a_row_that_is_released_takes_what_was_said_along() -> None:
     hints = Hints(rows_of((1, 2, 3)), 0.0, GAINS)
     hints.note({0: (10, 11)})
     hints.learn(*scored((10, 11), [4, 5, 6], 0))
-    assert told([pointed(choose(), hints.pointer(0), (10,))]) == [(5, 6)]
+    assert told([pointed(choose(), pointer_of(hints), (10,))]) == [(5, 6)]
     hints.release(0)
-    assert told([pointed(choose(), hints.pointer(0), (10,))]) == []
+    assert told([pointed(choose(), pointer_of(hints), (10,))]) == []
 
 
 @given(data=st.data())
@@ -175,7 +184,7 @@ def test_the_kernel_keeps_what_its_plain_twin_keeps(data: st.DataObject) -> None
         num_kept, place = data.draw(st.integers(0, len(drafted) - 1)), data.draw(st.integers(0, 12))
         twin.learn(drafted, chosen, num_kept, place)
         fast.learn(drafted, np.array(chosen), num_kept, place)
-    index = rows.text(0)
+    (index,) = rows.texts([0])
     for before, last, place in product(range(7), range(7), (0, 5, 12)):
         pointer = kernels.TokenHints(index, np.array([before, last]), 0.0, 2, 32)
         pointer.add_recycled(fast, GAINS, place)

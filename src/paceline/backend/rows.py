@@ -167,12 +167,8 @@ class Rows(TokenRows):
         """Return how many of a row's tokens have target KV."""
         return self.computed.item(row)
 
-    def text(self, row: int) -> kernels.TextIndex:
-        """Return the index of a row's committed tokens, made when it is first asked for."""
-        return self.texts([row])[0]
-
     def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
-        """Return the indexes of several rows."""
+        """Return indexes of rows' committed tokens, each made when it is first asked for."""
         texts = [self._texts[row] or self._new_text(row) for row in rows]
         kernels.extend_rows(texts, rows, self.token_ids, self.length)
         return texts

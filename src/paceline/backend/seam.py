@@ -425,11 +425,8 @@ class RowView(Protocol):
     def tokens(self, row: int) -> NDArray[int64]:
         """Return a row's committed tokens, [known_len] int64 on the host, read-only."""
 
-    def text(self, row: int) -> kernels.TextIndex:
-        """Return an index of the same, made when it is first asked for."""
-
     def texts(self, rows: Sequence[int]) -> list[kernels.TextIndex]:
-        """Return the indexes of several rows."""
+        """Return indexes of rows' committed tokens, each made when it is first asked for."""
 
     def page_ids(self, row: int, start: int, end: int) -> list[int]:
         """Return entries `start` to `end` of a row's page table."""

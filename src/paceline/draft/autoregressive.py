@@ -19,7 +19,7 @@ from paceline.core.nouns import UNCHOSEN, RowDraft
 from paceline.core.tree import Branches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy import floating
     from numpy.typing import NDArray
@@ -168,11 +168,12 @@ def extend(
 
 
 def begin(
-    starts: Iterable[int], depth: Mapping[int, int], plan: Plan, hints: Hints, branches: int = 0
+    starts: Collection[int], depth: Mapping[int, int], plan: Plan, hints: Hints, branches: int = 0
 ) -> dict[int, Chain]:
     """Begin a chain of `depth[row]` guesses for each row, with stop, hints and branches."""
+    pointers = hints.pointers(starts)
     return {
-        row: Chain(row, depth[row], hints.pointer(row), plan.stop(row), min(plan.branches(row), branches))
+        row: Chain(row, depth[row], pointers.get(row), plan.stop(row), min(plan.branches(row), branches))
         for row in starts
     }
 

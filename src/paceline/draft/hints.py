@@ -21,7 +21,7 @@ from paceline import kernels
 from paceline.backend.seam import HintRule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from paceline.backend.seam import RowView
     from paceline.core.nouns import Batch, Scores, Verdict
@@ -55,15 +55,16 @@ class Hints:
         self._drafted: dict[int, list[int]] = {}  # row -> its newest token, and the drafts behind it
         self._recycled: dict[int, kernels.RecycledTokens] = {}
 
-    def pointer(self, row: int) -> kernels.TokenHints | None:
-        """Return the pointer to hinted tokens for the drafts of a row; None without hints."""
-        if not self.gain and row not in self._recycled:
-            return None
-        tail = self._rows.tokens(row)[-MAX_MATCH:]
-        pointer = kernels.TokenHints(self._rows.text(row), tail, self.gain, MIN_MATCH, MAX_MATCH)
-        if row in self._recycled:
-            pointer.add_recycled(self._recycled[row], self.recycled_gains, self._rows.known_len(row))
-        return pointer
+    def pointers(self, rows: Iterable[int]) -> dict[int, kernels.TokenHints]:
+        """Return pointers to hinted tokens for the drafts of those rows that have hints."""
+        hinted = [row for row in rows if self.gain or row in self._recycled]
+        found = {}
+        for row, text in zip(hinted, self._rows.texts(hinted), strict=True):
+            tail = self._rows.tokens(row)[-MAX_MATCH:]
+            found[row] = kernels.TokenHints(text, tail, self.gain, MIN_MATCH, MAX_MATCH)
+            if row in self._recycled:
+                found[row].add_recycled(self._recycled[row], self.recycled_gains, self._rows.known_len(row))
+        return found
 
     def note(self, drafts: Mapping[int, Sequence[int]]) -> None:
         """Take in the drafts of some rows, before they are scored."""

@@ -19,7 +19,11 @@ from paceline.draft.hints import MAX_MATCH, MIN_MATCH
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.backend.seam import HeadRunner, PassResult, RowView, Span
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from paceline import kernels
+    from paceline.backend.seam import HeadRunner, PassResult, Span
     from paceline.core.nouns import SamplingSpec
     from paceline.draft.autoregressive import Chain
     from paceline.draft.drafter import Target
@@ -62,10 +66,11 @@ class ParallelHeadDrafter(HeadDrafter):
         """
         specs: list[SamplingSpec] = []
         first: dict[int, int] = {}
-        for row in starts:
+        for row, text in zip(starts, self._rows.texts(list(starts)), strict=True):
             first[row] = len(specs)
             masks = [self._mask] * (chains[row].depth - 1)
-            for spec in hinted(self._rows.row_specs(row, masks), self._rows, row, BLIND_GAIN):
+            tail = self._rows.tokens(row)[-MAX_MATCH:]
+            for spec in hinted(self._rows.row_specs(row, masks), text, tail, BLIND_GAIN):
                 waits = self._dense or spec.params.penalised
                 specs.append(spec._replace(kind="logits" if waits else spec.kind, margin=True))
         spans: list[Span] = [
@@ -76,13 +81,14 @@ class ParallelHeadDrafter(HeadDrafter):
         return self._head.launch(request).wait(), first
 
 
-def hinted(specs: Sequence[SamplingSpec], rows: RowView, row: int, gain: float) -> list[SamplingSpec]:
+def hinted(
+    specs: Sequence[SamplingSpec], text: kernels.TextIndex, tail: NDArray[int64], gain: float
+) -> list[SamplingSpec]:
     """Return specs of a row's next drafts with hints, where none knows those before it.
 
     The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
     """
-    tail = rows.tokens(row)[-MAX_MATCH:]
-    found, _, match = rows.text(row).propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
+    found, _, match = text.propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
     some = [with_hint(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]
     return [*some, *specs[len(some) :]]
 
