@@ -131,7 +131,8 @@ class HeadDrafter:
         if many:
             for row in rows:
                 self._entries.leave_out(row, max(_NEAR // num_rows, _LEAST_NEAR))
-        behind = {row: self._entries.missing(row) for row in rows if self._entries.may_draft(row)}
+        # Others lack taps, or their newest token was read already.
+        behind = {row: n for row in rows if (n := self._entries.missing(row)) + self.entries_lag > 0}
         allowance = CATCH_UP_TOKENS if many else self._allowance
         ready, nearer = share_out(behind, allowance)
         nearer |= {row: behind[row] - 1 for row in ready if behind[row] > _MANY_BEHIND}
@@ -196,14 +197,10 @@ class TappedRuns:
                 self._begin[row] = start
             self._end[row] = start + count
 
-    def reaches(self, row: int) -> bool:
-        """Return True if the run goes up to a row's newest token but one."""
-        return self._end[row] >= self._rows.known_len(row) - 1
-
     def first_entry(self, row: int) -> int:
-        """Return a row's first token from which all predecessors' taps are there, or its length."""
+        """Return the first token from which all predecessors' taps are there, or length + 1."""
         length = self._rows.known_len(row)
-        return self._begin[row] + 1 if self.reaches(row) else length
+        return self._begin[row] + 1 if self._end[row] >= length - 1 else length + 1
 
     def valid_len(self, row: int) -> int:
         """Return a row's leading tokens whose taps are all there; 0 behind a hole."""
@@ -239,10 +236,6 @@ class Entries:
         """Return how many entries are still to be made."""
         return self._rows.known_len(row) - self._lag - self.start(row)
 
-    def may_draft(self, row: int) -> bool:
-        """Return True if a row's taps are there, and its newest token is unread."""
-        return self._tapped.reaches(row) and self.start(row) < self._rows.known_len(row)
-
     def leave_out(self, row: int, num_kept: int) -> None:
         """Make only the last `num_kept` of a row's missing entries; earlier ones are never read.
 
@@ -250,9 +243,10 @@ class Entries:
         knows less of entries behind those left out, also in a page that another row shares: that row's drafts may
         be a little worse for it, its text is the same.
         """
-        there = self.start(row) - self.first(row)
-        if self.missing(row) > max(num_kept, min(there, _KEEP_FACTOR * num_kept)):
-            self._left_out[row] = self._rows.known_len(row) - num_kept
+        first, length = self.first(row), self._rows.known_len(row)
+        start = max(self._end[row], first)
+        if length - self._lag - start > max(num_kept, min(start - first, _KEEP_FACTOR * num_kept)):
+            self._left_out[row] = length - num_kept
 
     def add(self, row: int, count: int) -> None:
         """Note that `count` more entries were made."""
