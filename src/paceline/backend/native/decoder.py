@@ -233,13 +233,12 @@ def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
     """Return the stops of rows: odds, sureness, least; 0 without. [sum of depths, 3]"""
     if not any(limit.stop for limit in steps):
         return np.empty((0, 3))
-    table: list[tuple[float, float, float]] = []
+    odds, sureness, least = list[float](), list[float](), list[float]()
     for depth, stop, _ in steps:
-        if stop is None:
-            table += [(0.0, 0.0, 0.0)] * depth
-        else:
-            table += zip(stop.odds[:depth], [stop.sureness] * depth, stop.least[:depth], strict=True)
-    return np.array(table)
+        odds += stop.odds[:depth] if stop else [0.0] * depth
+        sureness += [stop.sureness if stop else 0.0] * depth
+        least += stop.least[:depth] if stop else [0.0] * depth
+    return np.array([odds, sureness, least]).T.copy()
 
 
 _NO_COPIES, _NO_NUMBERS = np.empty((0, 2), np.int64), np.empty(0, np.float32)
