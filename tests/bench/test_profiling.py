@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from paceline import cli
 from paceline.bench.pictures import draw_profile
+from paceline.bench.step_table import WatchedK
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.files import Profile, read_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from paceline.core.nouns import Batch
 
 PASS = Curve.of([1, 64], [0.01, 0.02])
 DRAFTING = Curve.of([1, 64], [0.001, 0.002])
@@ -40,8 +43,22 @@ def profiled(model: Path, prompts: Path, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """Rows that were asked for in a cell, and rows that one of its steps had."""
+    seen = set()
+    observe = WatchedK.observe
+
+    def noted(watched: WatchedK, batch: Batch, *rest: Any) -> tuple[()]:
+        seen.add((watched.num_rows, len(batch.rows)))
+        return observe(watched, batch, *rest)
+
+    monkeypatch.setattr(WatchedK, "observe", noted)
+    return seen
+
+
 def test_whole_steps_are_measured_on_a_data_set(
-    profiled: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    profiled: Callable[..., Path], steps: set[tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = profiled(
         *("--draft", "ngram:min=1", "--format", "dynamic-sd", "--batch-sizes", "4,1", "--ks", "3,1"),
@@ -55,6 +72,7 @@ def test_whole_steps_are_measured_on_a_data_set(
     profile = read_profile(out)
     assert isinstance(profile.cost, TableCost)
     assert (profile.cost.seconds(4, 0.0) > 0).all()
+    assert {(1, 1), (4, 4)} <= steps
     shown = capsys.readouterr().out
     assert "ms of a step" in shown
     assert "warmup_steps (10) is not used: " in shown
@@ -62,12 +80,15 @@ def test_whole_steps_are_measured_on_a_data_set(
     assert capsys.readouterr().out == shown.partition("written to")[0]
 
 
-def test_parts_and_acceptance_are_measured_together(profiled: Callable[..., Path]) -> None:
+def test_parts_and_acceptance_are_measured_together(
+    profiled: Callable[..., Path], steps: set[tuple[int, int]]
+) -> None:
     profile = read_profile(profiled("--draft", "draft-model:layers=1", "--max-tokens", "24"))
     assert isinstance(profile.cost, MeasuredCost)
     assert len(profile.accepted_at) == 8
     assert all(a >= b for a, b in zip(profile.accepted_at, profile.accepted_at[1:], strict=False))
     assert profile.accepted_at[0] > 0
+    assert max(rows for _, rows in steps) > 1
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def acceptance(engine: Engine, questions: Sequence[Question], k: int, num_rows: 
     """
     name = only_drafter(engine)
     k = min(k, engine.drafting.drafters[name].needs.max_k)
-    watched = WatchedK(name, k, num_rows)
+    watched = WatchedK(name, k, num_rows=num_rows)
     _answer(engine, watched, questions, None)
     kept = np.array(watched.kept)
     return tuple(float((kept > depth).mean()) for depth in range(k)) if kept.size else ()
@@ -92,7 +92,7 @@ def measure_table(
     seconds: dict[tuple[int, int], float] = {}
     for done, (rows, k) in enumerate(cells):
         progress(done, len(cells) + 1)
-        watched = WatchedK(name if k else None, k, rows)
+        watched = WatchedK(name if k else None, k, num_rows=rows)
         _answer(engine, watched, _cycled(questions, REQUESTS_A_ROW * rows), num_steps)
         if not watched.steps_s:
             raise ConfigError(f"in no step {rows} rows decoded: raise --max-tokens, or lower --batch-sizes")

@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from paceline.control.protocols import StepAccounting, StepTimes
     from paceline.core.nouns import Batch, Verdict
 
+MOST_BRANCHES = 16  # tokens beside a row's drafts, as far as the drafter hands out any
+
 
 @dataclass(frozen=True, slots=True)
 class FixedK:
-    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding.
-
-    branches: tokens beside them, as far as the drafter hands out any.
-    """
+    """Plans k drafts of one drafter for every row. `drafter=None` is plain decoding."""
 
     drafter: str | None = None
     k: int = 0
-    branches: int = 16
 
     def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
         """Return False: plans do not depend on previews."""
@@ -51,7 +49,7 @@ class FixedK:
             return Plan()
         ks = np.minimum(view.max_drafts, self.k).tolist()
         planned = zip(view.rows.tolist(), ks, strict=True)
-        return Plan({row: RowPlan(self.drafter, k, None, self.branches) for row, k in planned})
+        return Plan({row: RowPlan(self.drafter, k, None, MOST_BRANCHES) for row, k in planned})
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """Return the whole draft."""
