@@ -346,7 +346,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "max_open": "N answers that may be open at once",
     }
     add_flags(group, _DEFAULTS, flags)
-    group.add_argument("--api-key", metavar="KEY", help="ask for this key on every route but /health")
+    group.add_argument("--api-key", metavar="KEY", help="ask for this key on all routes but the probes")
     group.add_argument(
         "--insecure", action="store_true", help="let other machines in without a key, and answer to any name"
     )

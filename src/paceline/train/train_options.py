@@ -72,7 +72,7 @@ def add_training(parser: ArgumentParser) -> None:
         "--start-from",
         type=Path,
         metavar="FOLDER",
-        help="a trained drafter for this target to go on from: for heads one of either kind",
+        help="a trained drafter for this target: EAGLE-3 and P-EAGLE from either, others from their own kind",
     )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")

@@ -98,7 +98,7 @@ class EngineConfig:
         _bounded("--max-queued-tokens", self.limits.max_queued_tokens, 1, 1 << 32)
         _bounded("--threads", self.threads, 1, MAX_THREADS)
         _bounded("--kv-tokens", self.kv_tokens, 16, 1 << 32)
-        _bounded("--kv-budget", self.kv_budget or 0, 0, 1 << 56)
+        _bounded("kv_budget", self.kv_budget or 0, 0, 1 << 56)
         _bounded("--replicas", self.sharers, 1, MAX_SHARERS)
         _bounded("--packed-cache-bytes", self.packed_cache_bytes, 0, 1 << 50)
         _bounded("--kv-disk-bytes", self.kv_disk_bytes, 1 << 20, 1 << 50)
