@@ -48,7 +48,7 @@ class DiskCounts:
     pages_written: int = 0
     pages_read: int = 0
     pages_lost: int = 0  # evicted before they were written
-    failures: int = 0  # writes that failed, and pages that were broken
+    failures: int = 0  # writes that failed, pages that were broken, readings that stalled
     read_s: float = 0.0
 
 

@@ -56,7 +56,7 @@ class SlidingPool(PagePool):
         return now
 
     def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """See `PagePool`: pages behind the window may be gone."""
+        """See `PrefixCache`: pages behind the window may be gone."""
         if not self.slides:
             return 0, self.match(hashes)
         found = [self._by_hash.get(page_hash) for page_hash in hashes] if self.caching else []

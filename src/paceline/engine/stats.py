@@ -55,7 +55,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the engine was made; `since` gives the difference of two snapshots."""
+    """Counters since the engine began to serve; `since` gives the difference of two snapshots."""
 
     steps: int = 0
     overlapped_steps: int = 0  # steps of one of two groups

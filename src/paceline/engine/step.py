@@ -1,6 +1,6 @@
 """One step of the engine: the six verbs, their data, and the serial loop.
 
-`overlapped_loop.py` is the other loop. `engine.py` adds requests and counters.
+`overlapped_loop.py` and `late_loop.py` are the other loops. `engine.py` adds requests and counters.
 """
 
 from __future__ import annotations

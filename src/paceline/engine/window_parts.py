@@ -208,7 +208,7 @@ class PartedPool(SlidingPool):
     # The prefix cache ----------------------------------------------------------------------------
 
     def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """See `PagePool`: all pages, and the window parts that will be read."""
+        """See `PrefixCache`: all pages, and the window parts that will be read."""
         found: list[int] = []
         best = run = 0
         for page_hash in hashes if self.caching else ():
@@ -229,7 +229,7 @@ class PartedPool(SlidingPool):
         return first, pages
 
     def publish(self, page: int, page_hash: bytes, chain: PageChain | None = None, index: int = 0) -> None:
-        """See `PagePool`. A page with its window part takes the place of one without."""
+        """See `PrefixCache`. A page with its window part takes the place of one without."""
         before = self._by_hash.get(page_hash)
         if before is not None and self._hash[page] is None and self._there[page] and not self._there[before]:
             self._withdraw(before)
@@ -243,7 +243,7 @@ class PartedPool(SlidingPool):
         self._unpublish(page)
 
     def forget(self) -> None:
-        """See `PagePool`."""
+        """See `PrefixCache`."""
         for page in list(self._idle_parts):
             self._drop_part(page)
         for page in self._idle:

@@ -67,7 +67,7 @@ class Placement:
 
 
 class DrafterGivenUp(Exception):  # noqa: N818 (a state, no error of the user's)
-    """A drafter hangs in a call and is not called any more."""
+    """A drafter hangs in a call; it is left alone for a while."""
 
 
 class PlacedDrafter:

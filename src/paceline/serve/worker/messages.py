@@ -135,7 +135,7 @@ class Rejected(Message, frozen=True):
 
 
 class OutcomeBatch(Message, frozen=True):
-    """Outcomes of one step."""
+    """Outcomes, in their order."""
 
     outcomes: tuple[Outcome, ...]
 

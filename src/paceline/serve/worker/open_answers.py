@@ -39,7 +39,7 @@ class OpenAnswers:
         return still_open
 
     def bring(self, batch: OutcomeBatch) -> None:
-        """Bring a step's outcomes to their answers. Those of cancelled requests are dropped."""
+        """Bring outcomes to their answers. Those of cancelled requests are dropped."""
         for outcome in batch.outcomes:
             answers = self._by_id.get(outcome.request_id)
             if answers is not None:
