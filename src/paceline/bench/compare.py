@@ -243,7 +243,6 @@ SCENARIOS = {
     "day": _day,
     "overlap": _overlap,
     "rollout": _rollout,
-    "turns": _overlap,  # the former name of `overlap`
 }
 
 
