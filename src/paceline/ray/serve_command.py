@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import ConfigError, EngineDied
 from paceline.core.system import usable_cores
 from paceline.engine.assembly.cli_options import engine_config
+from paceline.engine.assembly.config import Choice
 from paceline.engine.wire import error_of
 from paceline.ray.front_options import UNPUBLISHED
 from paceline.ray.local_ray import ray_folder, start_local_ray
 from paceline.serve.chat_options import chat_options
 from paceline.serve.server import HttpServer, add_arguments, begin_logs, http_config, tell_ready
-from paceline.serve.worker.messages import StartupChoice
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -191,7 +191,7 @@ def _as_guest(application: str) -> Iterator[None]:
                 end_serve(application)
 
 
-Placed = tuple[StartupChoice, ...]  # where engines are
+Placed = tuple[Choice, ...]  # where engines are
 
 
 def deploy(replicas: int, engine: EngineConfig, threads: int | None, application: str, *, joined: bool) -> Placed:
@@ -217,8 +217,8 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"
     size = f"{replicas} engine{'s' * (replicas > 1)} of {cpus} core{'s' * (cpus > 1)}"
     return (
-        StartupChoice("ray", where, f"{ADDRESS} names a cluster to join, or Ray is started"),
-        StartupChoice("replicas", size, "--threads" if threads else f"{cores} cores among --replicas"),
+        Choice("ray", where, f"{ADDRESS} names a cluster to join, or Ray is started"),
+        Choice("replicas", size, "--threads" if threads else f"{cores} cores among --replicas"),
     )
 
 

@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from paceline.engine.assembly.config import EngineConfig
+    from paceline.engine.assembly.config import Choice, EngineConfig
     from paceline.serve.chat_options import ChatOptions
     from paceline.serve.engines import Engines
     from paceline.serve.worker.child import EngineChild
-    from paceline.serve.worker.messages import Progress, Ready, StartupChoice
+    from paceline.serve.worker.messages import Progress, Ready
 
 log = logging.getLogger(__name__)
 
@@ -449,9 +449,7 @@ async def _serve(
     return 0
 
 
-def tell_ready(
-    config: HttpConfig, began_s: float, url: str, ready: Ready, more: Sequence[StartupChoice] = ()
-) -> None:
+def tell_ready(config: HttpConfig, began_s: float, url: str, ready: Ready, more: Sequence[Choice] = ()) -> None:
     """Show what was chosen, and where it serves. more: choices beside the engine's, shown first."""
     show_choices((*more, *ready.choices), sys.stdout)
     ready_s = time.monotonic() - began_s

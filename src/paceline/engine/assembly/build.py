@@ -19,7 +19,7 @@ from paceline.draft.drafter import DraftWeights, Memory, Target, Vocabulary
 from paceline.draft.registry import parse_drafters
 from paceline.engine.assembly.auto import close_loop
 from paceline.engine.assembly.built_again import rebuilders
-from paceline.engine.assembly.config import OFF, ON
+from paceline.engine.assembly.config import OFF, ON, Choice
 from paceline.engine.assembly.kv_choices import (
     choose_kv_type,
     describe_disk,
@@ -78,15 +78,6 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
     OnLanguage = Callable[[bytes, Tokenizer, TemplateSource | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One line of the start-up banner: what was chosen, and why."""
-
-    what: str
-    value: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)

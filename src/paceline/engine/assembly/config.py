@@ -217,6 +217,15 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """One line of the start-up banner: what was chosen, and why."""
+
+    what: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """Choices by free memory, for engines that are to be equals of the first."""
 

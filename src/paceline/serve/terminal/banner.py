@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, TaskID
 
-    from paceline.engine.assembly.build import Choice
-    from paceline.serve.worker.messages import StartupChoice
+    from paceline.engine.assembly.config import Choice
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -78,7 +77,7 @@ def printable(text: str, stream: TextIO) -> str:
     return text if not stream.isatty() else _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def show_choices(choices: Iterable[Choice | StartupChoice], stream: TextIO) -> None:
+def show_choices(choices: Iterable[Choice], stream: TextIO) -> None:
     """Show what was chosen at start-up, and why."""
     if not stream.isatty():
         for choice in choices:

@@ -9,7 +9,7 @@ from paceline.core.errors import RequestError
 from paceline.core.pass_notes import StepNote
 from paceline.core.request_nouns import Outcome
 from paceline.core.watchdog import WATCHDOG_S
-from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.engine.assembly.config import Choice, EngineConfig, Settled
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Message, RequestId, Submit
@@ -79,14 +79,6 @@ class Language(Message, frozen=True):
         return cls(ready.tokenizer_json, ready.template, ready.eos_ids, ready.bos_id)
 
 
-class StartupChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of the banner. Equal to the engine's `Choice`, whose module imports torch."""
-
-    what: str
-    value: str
-    why: str
-
-
 class StepProfile(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of the target's passes, as measured at the start."""
 
@@ -105,7 +97,7 @@ class Ready(Message, frozen=True):
     eos_ids: tuple[int, ...]
     bos_id: int | None
     template: Template | None  # None: the model has none, so chat is refused
-    choices: tuple[StartupChoice, ...]
+    choices: tuple[Choice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
     sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
     profile: StepProfile | None = None  # None: nobody has measured it
