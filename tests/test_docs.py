@@ -281,8 +281,8 @@ def test_the_backend_of_the_tutorial_loads(tmp_path, monkeypatch):
     config = tiny_config(num_layers=1)
     decoder = spec.load()(config, tiny_weights(config), spec.weight_type(None), spec.kv_type(None, "f32"), None)
     assert decoder.name == spec.name == "mine"
-    assert spec.load_head()
-    assert spec.load_cut_model()
+    assert spec.load_head(1)
+    assert spec.load_cut_model(1)
 
 
 def listed_paths(text: str) -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ class SlowAcceptanceModel(AcceptanceModel):
         """Return the same with the drafter's confidence. [n, depth]; NaN stays NaN."""
         depth = confidence.shape[1]
         z = logit(confidence) - self.mean_confidence[:depth]
-        z *= self.shared.confidence_weight
+        z *= self.shared.values[1]
         z += self.depth_logit[:depth]
         z += self.row_logit[rows][:, None]
         return z
@@ -76,7 +76,7 @@ class SlowAcceptanceModel(AcceptanceModel):
         z = self.logits(rows)
         after = np.minimum(np.arange(self.max_depth) + 1, self.max_depth - 1)
         least = bar / sigmoid(z[:, after])
-        weight = self.shared.confidence_weight
+        weight = self.shared.values[1]
         z -= weight * self.mean_confidence
         found = [Stop(odds, weight, low) for odds, low in zip(z.tolist(), least.tolist(), strict=True)]
         return found, [_deepest(stop) for stop in found]
@@ -121,7 +121,7 @@ class SlowAcceptanceModel(AcceptanceModel):
     ) -> None:
         """One step of the filter, all outcomes at once. tested, kept: [n, depth] 1 or 0."""
         depth_var, row_var, row_logit = self.depth_var[:depth], self.row_var[rows], self.row_logit[rows]
-        weight_of_confidence = self.shared.confidence_weight
+        weight_of_confidence = self.shared.values[1]
         chance = sigmoid(self.depth_logit[:depth] + row_logit[:, None] + weight_of_confidence * delta)
         error = tested * (kept - chance)
         weight = tested * (chance - chance * chance)
@@ -145,7 +145,7 @@ class SlowAcceptanceModel(AcceptanceModel):
     def _learn_confidence_weight(self, weight: float, error: float) -> None:
         values = self.shared.values
         values[2] = 1 / (1 / (values[2] + RATES.weight_drift) + weight)
-        values[1] = max(0.0, self.shared.confidence_weight + values[2] * error)
+        values[1] = max(0.0, values[1] + values[2] * error)
 
     def _confidence_delta(self, logits: NDArray[float64]) -> NDArray[float64]:
         """Update the means, and return how far each confidence is above its mean, 0 where unknown. [n, depth]"""

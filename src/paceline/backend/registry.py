@@ -81,12 +81,12 @@ class BackendSpec:
         loader = partial(loader, numerics=numerics) if numerics else loader
         return self._checked(_with_ranks(loader, num_ranks), lambda config: config)  # type: ignore[no-any-return]
 
-    def load_head(self, num_ranks: int = 1) -> LoadHeadRunner:
+    def load_head(self, num_ranks: int) -> LoadHeadRunner:
         """Import the maker of its runners of draft heads."""
         loader = _with_ranks(self._imported(self.head_loader), num_ranks)
         return self._checked(loader, lambda head: head.config.layers)  # type: ignore[no-any-return]
 
-    def load_cut_model(self, num_ranks: int = 1) -> LoadCutModel:
+    def load_cut_model(self, num_ranks: int) -> LoadCutModel:
         """Import the maker of its decoders of draft models that share the target's tables."""
         loader = _with_ranks(self._imported(self.cut_model_loader), num_ranks)
         return self._checked(loader, lambda model: model.config)  # type: ignore[no-any-return]

@@ -61,11 +61,6 @@ class SharedEffects:
         """Variance of the offsets of rows."""
         return float(self.values[0])
 
-    @property
-    def confidence_weight(self) -> float:
-        """Logits of acceptance that one logit of confidence is worth."""
-        return float(self.values[1])
-
 
 class AcceptanceModel:
     """Estimates for one drafter, in arrays that compiled code reads and updates."""

@@ -140,7 +140,7 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket, scheme: str = "http") -> str:
+def url_of(bound: socket.socket, scheme: str) -> str:
     """Return the URL under which this machine reaches a bound socket."""
     host, port = bound.getsockname()[:2]
     address = ipaddress.ip_address(host)

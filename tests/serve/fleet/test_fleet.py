@@ -644,7 +644,7 @@ def test_answers_whose_law_changes_texts_are_written_once() -> None:
 
 
 def test_hedging_keeps_to_its_budget() -> None:
-    hedging = Hedging()
+    hedging = Hedging(0.02)
     for _ in range(MIN_SAMPLES):
         hedging.first_token(0.1, 0.1)
     hedging.num_requests = 49

@@ -9,13 +9,15 @@ import logging
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.serve.engines import Disconnected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from prometheus_client import Counter
 
     from paceline.core.request_nouns import Request
     from paceline.serve.engines import Answers, Event
@@ -25,13 +27,6 @@ MOST_KEPT = 64  # finished answers that wait for an idle replica
 SUFFIX = "-audit"  # of the request's id
 
 log = logging.getLogger(__name__)
-
-
-class Counts(Protocol):
-    """Counter of a metric."""
-
-    def inc(self) -> None:
-        """Count one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +57,7 @@ class Audit:
 class Audits:
     """The answers that are to be compared; one is written again at a time."""
 
-    def __init__(self, share: float, done: Counts, mismatches: Counts) -> None:
+    def __init__(self, share: float, done: Counter, mismatches: Counter) -> None:
         """share: of the finished answers. done, mismatches: metrics."""
         self._share, self._done, self._mismatches = share, done, mismatches
         self._random = random.Random(0)  # noqa: S311 - a sample, no secret

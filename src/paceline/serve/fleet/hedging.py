@@ -21,7 +21,7 @@ LEAST_WAIT_S = 0.05  # no first token is late before
 class Hedging:
     """Lateness of first tokens, against predictions, and the budget."""
 
-    def __init__(self, budget: float = BUDGET) -> None:
+    def __init__(self, budget: float) -> None:
         """budget: share of requests that may be hedged."""
         self._budget = budget
         self._late: deque[float] = deque(maxlen=MOST_SAMPLES)  # waited / predicted

@@ -303,7 +303,7 @@ def tell_costs(members: Collection[Member], stats: Stats) -> None:
             member.usual, member.per_pass, member.mean_length = usual, brought, length
 
 
-def summed(members: Collection[Member], gone: Stats | None = None) -> Snapshot | None:
+def summed(members: Collection[Member], gone: Stats | None) -> Snapshot | None:
     """Return the sum of several replicas' counters, which never falls; None without any.
 
     gone: counters of replicas that were removed. Gauges are of replicas whose engine works.

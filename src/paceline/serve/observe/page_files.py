@@ -57,10 +57,10 @@ def content_policy(html: bytes) -> str:
     )
 
 
-def load_page(folder: Path = FOLDER) -> dict[str, PageFile]:
+def load_page() -> dict[str, PageFile]:
     """Return the page's files by path of their URL."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in TYPES and path.is_file())
-    contents = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    paths = sorted(path for path in FOLDER.rglob("*") if path.suffix in TYPES and path.is_file())
+    contents = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
     whole = hashlib.sha256()
     for name, data in contents.items():
         whole.update(f"{name} {len(data)}\n".encode() + data)
