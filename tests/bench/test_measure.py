@@ -8,7 +8,6 @@ from paceline.bench.measure import (
     MeasuredAnswer,
     Run,
     acceptance_length,
-    accepted_per_position,
     busy_until,
     kept_per_position,
     record,
@@ -89,8 +88,9 @@ def test_answers_that_loop_are_left_out():
 
 
 def test_accepted_per_position_is_of_what_was_verified():
-    counts = [DraftCounts(9, [4, 2], [3, 0]), DraftCounts(9, [4, 0, 1], [1, 0, 1])]
-    assert accepted_per_position(counts) == [0.5, 0.0, 1.0]
+    drafters = {"a": DraftCounts(9, [4, 2], [3, 0]), "b": DraftCounts(9, [4, 0, 1], [1, 0, 1])}
+    figures = record(run([answer()], stats=Stats(drafters=drafters)))
+    assert figures["accepted_per_position"] == [0.5, 0.0, 1.0]
 
 
 def test_record_has_the_keys_of_the_contract():

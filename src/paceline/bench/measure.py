@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.statistics import num_repeated, repeat_share, spread_of
+from paceline.serve.observe.recent import acceptance_by_position
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.bench.prompt_file import Prompt
-    from paceline.engine.stats import DraftCounts, Stats
+    from paceline.engine.stats import Stats
 
     Json = dict[str, Any]
 
@@ -133,7 +134,7 @@ def _steps(stats: Stats | None) -> Json:
     per_step = MS_PER_S / max(stats.steps, 1)
     return {
         "steps": stats.steps,
-        "accepted_per_position": accepted_per_position(list(stats.drafters.values())),
+        "accepted_per_position": acceptance_by_position(stats),
         "k_histogram": list(stats.k_histogram),
         "draft_ms": stats.draft_s * per_step,
         "target_ms": stats.target_s * per_step,
@@ -144,17 +145,6 @@ def _steps(stats: Stats | None) -> Json:
         "prediction_error_p50": stats.predictions.median_error,
         "estimated_speedup": stats.predictions.speedup,
     }
-
-
-def accepted_per_position(counts: Sequence[DraftCounts]) -> list[float]:
-    """Return the accepted share of verified tokens at each position of a draft."""
-    depth = max((len(c.verified_at) for c in counts), default=0)
-    shares = []
-    for position in range(depth):
-        verified = sum(c.verified_at[position] for c in counts if position < len(c.verified_at))
-        accepted = sum(c.accepted_at[position] for c in counts if position < len(c.accepted_at))
-        shares.append(accepted / verified if verified else 0.0)
-    return shares
 
 
 def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:

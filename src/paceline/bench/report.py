@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline import __version__
 from paceline.bench.statistics import median_interval
 from paceline.core.system import commit, machine
+from paceline.engine.stats import mean_k
 from paceline.serve.terminal.display import table
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ PLAIN = "off"
 # Columns in the order of the six verbs: plan, admit, propose, score, judge, commit.
 COLUMNS: tuple[tuple[str, str, Figure], ...] = (
     ("TTFT ms", "{:.0f}", lambda r: r["ttft_ms"]["p50"]),
-    ("K", "{:.2f}", lambda r: _mean_k(r["k_histogram"])),
+    ("K", "{:.2f}", lambda r: mean_k(r["k_histogram"] or ())),
     ("draft ms", "{:.2f}", lambda r: r["draft_ms"]),
     ("trimmed", "{:.0%}", lambda r: _lost(r["drafted_tokens"], r["verified_tokens"])),
     ("target ms", "{:.2f}", lambda r: r["target_ms"]),
@@ -164,11 +165,6 @@ def _speedups(total: Json) -> list[str]:
 def _lost(before: int, after: int) -> float | None:
     """Return the share of `before` that is missing from `after`."""
     return 1 - after / before if before else None
-
-
-def _mean_k(histogram: Sequence[int] | None) -> float | None:
-    passes = sum(histogram or ())
-    return sum(k * n for k, n in enumerate(histogram or ())) / passes if passes else None
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -24,6 +24,11 @@ class Gauges:
     num_disk_bytes: int = 0
     drafter_bytes: dict[str, int] = field(default_factory=dict)  # of requests' state in each drafter
 
+    @property
+    def held_share(self) -> float:
+        """Share of its pages that requests hold."""
+        return self.num_held_pages / max(self.num_pages, 1)
+
     @classmethod
     def none(cls) -> Gauges:
         """Return the gauges while there is no engine."""

@@ -11,7 +11,7 @@ from paceline.engine.count_sums import difference
 from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
 
@@ -131,6 +131,12 @@ class Stats:
                 self.drafters[proposed.drafter] = DraftCounts()
             counts = self.drafters[proposed.drafter]
             counts.count(len(proposed), len(draft), num_accepted, draft.num_branch_tokens)
+
+
+def mean_k(histogram: Sequence[int]) -> float | None:
+    """Return the drafts that a pass verified on average; None without passes."""
+    passes = sum(histogram)
+    return sum(k * count for k, count in enumerate(histogram)) / passes if passes else None
 
 
 def _bump_at(counts: list[int], index: int, more: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.control.routing import ReplicaView
 from paceline.engine.count_sums import total
 from paceline.engine.gauges import Gauges
+from paceline.engine.stats import mean_k
 from paceline.serve.fleet.index import USUAL_PAGES
 from paceline.serve.observe.recent import RATE_S, Recent, per_pass
 from paceline.serve.worker.messages import Snapshot
@@ -343,10 +344,8 @@ def _ms_per_token(stats: Stats | None) -> float | None:
 
 
 def _k_mean(stats: Stats | None) -> float | None:
-    passes = 0 if stats is None else sum(stats.k_histogram)
-    if stats is None or not passes:
-        return None
-    return round(sum(k * count for k, count in enumerate(stats.k_histogram)) / passes, 2)
+    mean = None if stats is None else mean_k(stats.k_histogram)
+    return None if mean is None else round(mean, 2)
 
 
 def _hit_rate(stats: Stats | None) -> float | None:

@@ -40,7 +40,7 @@ def doings(gained: Stats, gauges: Gauges, speed: tuple[float, float | None]) -> 
         "waiting": gauges.num_waiting,
         "tokens_per_s": tokens_per_s,
         "tokens_per_pass": per_pass(gained),
-        "pages_share": round(gauges.num_held_pages / gauges.num_pages, 4) if gauges.num_pages else 0.0,
+        "pages_share": round(gauges.held_share, 4),
         "plain_tokens_per_s": plain_per_s,
     }
 

@@ -82,6 +82,7 @@ _GAUGES = (
     ("paceline_kv_bytes", "kv_bytes", "Memory of the KV cache, drafters included"),
     ("paceline_kv_disk_pages", "num_disk_pages", "KV pages on disk"),
     ("paceline_kv_disk_bytes", "num_disk_bytes", "Bytes of KV pages on disk"),
+    ("paceline_kv_use_ratio", "held_share", "Share of KV pages held by requests"),
 )
 
 
@@ -113,8 +114,6 @@ def _counters(stats: Stats) -> Iterator[Metric]:
 def _gauges(gauges: Gauges) -> Iterator[Metric]:
     for name, field, about in _GAUGES:
         yield GaugeMetricFamily(name, about, getattr(gauges, field))
-    use = gauges.num_held_pages / gauges.num_pages if gauges.num_pages else 0.0
-    yield GaugeMetricFamily("paceline_kv_use_ratio", "Share of KV pages held by requests", use)
     about = "Memory that running requests take in a drafter's state"
     state = GaugeMetricFamily("paceline_drafter_state_bytes", about, labels=["drafter"])
     for name, num_bytes in gauges.drafter_bytes.items():

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 _GAUGES: tuple[tuple[str, str, Callable[[Gauges], float]], ...] = (
     ("vllm:num_requests_running", "Requests that hold a row", lambda g: g.num_running),
     ("vllm:num_requests_waiting", "Requests that wait for a row", lambda g: g.num_waiting),
-    (
-        "vllm:kv_cache_usage_perc",
-        "Share of KV pages held by requests, from 0 to 1",
-        lambda g: g.num_held_pages / max(g.num_pages, 1),
-    ),
+    ("vllm:kv_cache_usage_perc", "Share of KV pages held by requests, from 0 to 1", lambda g: g.held_share),
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of requests that got a row", lambda s: s.prompt_tokens),
