@@ -960,7 +960,7 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
             member = bench.fleet.members["0"]
             member.measured = Costs(1 / 40, (0.12,))
             leg = AnswerLeg("r", "0", "one", 0, 0, backlog=5000)
-            member.begin(leg)
+            member.begin(leg.backlog)
             member.silent_s = 12.8  # a pass over 512 tokens
             member.tick(0.0)
             assert member.state == "up"
@@ -972,7 +972,7 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
             member.silent_s = SILENT_STEPS * 0.12 + TICK_S
             member.tick(0.0)
             assert member.state == "silent", "nothing is left to prefill"
-            member.end(leg)
+            member.end(leg.backlog)
 
     run(scenario)
 

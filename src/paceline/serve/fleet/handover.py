@@ -74,7 +74,7 @@ class AheadReading:
         A replica reads one answer at a time. So each answer moves before the next prefill begins.
         """
         member, tokens = self.member, self.dispatch.fresh_tokens(self.answer, self.member)
-        member.begin_reading(tokens)
+        member.begin(tokens)
         try:
             if not await _taken(member.reading):
                 return  # another replica may be free now
@@ -85,7 +85,7 @@ class AheadReading:
             finally:
                 member.reading.release()
         finally:
-            member.end_reading(tokens)
+            member.end(tokens)
         await asyncio.sleep(AGAIN_S)
 
     async def _read_all(self) -> bool:

@@ -180,18 +180,13 @@ class Member:
         """Return the predicted seconds until so many more prompt tokens are computed."""
         return (self.backlog + num_tokens) * self.costs.prefill_s + self.step_s
 
-    def begin(self, leg: AnswerLeg) -> None:
-        """Count a leg that begins."""
-        self.num_legs += 1
-        self.backlog += leg.backlog
-
-    def begin_reading(self, tokens: int) -> None:
-        """Count an answer of another replica that it reads, or will."""
+    def begin(self, tokens: int) -> None:
+        """Count a leg that begins, or an answer of another that it reads, or will."""
         self.num_legs += 1
         self.backlog += tokens
 
-    def end_reading(self, tokens: int) -> None:
-        """Count a reading that has ended."""
+    def end(self, tokens: int) -> None:
+        """Count a leg or a reading that has ended. tokens: not known to be computed."""
         self.num_legs -= 1
         self.backlog -= tokens
 
@@ -201,12 +196,6 @@ class Member:
         if leg.spoke:
             self.backlog -= leg.backlog
             leg.backlog = 0
-
-    def end(self, leg: AnswerLeg) -> None:
-        """Count a leg that has ended."""
-        self.num_legs -= 1
-        self.backlog -= leg.backlog
-        leg.backlog = 0
 
     def note_replaced(self) -> bool:
         """Return True once after its process has been replaced by a fresh one."""
