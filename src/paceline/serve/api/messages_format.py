@@ -9,6 +9,7 @@ from starlette.responses import Response
 from paceline.serve.api.answer_blocks import AnswerBlocks
 from paceline.serve.api.errors import RETRY_S
 from paceline.serve.api.openai_format import to_json
+from paceline.serve.api.tools import arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,13 +105,8 @@ def _call(block: AnswerBlock) -> Json:
 
 def call_input(text: str) -> Any:
     """Return a call's arguments as an object; a cut text stands under `_cut`."""
-    import msgspec
-
-    try:
-        found = msgspec.json.decode(text) if text.strip() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {"_cut": text}
-    return found if isinstance(found, dict) else {"_cut": text}
+    found = arguments_of(text)
+    return {"_cut": text} if found is None else found
 
 
 def _events(change: Change) -> list[Json]:

@@ -98,8 +98,7 @@ class PartialAnswer:
 
     def ending(self) -> Json:
         """Return the finish and stop reason; nulls while it is open."""
-        reason, stop = (None, None) if self.last is None else (self.last.finish_reason, self.last.stop_reason)
-        return {"finish_reason": reason, "stop_reason": stop}
+        return {"finish_reason": None, "stop_reason": None} if self.last is None else _ending_of(self.last)
 
 
 class RouteFormat(Protocol):

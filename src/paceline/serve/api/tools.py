@@ -78,13 +78,19 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the function as chat templates take it: arguments as values if they are JSON."""
         check_function_name(self.name, "messages")
         given: Any = self.arguments or {}
-        if isinstance(given, str):
-            try:
-                given = msgspec.json.decode(given) if given.strip() else {}
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                given = self.arguments  # an answer that was cut short
+        if isinstance(given, str) and (found := arguments_of(given)) is not None:
+            given = found
         check_size(given, "messages")
-        return {"name": self.name, "arguments": given if isinstance(given, dict) else self.arguments}
+        return {"name": self.name, "arguments": given}
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return a call's arguments; None if the text is no object, or cut short."""
+    try:
+        found = msgspec.json.decode(text) if text.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class CallBodyPart(Struct, frozen=True, forbid_unknown_fields=True):
