@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.core.errors import PromptTooLong, RequestError
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.core.params import MAX_SEED, SamplingParams
+from paceline.core.request_nouns import Request
+from paceline.engine.engine import check_room
+from paceline.engine.pages import PagePool
+from paceline.engine.request_table import Limits
+from paceline.engine.scheduler import Scheduler
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
@@ -43,6 +49,16 @@ def test_a_text_that_must_be_too_long_is_not_tokenised() -> None:
     with pytest.raises(PromptTooLong, match="at least") as told:
         prompts.of_messages([{"role": "user", "content": text}])
     assert told.value.param == "messages"
+
+
+def test_an_answer_that_does_not_fit_is_refused_in_the_same_words_by_server_and_engine() -> None:
+    ids, params, pool = (1,) * 10, SamplingParams(max_tokens=8), PagePool(MAX_LEN // PAGE_TOKENS)
+    with pytest.raises(PromptTooLong, match="10 tokens") as by_server:
+        Prompts(tiny_tokenizer(), None, MAX_LEN).check_room(ids, params.max_tokens)
+    with pytest.raises(PromptTooLong) as by_engine:
+        check_room(Scheduler(Limits(num_rows=1), pool), Request("a", ids, params, seed=0))
+    assert str(by_server.value) == str(by_engine.value)
+    assert by_server.value.param == by_engine.value.param == "max_tokens"
 
 
 def test_a_drawn_seed_survives_doubles_and_an_asked_one_is_kept() -> None:

@@ -65,6 +65,16 @@ class RequestError(PacelineError):
 class PromptTooLong(RequestError):  # noqa: N818
     """Prompt and answer together exceed what the engine can hold."""
 
+    @classmethod
+    def of(cls, prompt_len: int, max_tokens: int, max_len: int) -> PromptTooLong:
+        """Return the error for an answer that does not fit behind its prompt."""
+        return cls(
+            f"the prompt has {prompt_len} tokens and max_tokens is {max_tokens}, together more than the {max_len} "
+            "this engine holds for one request; shorten either, or start it with a greater --max-len or "
+            "--kv-tokens if the model takes more",
+            "max_tokens" if prompt_len < max_len else "messages",
+        )
+
 
 class QueueFull(RequestError):  # noqa: N818
     """The bounded waiting queue has no room; the client may retry."""

@@ -233,12 +233,7 @@ def check_room(scheduler: Scheduler, request: Request) -> None:
     prompt_len, limits, max_len = len(request.prompt_ids), scheduler.limits, scheduler.max_len
     known_len = prompt_len + len(request.told)
     if prompt_len + request.params.max_tokens > max_len:
-        raise PromptTooLong(
-            f"the prompt has {prompt_len} tokens and max_tokens is {request.params.max_tokens}, "
-            f"together more than the {max_len} this engine holds for one request; shorten either, or start "
-            "it with a greater --max-len or --kv-tokens if the model takes more",
-            "max_tokens" if prompt_len < max_len else "messages",
-        )
+        raise PromptTooLong.of(prompt_len, request.params.max_tokens, max_len)
     num_queued = scheduler.num_queued_tokens
     if request.choice == 0 and scheduler.waiting and num_queued + known_len > limits.max_queued_tokens:
         raise QueueFull(f"{num_queued} tokens are waiting already; try again later")

@@ -133,12 +133,7 @@ class Prompts:
     def check_room(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
         """Raise `PromptTooLong` if an answer of `max_tokens` does not fit behind a prompt."""
         if max_tokens > self.room(prompt_ids):
-            raise PromptTooLong(
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}, together more than the "
-                f"{self.max_len} this engine holds for one request; shorten either, or "
-                "start it with a greater --max-len",
-                "max_tokens",
-            )
+            raise PromptTooLong.of(len(prompt_ids), max_tokens, self.max_len)
 
     def _checked(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         if not ids:
