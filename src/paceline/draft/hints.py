@@ -38,6 +38,7 @@ class RecycledGains(NamedTuple):
 
 
 NO_GAINS = RecycledGains()
+USUAL_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)  # of those that draft token by token
 
 
 def rule_on_device(gain: float, recycled: RecycledGains) -> HintRule:

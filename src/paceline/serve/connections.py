@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.core.errors import ConfigError
 from paceline.serve.api.auth import OPEN_ROUTES
-from paceline.serve.api.errors import ApiError
+from paceline.serve.api.errors import MAX_BODY_BYTES, ApiError
 from paceline.serve.api.openai_format import to_json
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ConnectionLimits:
     header_bytes: int = 64 << 10
     header_count: int = 128
     pipelined: int = 16  # requests behind the one that is answered
-    body_bytes: int = 4 << 20  # of one body; more is read, but not kept
+    body_bytes: int = MAX_BODY_BYTES  # of one body; more is read, but not kept
     all_body_bytes: int = 256 << 20  # of all requests that are being answered
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from paceline import kernels
 from paceline.backend.rank_processes import MAX_MESSAGE_BYTES, Name, Number, RankMessage, Size
+from paceline.model.files.packed_file import ALIGNMENT, ROOM_BEHIND
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     WantedLayer = dict[str, Wanted]
     Tables = dict[str, NDArray[float32]]
 
-ALIGNMENT = 64
-BYTES_BEHIND = 1 << 13  # kernels fetch a little beyond a matrix
 _SHARED_VECTORS = (
     "_bias",
     "_sinks",
@@ -149,7 +148,7 @@ def lay_out(
         for (matrices, vectors), kinds in zip(layers, wanted, strict=True)
     )
     flat = {name: PlacedVector(place(table.nbytes), table.size) for name, table in tables.items()}
-    return ShareLayout(num_ranks, placed, flat, end + BYTES_BEHIND)
+    return ShareLayout(num_ranks, placed, flat, end + ROOM_BEHIND)
 
 
 def write_share(

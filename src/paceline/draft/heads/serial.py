@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.backend.seam import FedBack
 from paceline.draft.autoregressive import draft_steps
 from paceline.draft.heads.head_drafter import HeadDrafter
-from paceline.draft.hints import RecycledGains
+from paceline.draft.hints import USUAL_GAINS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class SerialHeadDrafter(HeadDrafter):
     """Token-by-token drafter: an entry's output stands for the next entry's feature."""
 
     hint_gain = 1.5
-    recycled_gains = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
+    recycled_gains = USUAL_GAINS
 
     def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
         super().__init__(asked, target, head, runner)

@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import NO_DRAFT, WHOLE_TEXT, Draft
 from paceline.draft.autoregressive import begin, catch_up_tokens, draft_steps, num_same, share_out
 from paceline.draft.drafter import MAX_K, Needs
-from paceline.draft.hints import Hints, RecycledGains, rule_on_device
+from paceline.draft.hints import USUAL_GAINS, Hints, rule_on_device
 from paceline.draft.late import STEP_TOKENS, LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
 DRAFT_TOKENS = 32768  # that a whole model writes by default, of a vocabulary of more than twice as many
-RECYCLED_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)
 CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
 by_token, by_string = RETOKENIZERS
 
@@ -277,7 +276,7 @@ def late_drafter(
     hint_gain: float,
 ) -> LateDrafter:
     """Return a drafter whose passes need not know what the last ones committed."""
-    hints, size = rule_on_device(hint_gain, RECYCLED_GAINS), target.config.vocab_size
+    hints, size = rule_on_device(hint_gain, USUAL_GAINS), target.config.vocab_size
     program = cast("LateDecoder", decoder).late_program(
         target.rows, kv, num_layers, size, hints, own_store=bool(needs.stores)
     )
@@ -308,7 +307,7 @@ class DraftModel:
         self._report = report
         self._rows: RowView | TextWindow = target.rows
         self._window: TextWindow | None = None  # None: it reads whole texts
-        self.hints = Hints(target.rows, 0.0, RECYCLED_GAINS)  # a whole model reads the text for itself
+        self.hints = Hints(target.rows, 0.0, USUAL_GAINS)  # a whole model reads the text for itself
         self._vocab_size = target.config.vocab_size
         self._dense = target.law_needs_probs
         layers = num_layers or decoder.config.num_layers

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RETRY_S = "1"  # value of Retry-After on responses that may be tried again
+MAX_BODY_BYTES = 4 << 20  # of a request; a larger one is refused
 
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -14,7 +14,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import TYPICAL, Speculation
 from paceline.serve.api.auth import header_of
 from paceline.serve.api.continuation import check_scores, told_answers, told_text
-from paceline.serve.api.errors import ApiError
+from paceline.serve.api.errors import MAX_BODY_BYTES, ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, seeds_of_prompts
 from paceline.serve.api.score_format import Extras
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
     from paceline.serve.prompts import Prompts
 
-MAX_BODY_BYTES = 4 << 20
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
 SAME_DISTRIBUTION = frozenset({"rejection", "block"})  # laws by which a sampled text depends on the drafts
