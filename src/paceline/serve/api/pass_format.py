@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.serve.observe.recent import TARGET
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.pass_notes import PassNote
     from paceline.model.tokenizer import Tokenizer
-
-TARGET = "target"  # source of the tokens that the target chose itself
 
 Json = dict[str, Any]
 

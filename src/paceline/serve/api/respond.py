@@ -19,7 +19,7 @@ from paceline.serve.api.openai_format import EVENT_HEADERS, PartialAnswer, to_js
 from paceline.serve.api.parse import ClientDisconnected
 from paceline.serve.api.pass_format import times_per_token, with_passes
 from paceline.serve.engines import Disconnected
-from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD
+from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD, SERVER_FAULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,7 +39,6 @@ DONE = b"data: [DONE]\n\n"
 _LINE_ENDS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\u0085\u2028\u2029")
 LAW_HEADER = "x-paceline-law"  # of an answer that may differ from the one without drafts
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
-SERVER_FAULT = 500  # statuses from here on are faults of the server
 
 
 class Responder:

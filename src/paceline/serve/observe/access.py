@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.logs import timed
+from paceline.serve.observe.recent import TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ MAX_PATH_CHARS = 200
 MAX_REASON_CHARS = 300
 MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
 _CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-_BAD_REQUEST, _FAULT, _NOT_READY = 400, 500, 503
+SERVER_FAULT = 500  # statuses from here on are faults of the server
+_BAD_REQUEST, _NOT_READY = 400, 503
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,7 @@ class RequestRecord:
             "ttft_ms": None if self.first_token_s is None else round(1e3 * self.first_token_s, 2),
             "tokens_per_s": round(decoded / decode_s, 2) if decoded and decode_s > 0 else None,
             "tokens_per_pass": round(decoded / passes, 3) if passes else None,
-            "tokens_by_source": {**kept, "target": completed - kept.total()},
+            "tokens_by_source": {**kept, TARGET: completed - kept.total()},
             "finish_reason": ",".join(dict.fromkeys(self.finish_reasons)) or None,
         }
 
@@ -148,7 +150,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, note)
         except Exception:
-            record.status = record.status or _FAULT
+            record.status = record.status or SERVER_FAULT
             raise
         finally:
             record.end_s = time.time()

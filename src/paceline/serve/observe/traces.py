@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from paceline import __version__
 from paceline.core.errors import ConfigError
-from paceline.serve.observe.access import PROBES
+from paceline.serve.observe.access import PROBES, SERVER_FAULT
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -25,7 +25,6 @@ OPERATIONS = {
 }
 EXPORT_S = 5.0  # until an export is given up
 NS = 1_000_000_000
-_FAULT = 500
 
 
 def url_of_traces(endpoint: str) -> str:
@@ -71,7 +70,7 @@ class Traces:
             name, context, SpanKind.SERVER, attributes_of(record), start_time=begin, record_exception=False
         )
         _add_first_token(span, record)
-        if record.status >= _FAULT:
+        if record.status >= SERVER_FAULT:
             span.set_status(Status(StatusCode.ERROR, record.reason))
         span.end(end)
 
@@ -101,7 +100,7 @@ def attributes_of(record: RequestRecord) -> dict[str, Any]:
         "http.request.method": record.method,
         "url.path": record.path,
         "http.response.status_code": record.status or None,
-        "error.type": str(record.status) if record.status >= _FAULT else None,
+        "error.type": str(record.status) if record.status >= SERVER_FAULT else None,
         "paceline.request_id": record.request_id,
         "paceline.key": record.key,
         "paceline.refusal": record.reason,
