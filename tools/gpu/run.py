@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from paceline.core import system
+from paceline.core.system import version_of
 from tools.gpu.phase import PHASES, USUAL, PhaseRun, run_phase
 from tools.gpu.report import table
 
@@ -189,21 +189,9 @@ def commit() -> str:
 
 def machine() -> dict[str, Any]:
     """Return the GPU, its driver and the versions that matter."""
-    names = ("paceline", "torch", "triton", "transformers", "numpy")
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-    return {
-        "gpu": gpu or "none",
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        **{name: _version(name) for name in names},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    versions = {name: version_of(name) for name in ("paceline", "transformers")}
+    return {"gpu": gpu or "none", **system.machine(), **versions}
 
 
 def _output(*command: str) -> str:

@@ -18,7 +18,8 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -63,17 +64,17 @@ def machine() -> dict[str, Any]:
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "triton": _version("triton"),
-        "numpy": _version("numpy"),
+        "torch": version_of("torch"),
+        "triton": version_of("triton"),
+        "numpy": version_of("numpy"),
     }
 
 
-def _version(package: str) -> str | None:
-    """Return an installed package's version without importing it; None if not installed."""
+def version_of(package: str) -> str | None:
+    """Return a package's version without importing it; None if it cannot be imported."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return version(package) if find_spec(package) else None
+    except ModuleNotFoundError:  # `PackageNotFoundError`, too
         return None
 
 

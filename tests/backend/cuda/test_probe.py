@@ -36,7 +36,7 @@ def found(
     versions = {"torch": torch, "triton": triton}
     monkeypatch.setattr(probe, "read_driver", lambda: driver)
     monkeypatch.setattr(probe, "torch_cuda", lambda: built)
-    monkeypatch.setattr(probe, "_version", versions.__getitem__)
+    monkeypatch.setattr(probe, "version_of", versions.__getitem__)
     return probe.findings(device)
 
 

@@ -7,12 +7,12 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.backend.device import Finding
+from paceline.core.system import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -85,7 +85,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def _packages(on_host: bool) -> Iterator[Finding]:
-    torch_version = _version("torch")
+    torch_version = version_of("torch")
     if torch_version is None:
         yield Finding("PyTorch", False, f"PyTorch is not installed: {INSTALL}")
         return
@@ -101,7 +101,7 @@ def _packages(on_host: bool) -> Iterator[Finding]:
         yield Finding("PyTorch", False, f"{text}: install a newer driver or an older PyTorch")
     else:
         yield Finding("PyTorch", True, f"{torch_version} for CUDA {_dotted(built)}")
-    yield _triton(_version("triton"))
+    yield _triton(version_of("triton"))
 
 
 def _triton(found: str | None) -> Finding:
@@ -121,13 +121,6 @@ def torch_cuda() -> tuple[int, int] | None:
             match = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d{1,4})\.(\d{1,4})", text, re.MULTILINE)
             return (int(match[1]), int(match[2])) if match else None
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package) if find_spec(package) else None
-    except PackageNotFoundError:
-        return None
 
 
 def _dotted(numbers: Sequence[int]) -> str:
