@@ -26,6 +26,7 @@ _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # under /dev; the second is WSL's
 _LIBRARY = "libcuda.so.1"  # comes with the driver
 _MAX_NAME = 256
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 _GIB = 1 << 30
 
 
@@ -133,7 +134,7 @@ def _dotted(numbers: Sequence[int]) -> str:
 @lru_cache(maxsize=1)
 def read_driver(devices: Path = Path("/dev")) -> Driver | None:
     """Return the driver and its GPUs; None where the system has no such device."""
-    if not any(True for pattern in _DEVICE_FILES for _ in devices.glob(pattern)):
+    if not any(any(devices.glob(pattern)) for pattern in _DEVICE_FILES):
         return None
     try:
         library = ctypes.CDLL(_LIBRARY)
@@ -153,9 +154,6 @@ def _ask(library: Any) -> Driver:
         return Driver(cuda, (), f"the GPU's driver does not start: error {status}; does nvidia-smi work?")
     library.cuDeviceGetCount(ctypes.byref(number))
     return Driver(cuda, tuple(_describe(library, index) for index in range(number.value)))
-
-
-_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def _describe(library: Any, index: int) -> Gpu:

@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from contextlib import suppress
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -159,19 +160,16 @@ def serve(channel: Channel) -> None:
         channel.send(encode(host.answer(decode_to_drafter(channel.receive()))))
 
 
-def main() -> int:
+def main() -> None:
     """Run the process."""
     logs.configure("drafter")
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     line, memory = map(int, sys.argv[1:])
-    try:
+    with suppress(ChannelClosed):
         serve(Channel(socket.socket(fileno=line), memory, first=False))
-    except ChannelClosed:
-        return 0
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

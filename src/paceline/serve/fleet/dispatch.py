@@ -67,7 +67,7 @@ class Dispatch:
 
     def _banned(self, answer: OngoingAnswer) -> set[str]:
         members = self._members
-        return {name for name, restarts in answer.banned if _same(members.get(name), restarts)}
+        return {one[0] for one in answer.banned if (found := members.get(one[0])) and found.process == one}
 
     def key_for_new(self, ready: Ready) -> str:
         """Return the promise key that a new answer's replicas must have; empty: any.
@@ -119,8 +119,3 @@ class Dispatch:
         if answer.page_hashes is None:
             answer.page_hashes = page_hashes(answer.request)
         return answer.page_hashes
-
-
-def _same(member: Member | None, restarts: int) -> bool:
-    """Return True for a replica that is there, in the same process as then."""
-    return member is not None and restarts == member.engines.restarts
