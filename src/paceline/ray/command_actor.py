@@ -72,9 +72,12 @@ def end_serve(application: str) -> None:
 
 def _commands() -> set[str]:
     """Return the names of all commands' actors."""
-    named = list_named_actors(all_namespaces=True)
-    ours = (one["name"] for one in named if one["namespace"] == NAMESPACE)
-    return {name for name in ours if ":" not in name}  # those of engines have one
+    return {name for name in names_here() if ":" not in name}  # those of engines have one
+
+
+def names_here() -> set[str]:
+    """Return the names of Paceline's actors that live."""
+    return {one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE}
 
 
 async def end_with_command(application: str) -> None:

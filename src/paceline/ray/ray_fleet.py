@@ -6,9 +6,8 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ray.util import list_named_actors
-
 import ray
+from paceline.ray.command_actor import names_here
 from paceline.ray.host_engines import HostEngines
 from paceline.ray.line import NAMESPACE
 from paceline.ray.pieces import new_name
@@ -49,6 +48,4 @@ def _match(fleet: EngineFleet, names: set[str], front: str) -> None:
 
 def names_of(application: str) -> set[str]:
     """Return the names of an application's engine actors that live."""
-    actors = list_named_actors(all_namespaces=True)
-    prefix = f"{application}:"
-    return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)}
+    return {name for name in names_here() if name.startswith(f"{application}:")}
