@@ -104,8 +104,7 @@ class LLM(Asking):
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        if self._owner is None:
-            raise EngineDied("this LLM is closed")
+        _ = self._owned  # raises
         return self._prompts
 
     @property
