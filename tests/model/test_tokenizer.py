@@ -91,6 +91,15 @@ def test_sentence_piece_decode_equals_the_library(text: str) -> None:
     assert SENTENCE.decode(ids) == SENTENCE.raw.decode(ids) == text
 
 
+@settings(max_examples=200)
+@given(st.text(alphabet="abc x", min_size=1), st.data())
+def test_a_text_and_what_continues_it_are_the_whole(text: str, data: st.DataObject) -> None:
+    ids = SENTENCE.encode(text, add_special=False)
+    cut = data.draw(st.integers(1, len(ids)))
+    stream = SENTENCE.detokenizer(within=True)
+    assert SENTENCE.decode(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == text
+
+
 def test_runs_of_spaces_that_are_added_tokens_are_spaces() -> None:
     """Gemma's tokenizer.json lists them beside its special tokens."""
     raw = tokenizer_from_gguf(piece_metadata())

@@ -41,7 +41,7 @@ def test_every_prompt_has_one_line_with_its_different_answers(llm: LLM, tmp_path
     assert len(lines(tmp_path)) == len(ITEMS)
     for item in ITEMS:
         line = by_id(tmp_path)[item.name]
-        assert tuple(line["prompt_ids"]) == item.ids(llm.prompts, PARAMS, chat=False)
+        assert tuple(line["prompt_ids"]) == item.asked(llm.prompts, PARAMS, chat=False).ids
         assert 1 <= len(line["answers"]) <= 3
         assert len({tuple(a["token_ids"]) for a in line["answers"]}) == len(line["answers"])
 

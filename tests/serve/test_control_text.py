@@ -177,7 +177,7 @@ def test_a_prompt_says_whether_it_ends_inside_reasoning() -> None:
         prefill = {"role": "assistant", "content": content}
         conversation = Conversation([user, prefill], continue_final=True, add_generation_prompt=False)
         prompt = prompts.of_conversation(conversation)
-        assert (prompt.opened, prompt.continues) == (opened, not opened)
+        assert (prompt.opened, prompt.continues) == (opened, True)
 
 
 # Templates that know no tools ------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def outcome(ids: Sequence[int]) -> Outcome:
 
 def streamed(steps: Sequence[Sequence[int]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The log-probabilities of a stream's chunks, and those of the whole answer."""
-    form, answer = CompletionFormat(TOKENIZER), PartialAnswer()
+    form, answer = CompletionFormat(TOKENIZER, [request_of("r")]), PartialAnswer()
     chunks = []
     for ids in steps:
         chunks.append(form.delta(0, answer, outcome(ids))["logprobs"])

@@ -35,6 +35,7 @@ class Request:
     told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
     tells_start: bool = False  # an outcome without words comes before the first step in which it takes part
     whole: bool = False  # nobody reads the answer before its end, so outcomes may be told together
+    within: bool = False  # the answer continues a text, so a space at its start is part of it
 
     def check(self) -> None:
         """Assert what every package may rely on."""

@@ -17,7 +17,7 @@ from paceline.engine.answer_queue import take_told
 from paceline.engine.changes import ChangeBudgets
 from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.gauges import Gauges
-from paceline.engine.output import StopChecker
+from paceline.engine.output import checker_of
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.stats import Stats
 from paceline.engine.step import SerialLoop, Verbs
@@ -79,7 +79,7 @@ class Engine(Verbs):
             raise RequestError(NO_PROMPT_SCORES, "prompt_logprobs")
         self._check_grammar(request)
         check_room(self.scheduler, request)
-        checker = StopChecker(request, frozenset(self.tokenizer.eos_ids), self.tokenizer.detokenizer())
+        checker = checker_of(request, self.tokenizer)
         if request.told:
             take_told(checker, request.told)
             self._stats.resumed_requests += 1

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request, TokenLogprobs
     from paceline.engine.request_state import RequestState
     from paceline.model.detokenizer import Detokenizer
+    from paceline.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class StopChecker(TokenwiseChecker):
         except Exception:
             self.num_tokens -= len(unread)  # tokens that cannot be read do not count as written
             raise
+
+
+def checker_of(request: Request, tokenizer: Tokenizer) -> StopChecker:
+    """Return the checker of a request's answer."""
+    return StopChecker(request, frozenset(tokenizer.eos_ids), tokenizer.detokenizer(within=request.within))
 
 
 @dataclass(slots=True, eq=False)

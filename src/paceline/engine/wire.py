@@ -54,6 +54,7 @@ class Submit(Message, frozen=True):
     told: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)] = ()
     tells_start: bool = False
     whole: bool = False
+    within: bool = False
     draft: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = (
         None  # of `Speculation`; None: the request has none
     )
@@ -79,6 +80,7 @@ class Submit(Message, frozen=True):
             r.told,
             r.tells_start,
             r.whole,
+            r.within,
             *speculation,
         )
 
@@ -96,6 +98,7 @@ class Submit(Message, frozen=True):
             self.told,
             self.tells_start,
             self.whole,
+            self.within,
         )
 
 

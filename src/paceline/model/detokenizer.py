@@ -20,7 +20,7 @@ class Detokenizer:
     __slots__ = ("_at_start", "_held_bytes", "_pieces")
 
     def __init__(self, pieces: Mapping[int, bytes], strips_space: bool) -> None:
-        """pieces: bytes of tokens. strips_space: the space before a text is not shown."""
+        """pieces: bytes of tokens. strips_space: a space before them is not shown."""
         self._pieces = pieces
         self._held_bytes = b""  # of an unfinished character
         self._at_start = strips_space

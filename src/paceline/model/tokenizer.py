@@ -137,9 +137,9 @@ class Tokenizer:
         text = b"".join([pieces[i] for i in ids]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
-        """Return what makes the text of an answer that grows."""
-        return Detokenizer(self._pieces(skip_special), self.strips_space)
+    def detokenizer(self, skip_special: bool = True, *, within: bool = False) -> Detokenizer:
+        """Return what makes an answer's text as it grows, `within` another text or not."""
+        return Detokenizer(self._pieces(skip_special), self.strips_space and not within)
 
     def _pieces(self, skip_special: bool) -> Mapping[int, bytes]:
         return self.pieces.visible if skip_special else self.pieces.whole

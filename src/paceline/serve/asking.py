@@ -18,7 +18,7 @@ from paceline.engine.assembly.kv_event_options import events_config
 from paceline.engine.assembly.speculative_config import options_of
 from paceline.engine.request_table import Limits
 from paceline.serve.api.continuation import check_scores, check_told, told_answers, told_text
-from paceline.serve.prompts import Prompts, requests_of, seed_of
+from paceline.serve.prompts import Prompts, TokenPrompt, requests_of, seed_of
 from paceline.serve.results import OpenAnswer
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Progress
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | TokenPrompt
 
 
 class Asking:
@@ -48,11 +48,14 @@ class Asking:
         """
         return default_params(self.prompts.sampling)
 
-    def _prompt_ids(self, prompt: Any) -> tuple[int, ...]:
+    def _prompt(self, prompt: Any) -> TokenPrompt:
+        prompts = self.prompts
+        if isinstance(prompt, TokenPrompt):
+            return prompt
         if isinstance(prompt, str):
-            return self.prompts.of_text(prompt)
+            return prompts.to_continue(prompts.of_text(prompt))
         if _are_ids(prompt) and all(i >= 0 for i in prompt):
-            return self.prompts.of_ids(prompt)
+            return prompts.to_continue(prompts.of_ids(prompt))
         raise RequestError(f"a prompt must be a text or token ids, not {type(prompt).__name__}", "prompt")
 
     def _or_default(self, params: object) -> SamplingParams:
@@ -80,7 +83,7 @@ class Asking:
 
     def _requests(
         self,
-        prompt_ids: tuple[int, ...],
+        prompt: TokenPrompt,
         params: SamplingParams,
         told: Sequence[tuple[int, ...]],
         speculation: Speculation | None = None,
@@ -90,12 +93,12 @@ class Asking:
         told: tokens of each answer that the caller has. Raises `RequestError`.
         """
         check_scores(told, scores=params.prompt_logprobs is not None)
-        room = self.prompts.room(prompt_ids)
+        room = self.prompts.room(prompt.ids)
         if params is self.default_params and params.max_tokens > room:
             params = replace(params, max_tokens=room)
-        self.prompts.check_room(prompt_ids, params.max_tokens)  # now, before any prompt is answered
+        self.prompts.check_room(prompt.ids, params.max_tokens)  # now, before any prompt is answered
         name = f"llm-{next(self._numbers)}"
-        requests = requests_of(name, prompt_ids, params, seed_of(params), speculation=speculation)
+        requests = requests_of(name, prompt, params, seed_of(params), speculation=speculation)
         requests = [replace(request, told=ids) for request, ids in zip(requests, told, strict=True)]
         for request in requests:
             if request.told:
@@ -114,7 +117,7 @@ class Asking:
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> Sequence[Prompt]:
     """Return one or several prompts as a list. Raises `RequestError` for any other type."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | TokenPrompt):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be one or several, not {type(prompts).__name__}", "prompt")

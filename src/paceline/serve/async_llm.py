@@ -21,6 +21,7 @@ from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.weight_source import TAGS
 from paceline.serve.asking import Asking, as_messages, as_told, config_of, visible
 from paceline.serve.engines import Disconnected
+from paceline.serve.prompts import TokenPrompt
 from paceline.serve.results import Completion, Delta
 from paceline.serve.tensor_spool import write_tensors
 from paceline.serve.tokenizer_cache import TokenizerCache
@@ -123,7 +124,7 @@ class AsyncLLM(Asking):
 
         answer_ids: first tokens of the answer, which is whole in the result; with n a list for each.
         """
-        return await self._complete(await self._ids(prompt), params, answer_ids)
+        return await self._complete(await self._asked(prompt), params, answer_ids)
 
     async def chat(
         self,
@@ -136,7 +137,7 @@ class AsyncLLM(Asking):
         """Answer a conversation; `extras` are those of `ChatExtras`. Raises `RequestError`, `EngineDied`."""
         call = await asyncio.to_thread(ChatCall.of, self.prompts, messages, ChatExtras(**extras))
         asked = call.params(self._fitting(call.prompt.ids, params))
-        return call.finished(await self._complete(call.prompt.ids, asked, answer_ids))
+        return call.finished(await self._complete(call.prompt, asked, answer_ids))
 
     async def stream(
         self,
@@ -153,30 +154,30 @@ class AsyncLLM(Asking):
         """
         asked = self._or_default(params)
         told = as_told(answer_ids, asked.n)
-        requests = self._requests(await self._ids(prompt), asked, told, speculation)
+        requests = self._requests(await self._asked(prompt), asked, told, speculation)
         async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def _complete(
-        self, prompt_ids: tuple[int, ...], params: SamplingParams | None, answer_ids: AnswerIds | None
+        self, prompt: TokenPrompt, params: SamplingParams | None, answer_ids: AnswerIds | None
     ) -> Completion:
         asked = self._or_default(params)
-        requests = self._requests(prompt_ids, asked, as_told(answer_ids, asked.n))
+        requests = self._requests(prompt, asked, as_told(answer_ids, asked.n))
         requests = [replace(request, whole=True) for request in requests]
         answers = [self._open_answer(request) for request in requests]
         async with aclosing(self._deltas(requests)) as deltas:
             async for delta in deltas:
                 answers[delta.choice].outcomes.append(delta.outcome)
-        return Completion(prompt_ids, tuple(answer.answer() for answer in answers))
+        return Completion(prompt.ids, tuple(answer.answer() for answer in answers))
 
-    async def _ids(self, prompt: Prompt | Sequence[Message]) -> tuple[int, ...]:
+    async def _asked(self, prompt: Prompt | Sequence[Message]) -> TokenPrompt:
         messages = as_messages(prompt)
         if messages is not None:  # a template may take its time
-            return await asyncio.to_thread(self.prompts.of_messages, messages)
+            return TokenPrompt(await asyncio.to_thread(self.prompts.of_messages, messages))
         if len(prompt) < LONG_CHARS:
-            return self._prompt_ids(prompt)
-        return await asyncio.to_thread(self._prompt_ids, prompt)
+            return self._prompt(prompt)
+        return await asyncio.to_thread(self._prompt, prompt)
 
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once they have room, and yield what comes."""

@@ -21,6 +21,7 @@ from paceline.engine.assembly.owner import flush, load_engine
 from paceline.model.template import compiled
 from paceline.serve.asking import Asking, Message, Prompt, as_list, as_messages, as_told, config_of, visible
 from paceline.serve.chat_options import ChatOptions
+from paceline.serve.prompts import TokenPrompt
 from paceline.serve.results import Completion, Delta, OpenAnswer
 from paceline.serve.tool_chat import ChatCall, ChatExtras
 
@@ -127,8 +128,8 @@ class LLM(Asking):
         answer_ids: first tokens of the answer, which is whole in the result; of several answers a list for each,
         prompt by prompt. Raises `RequestError`; then nothing is left open.
         """
-        all_ids = [self._prompt_ids(prompt) for prompt in as_list(prompts)]
-        return self._complete(all_ids, self._one_for_each(params, len(all_ids)), on_done, answer_ids)
+        asked = [self._prompt(prompt) for prompt in as_list(prompts)]
+        return self._complete(asked, self._one_for_each(params, len(asked)), on_done, answer_ids)
 
     def chat(
         self,
@@ -141,11 +142,11 @@ class LLM(Asking):
         """Answer a conversation; `extras` are tools and others of `ChatExtras`. Raises `RequestError`."""
         call = ChatCall.of(self.prompts, messages, ChatExtras(**extras))
         asked = call.params(self._fitting(call.prompt.ids, params))
-        return call.finished(self._complete([call.prompt.ids], [asked], None, answer_ids)[0])
+        return call.finished(self._complete([call.prompt], [asked], None, answer_ids)[0])
 
     def _complete(
         self,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[TokenPrompt],
         params: Sequence[SamplingParams],
         on_done: Callable[[int, Completion], None] | None,
         answer_ids: AnswerIds | None,
@@ -153,8 +154,8 @@ class LLM(Asking):
         told = iter(as_told(answer_ids, sum(p.n for p in params)))
         written: list[list[OpenAnswer]] = []
         waiting: deque[tuple[Request, OpenAnswer]] = deque()
-        for prompt_ids, asked in zip(prompts, params, strict=True):
-            requests = self._requests(prompt_ids, asked, list(islice(told, asked.n)))
+        for prompt, asked in zip(prompts, params, strict=True):
+            requests = self._requests(prompt, asked, list(islice(told, asked.n)))
             written.append([self._open_answer(request) for request in requests])
             waiting.extend(zip(requests, written[-1], strict=True))
         open_ids = [request.request_id for request, _ in waiting]
@@ -164,7 +165,7 @@ class LLM(Asking):
             while left:
                 for index in self._until_one_is_done(waiting, {i: written[i] for i in left}):
                     left.discard(index)
-                    finished[index] = Completion(prompts[index], tuple(w.answer() for w in written[index]))
+                    finished[index] = Completion(prompts[index].ids, tuple(w.answer() for w in written[index]))
                     if on_done is not None:
                         on_done(index, finished[index])
         finally:
@@ -213,9 +214,9 @@ class LLM(Asking):
         Raises `RequestError` at once. A stream that is closed or dropped early cancels what is open.
         """
         messages = as_messages(prompt)
-        prompt_ids = self._prompt_ids(prompt) if messages is None else self.prompts.of_messages(messages)
+        begun = self._prompt(prompt) if messages is None else TokenPrompt(self.prompts.of_messages(messages))
         asked = self._or_default(params)
-        stream = self._deltas(self._requests(prompt_ids, asked, as_told(answer_ids, asked.n), speculation))
+        stream = self._deltas(self._requests(begun, asked, as_told(answer_ids, asked.n), speculation))
         next(stream)  # enters its `try`: a generator that has not started would not run its `finally`
         return stream
 

@@ -43,12 +43,12 @@ class Renderer(Protocol):
         """Return the prompt of each mapping of variables. Raises `RequestError`."""
 
 
-class ChatPrompt(NamedTuple):
-    """Prompt of a conversation."""
+class TokenPrompt(NamedTuple):
+    """Prompt as token ids."""
 
     ids: tuple[int, ...]
-    opened: bool  # it ends inside reasoning
-    continues: bool  # it ends inside a message's text
+    opened: bool = False  # it ends inside reasoning
+    continues: bool = False  # it ends inside a text that the answer continues; False: the answer begins one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,11 +72,15 @@ class Prompts:
         """Return a prompt of token ids after checking it. Raises `RequestError`, `PromptTooLong`."""
         return self._checked(ids, "prompt")
 
+    def to_continue(self, ids: tuple[int, ...]) -> TokenPrompt:
+        """Return a prompt whose text its answers continue; one of special tokens alone has none."""
+        return TokenPrompt(ids, continues=not all(map(self.tokenizer.is_special, ids)))
+
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return token ids; a content is text or text parts. Raises `RequestError`, `PromptTooLong`."""
         return self.of_conversation(Conversation([with_text_content(message) for message in messages])).ids
 
-    def of_conversation(self, conversation: Conversation) -> ChatPrompt:
+    def of_conversation(self, conversation: Conversation) -> TokenPrompt:
         """Return the prompt of a conversation. Raises `RequestError`, `PromptTooLong`."""
         if self.template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", "messages")
@@ -91,7 +95,7 @@ class Prompts:
             text = _up_to_end(text)
         ids = self._encoded(text, guarded.mark if which == 0 else "")
         opened = self._opened(conversation, text)
-        return ChatPrompt(ids, opened, conversation.continue_final and not opened)
+        return TokenPrompt(ids, opened, conversation.continue_final)
 
     def _encoded(self, text: str, mark: str) -> tuple[int, ...]:
         """Return the ids of a rendered text; the pieces between marks are tokenised by themselves."""
@@ -122,7 +126,7 @@ class Prompts:
 
         return formed
 
-    def reader_plan(self, use: ToolUse | None, prompt: ChatPrompt) -> ReaderPlan | None:
+    def reader_plan(self, use: ToolUse | None, prompt: TokenPrompt) -> ReaderPlan | None:
         """Return how to read an answer; None if it is plain text."""
         return None if self.forms is None else self.forms.reader_plan(use, prompt.opened, prompt.continues)
 
@@ -207,7 +211,7 @@ def seed_of(params: SamplingParams) -> int:
 
 def requests_of(
     name: str,
-    prompt_ids: tuple[int, ...],
+    prompt: TokenPrompt,
     params: SamplingParams,
     seed: int,
     salt: str = "",
@@ -215,7 +219,7 @@ def requests_of(
 ) -> list[Request]:
     """Return one request for each of the n choices, with ids NAME-CHOICE."""
     return [
-        Request(f"{name}-{choice}", prompt_ids, params, seed, choice, salt, speculation)
+        Request(f"{name}-{choice}", prompt.ids, params, seed, choice, salt, speculation, within=prompt.continues)
         for choice in range(params.n)
     ]
 
@@ -232,24 +236,25 @@ class Item:
     messages: tuple[dict[str, str], ...] = ()
     where: str = field(default="", compare=False)  # file and line, for error messages
 
-    def ids(self, prompts: Prompts, params: SamplingParams, *, chat: bool) -> tuple[int, ...]:
-        """Return the prompt's token ids; with `chat` a text becomes a user's message.
+    def asked(self, prompts: Prompts, params: SamplingParams, *, chat: bool) -> TokenPrompt:
+        """Return the prompt; with `chat` a text becomes a user's message.
 
         Raises `RequestError` that names the item, also if the answer has no room.
         """
         try:
-            prompt_ids = self._ids(prompts, chat)
-            prompts.check_room(prompt_ids, params.max_tokens)
+            prompt = self._asked(prompts, chat)
+            prompts.check_room(prompt.ids, params.max_tokens)
         except RequestError as error:
             if not self.where:
                 raise
             raise type(error)(f"{self.where}: {error}", error.param) from None
-        return prompt_ids
+        return prompt
 
-    def _ids(self, prompts: Prompts, chat: bool) -> tuple[int, ...]:
+    def _asked(self, prompts: Prompts, chat: bool) -> TokenPrompt:
         if self.prompt is not None and not chat:
-            return prompts.of_text(self.prompt)
-        return prompts.of_messages(self.messages or ({"role": "user", "content": self.prompt or ""},))
+            return prompts.to_continue(prompts.of_text(self.prompt))
+        messages = self.messages or ({"role": "user", "content": self.prompt or ""},)
+        return TokenPrompt(prompts.of_messages(messages))
 
 
 def read_items(path: Path) -> list[Item]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.core.params import SamplingParams
-    from paceline.serve.prompts import ChatPrompt, Prompts
+    from paceline.serve.prompts import Prompts, TokenPrompt
     from paceline.serve.results import Completion
 
 CHOICES = ("auto", "none", "required")
@@ -55,7 +55,7 @@ class ChatCall:
     """One call of `chat`: its prompt, and what its answers must fit and hold."""
 
     prompts: Prompts
-    prompt: ChatPrompt
+    prompt: TokenPrompt
     use: ToolUse | None
 
     @classmethod

@@ -17,7 +17,7 @@ from paceline.core.errors import RequestError
 from paceline.core.params import check_token_ids, shown
 from paceline.core.request_nouns import Outcome
 from paceline.engine.answer_queue import take_told
-from paceline.engine.output import StopChecker
+from paceline.engine.output import checker_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -142,4 +142,4 @@ def _rest(outcome: Outcome, count: int, cut: int) -> Outcome:
 
 def _text_of(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text that a client has with an answer's first tokens."""
-    return take_told(StopChecker(request, frozenset(tokenizer.eos_ids), tokenizer.detokenizer()), token_ids)
+    return take_told(checker_of(request, tokenizer), token_ids)

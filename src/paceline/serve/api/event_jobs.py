@@ -81,7 +81,7 @@ def _job(
     seed, name = seed_of(params), secrets.token_hex(12)
     speculation = body.speculation.checked() if body.speculation else None
     salt = body.cache_salt or ""
-    requests = requests_of(f"{name}-0", prompt.ids, params, seed, salt, speculation)
+    requests = requests_of(f"{name}-0", prompt, params, seed, salt, speculation)
     meta = ResponseMeta(f"{prefix}{name}", int(time.time()), serving.names[0], seed, serving.fingerprint)
     return Job(
         meta=meta,

@@ -246,14 +246,13 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         prompts.check_room(ids, own.max_tokens)
     n, seed, name = params[0].n, seed_of(params[0]), secrets.token_hex(12)
     told, names = body.told(len(all_ids), n), body.names(len(all_ids))
-    seeds = seeds_of_prompts(seed, all_ids)
+    seeds, salt = seeds_of_prompts(seed, all_ids), body.cache_salt or ""
     speculation = body.speculation.checked() if body.speculation else None
+    unique = [f"{PREFIX}{one}-{secrets.token_hex(6)}" for one in names]  # a rid may be sent again
     requests = [
         replace(request, told=told[i])
         for i, (ids, own) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(
-            f"{PREFIX}{names[i]}-{secrets.token_hex(6)}", ids, own, seeds[i], body.cache_salt or "", speculation
-        )
+        for request in requests_of(unique[i], prompts.to_continue(ids), own, seeds[i], salt, speculation)
     ]
     for request in requests:
         if request.told:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from paceline.core.figures import Figures
     from paceline.core.pass_notes import PassNote
-    from paceline.core.request_nouns import Outcome
+    from paceline.core.request_nouns import Outcome, Request
+    from paceline.model.detokenizer import Detokenizer
     from paceline.model.tokenizer import Tokenizer
     from paceline.serve.api.tool_calls.reader import ReaderPlan
 
@@ -183,10 +184,10 @@ class _TextOffsets:
     it. A special token, which the text leaves out, has no length.
     """
 
-    def __init__(self, tokenizer: Tokenizer, told: Sequence[int] = ()) -> None:
+    def __init__(self, text: Detokenizer, told: Sequence[int]) -> None:
         """told: tokens before them."""
-        self._text = tokenizer.detokenizer()
-        self._offset = len(self._text.push(told)) if told else 0  # characters
+        self._text = text
+        self._offset = len(text.push(told)) if told else 0  # characters
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token and advance behind it."""
@@ -200,11 +201,11 @@ class CompletionFormat:
     """POST /v1/completions."""
 
     tokenizer: Tokenizer
+    requests: Sequence[Request]  # [num_answers]
     echoes: Sequence[str] = ()  # [num_prompts] text that begins the answers to each prompt; empty: no echo
     n: int = 1
     scored: Sequence[Sequence[int]] = ()  # [num_prompts] ids whose scores come first; empty: none
     as_ids: bool = False  # log-probabilities name tokens by their ids
-    told: Sequence[Sequence[int]] = ()  # [num_answers] tokens that came with the request; empty: none did
     _offsets: dict[int, _TextOffsets] = field(default_factory=dict, init=False)  # by choice, of a stream
     prefix = "cmpl-"
     kind = "text_completion"
@@ -236,7 +237,9 @@ class CompletionFormat:
         return self._offsets[index]
 
     def _new_offsets(self, index: int) -> _TextOffsets:
-        return _TextOffsets(self.tokenizer, self.told[index] if self.told else ())
+        request = self.requests[index]  # scores of a prompt begin with its text
+        text = self.tokenizer.detokenizer(within=request.within and not self.scored)
+        return _TextOffsets(text, request.told)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json, PartialAnswer, RouteFormat
     from paceline.serve.conversation import ToolUse
-    from paceline.serve.prompts import Prompts
+    from paceline.serve.prompts import Prompts, TokenPrompt
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
@@ -168,7 +168,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     conversation = _conversation(body)
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
-    requests = _requests(body, [prompt.ids], prompts, prompts.answer_form(use, prompt.opened))
+    requests = _requests(body, [prompt], prompts, prompts.answer_form(use, prompt.opened))
     plan = prompts.reader_plan(use, prompt)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)
@@ -205,12 +205,11 @@ def completion_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     all_ids = [prompts.of_text(p) if isinstance(p, str) else prompts.of_ids(p) for p in given]
     echoes = [p if isinstance(p, str) else prompts.tokenizer.decode(p) for p in given] if body.echo else ()
-    requests = _requests(body, all_ids, prompts)
+    requests = _requests(body, [prompts.to_continue(ids) for ids in all_ids], prompts)
     scored = all_ids if body.echo and body.logprobs is not None else ()
     as_ids = bool(body.return_tokens_as_token_ids)
-    told = [request.told for request in requests]
-    check_scores(told, scores=bool(scored))
-    form = CompletionFormat(prompts.tokenizer, echoes, body.n or 1, scored, as_ids, told if any(told) else ())
+    check_scores([request.told for request in requests], scores=bool(scored))
+    form = CompletionFormat(prompts.tokenizer, requests, echoes, body.n or 1, scored, as_ids)
     return _job(body, requests, serving, form, arrival_s, ignored)
 
 
@@ -222,7 +221,7 @@ def with_sampling(body: BodyT, defaults: Defaults) -> BodyT:
 
 def _requests(
     body: ChatBody | CompletionBody,
-    all_ids: list[tuple[int, ...]],
+    asked: list[TokenPrompt],
     prompts: Prompts,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
@@ -230,11 +229,12 @@ def _requests(
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """
+    all_ids = [prompt.ids for prompt in asked]
     params = [form(body.params(prompts.room(ids))) for ids in all_ids]
     if len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for at most {MAX_ANSWERS} answers (prompts times n)", "n")
-    for ids, asked in zip(all_ids, params, strict=True):
-        prompts.check_room(ids, asked.max_tokens)
+    for ids, own in zip(all_ids, params, strict=True):
+        prompts.check_room(ids, own.max_tokens)
     told = told_answers(body.answer_ids, len(all_ids) * params[0].n)
     check_scores(told, scores=body.prompt_logprobs is not None)
     seeds = seeds_of_prompts(seed_of(params[0]), all_ids)
@@ -243,8 +243,8 @@ def _requests(
     speculation = body.speculation.checked() if body.speculation else None
     requests = [
         request
-        for index, (ids, asked) in enumerate(zip(all_ids, params, strict=True))
-        for request in requests_of(f"{name}-{index}", ids, asked, seeds[index], salt, speculation)
+        for index, (prompt, own) in enumerate(zip(asked, params, strict=True))
+        for request in requests_of(f"{name}-{index}", prompt, own, seeds[index], salt, speculation)
     ]
     if not any(told):
         return requests

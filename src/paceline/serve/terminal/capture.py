@@ -37,7 +37,7 @@ def capture(llm: LLM, items: Sequence[Item], params: SamplingParams, folder: Pat
     """
     wanted: dict[str, tuple[Item, tuple[int, ...]]] = {}
     for item in items:
-        prompt_ids = item.ids(llm.prompts, params, chat=chat)
+        prompt_ids = item.asked(llm.prompts, params, chat=chat).ids
         wanted.setdefault(key_of(prompt_ids, params), (item, prompt_ids))
     with open_to_append(folder / FILE) as (file, done):
         missing = [key for key in wanted if key not in done]

@@ -129,8 +129,8 @@ def generate(
         return _stream_one(llm, items[0], params, chat, sink)
     ended = count(1)
     with progress("answers", quiet=True) as update:
-        prompt_ids = [item.ids(llm.prompts, params, chat=chat) for item in items]
-        completions = llm.generate(prompt_ids, params, lambda *_: update(next(ended), len(items)))
+        prompts = [item.asked(llm.prompts, params, chat=chat) for item in items]
+        completions = llm.generate(prompts, params, lambda *_: update(next(ended), len(items)))
     for item, completion in zip(items, completions, strict=True):
         for index, answer in enumerate(completion.choices):
             line = to_json(_json_row(item, index, answer)).decode() if as_json else answer.text
@@ -140,7 +140,7 @@ def generate(
 
 def _stream_one(llm: LLM, item: Item, params: SamplingParams, chat: bool, sink: TextIO) -> int:
     error = None
-    for delta in llm.stream(item.ids(llm.prompts, params, chat=chat), params):
+    for delta in llm.stream(item.asked(llm.prompts, params, chat=chat), params):
         sink.write(printable(delta.text, sink))
         sink.flush()
         error = delta.outcome.error

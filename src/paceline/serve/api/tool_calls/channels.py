@@ -34,15 +34,15 @@ class ChannelReader:
         """Begin with the first message.
 
         markers: id -> text of the special tokens. splits: reasoning is told apart. opened: it has begun.
-        continues: the content has, in the prompt.
+        continues: a text has, in the prompt.
         """
-        self._markers = MarkerText(tokenizer, markers) if markers else None
+        self._markers = MarkerText(tokenizer, markers, continues) if markers else None
         self._family = HarmonyCalls()
         self._sink = CallSink(self._family.new_id)
         self._splits = splits
         self._header: Header | None = Header("reasoning") if opened else None  # of the message that is read
         self._body: CallBody | None = None  # of a call; None once its arguments are complete
-        self._reasoning, self._content = TrimmedText(), TrimmedText(continues)
+        self._reasoning, self._content = TrimmedText(), TrimmedText(continues and not opened)
         self._held = ""
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:

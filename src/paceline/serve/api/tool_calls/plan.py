@@ -42,7 +42,7 @@ class AnswerForms:
     def reader_plan(self, use: ToolUse | None, opened: bool, continues: bool = False) -> ReaderPlan | None:
         """Return the plan of answers' readers; None if every answer is plain text.
 
-        opened, continues: the prompt ends inside reasoning, or inside a message's text.
+        opened, continues: the prompt ends inside reasoning, and inside a text, which the answer continues.
         """
         tools = () if use is None else use.callable
         if not tools and self.marks is None and not self.in_channels:

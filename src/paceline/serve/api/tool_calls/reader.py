@@ -94,7 +94,7 @@ class ReaderPlan:
     tools: Sequence[Tool]
     marks: ReasoningMarks | None  # None: no reasoning
     opened: bool  # the prompt ends inside the reasoning
-    continues: bool = False  # the prompt ends inside a message's text
+    continues: bool = False  # the prompt ends inside a text, which the answer continues
     in_channels: bool = False  # answers are runs of messages, whatever else the family says
 
     def reader(self) -> AnswerReader:
@@ -119,9 +119,10 @@ class PartReader:
 
     def __init__(self, plan: ReaderPlan) -> None:
         markers = plan.markers()
-        self._markers = MarkerText(plan.tokenizer, markers) if markers else None
+        self._markers = MarkerText(plan.tokenizer, markers, plan.continues) if markers else None
         self._reasoning = None if plan.marks is None else ReasoningSplit(plan.marks, plan.opened)
-        self._calls = None if plan.family is None else _CallSplit(plan.family, plan.tools, plan.continues)
+        begun = plan.continues and not plan.opened  # the content, in the prompt
+        self._calls = None if plan.family is None else _CallSplit(plan.family, plan.tools, begun)
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:
         """Return the events of an outcome."""

@@ -128,9 +128,9 @@ class BareHead:
 class MarkerText:
     """Text of an answer with the special tokens that mark its parts."""
 
-    def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str]) -> None:
-        """markers: token id -> text of the special tokens to put back."""
-        self._detokenizer = tokenizer.detokenizer()
+    def __init__(self, tokenizer: Tokenizer, markers: Mapping[int, str], within: bool) -> None:
+        """markers: token id -> text of special tokens to put back. within: see `Request`."""
+        self._detokenizer = tokenizer.detokenizer(within=within)
         self._markers = markers
         self._pending: list[int] = []  # ids that were not turned into text, as no marker came behind them
         self._num_read = 0  # characters before the last marker
