@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.core.errors import RequestError
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
+from paceline.serve.api.messages_schema import MessagesBody
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.conversation import Conversation, Tool, ToolUse
 from paceline.serve.prompts import Prompts
@@ -198,3 +200,50 @@ def test_a_template_without_tools_is_told_of_them_in_words() -> None:
     assert '{"name": "f", "description": "Finds."}' in text
     assert '[assistant]{"name": "f", "arguments": {"a": 1}}[user]' in text
     assert text.endswith("[user]The function's result:\n7\nThe function's result:\n8")
+
+
+ALTERNATING = (  # as of Gemma 1 and 2, and with the first line that of Gemma 3
+    "{% if messages[0].role == 'system' %}SYSTEM{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = ALTERNATING.replace("SYSTEM", "{{ raise_exception('System role not supported') }}")
+NAMES_NO_SYSTEM = ALTERNATING.partition("{% endif %}")[2]  # as of Mistral 7B
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+HISTORY = (
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "7"},
+    {"role": "user", "content": "and now?"},
+)
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, NAMES_NO_SYSTEM])
+def test_a_template_without_a_system_message_is_told_in_the_users(template: str) -> None:
+    for number in (1, 4):
+        ids = ids_of(prompts_of(template), *HISTORY[:number], tool_use=ToolUse((Tool("f"),)))
+        text = TOKENIZER.decode(ids, skip_special=False)
+        assert text.startswith("[user]You can call functions.")
+        assert text.partition("in plain text.")[2].startswith("\n\nhi")
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, NO_SYSTEM, NAMES_NO_SYSTEM])
+def test_a_user_who_follows_a_result_speaks_in_its_message(template: str) -> None:
+    ids = ids_of(prompts_of(template), *HISTORY, tool_use=ToolUse((Tool("f"),)))
+    assert TOKENIZER.decode(ids).endswith("[user]The function's result:\n7\n\nand now?")
+
+
+def test_messages_of_a_user_behind_each_other_are_one_turn_of_anthropics() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "7"}
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": "c"}]},
+        {"role": "user", "content": "d"},
+    ]
+    body, _ = MessagesBody.decode(json.dumps({"max_tokens": 1, "messages": messages}).encode())
+    found = [(m["role"], m["content"]) for m in body.conversation().messages]
+    assert found == [("user", "a\n\nb"), ("assistant", ""), ("tool", "7"), ("user", "c\n\nd")]

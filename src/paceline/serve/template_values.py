@@ -17,6 +17,7 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 _KNOWS_CALLS = re.compile(r"\btool_calls\b")
 _ONE_CALL = re.compile(r"\btool_calls\s*\[\s*0\s*\]")  # templates that read a message's first call alone
 _THINKING = re.compile(r"\.thinking\b|\bthinking['\"]")
+_NO_SYSTEM = re.compile(r"[Ss]ystem role (?:is )?not supported")  # what templates say that refuse it
 _INSTRUCTIONS = """You can call functions. Each line describes one as JSON:
 {tools}
 To call a function, write this and nothing else, with the function's name and its arguments as JSON:
@@ -50,7 +51,9 @@ def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | N
     if family is not None and not _KNOWS_CALLS.search(template):
         messages = _without_calls(messages, family)
     if values["tools"] and family is not None and not _KNOWS_TOOLS.search(template):
-        messages = _with_instructions(messages, values["tools"], family)
+        # One that names users and no system would drop such a message, or refuse it.
+        system = not _NO_SYSTEM.search(template) and ("system" in template or "user" not in template)
+        messages = _with_instructions(messages, values["tools"], family, "system" if system else "user")
     return values | {"messages": messages}
 
 
@@ -92,16 +95,19 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_instructions(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], family: ToolFamily
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], family: ToolFamily, role: str
 ) -> list[Mapping[str, Any]]:
-    """Return messages whose system message tells of the tools."""
+    """Return messages of which the first of a role tells of the tools."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = family.written("NAME", '{"PARAMETER": "VALUE"}')
     text = _INSTRUCTIONS.format(tools=lines, example=example)
-    if messages and messages[0]["role"] == "system":
-        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
-        return [first, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
+    begun = [] if role == "system" else list(takewhile(lambda message: message["role"] == "system", messages))
+    rest = messages[len(begun) :]
+    if not rest or rest[0]["role"] != role:
+        return [*begun, {"role": role, "content": text}, *rest]
+    own = rest[0]["content"]
+    content = f"{own}\n\n{text}" if role == "system" else f"{text}\n\n{own}"
+    return [*begun, {**rest[0], "content": content}, *rest[1:]]
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) -> list[Mapping[str, Any]]:
@@ -117,6 +123,8 @@ def _without_calls(messages: Sequence[Mapping[str, Any]], family: ToolFamily) ->
             if found and found[-1].get("is_result"):  # several results are one message: some templates want turns
                 result = f"{found.pop()['content']}\n{result}"
             found.append({"role": "user", "content": result, "is_result": True})
+        elif message["role"] == "user" and found and found[-1].get("is_result"):
+            found.append({**message, "content": f"{found.pop()['content']}\n\n{message['content']}"})
         else:
             found.append(message)
     return found

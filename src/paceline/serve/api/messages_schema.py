@@ -213,10 +213,21 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
         """Return the conversation to go on; a last message of the assistant is continued."""
         text = text_of(self.system or "")
         system = [{"role": "system", "content": text}] if text else []
-        messages = [*system, *(each for message in self.messages for each in message.for_template())]
+        messages = [*system, *self._turns()]
         last = messages[-1]
         continues = last["role"] == "assistant" and bool(last["content"]) and not last.get("tool_calls")
         return Conversation(messages, self._tool_use(), self._kwargs(), not continues, continues)
+
+    def _turns(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates take them; neighbours of the user are one turn."""
+        turns: list[dict[str, Any]] = []
+        for message in self.messages:
+            for each in message.for_template():
+                if turns and turns[-1]["role"] == each["role"] == "user":
+                    turns[-1]["content"] += f"\n\n{each['content']}"
+                else:
+                    turns.append(each)
+        return turns
 
     def _tool_use(self) -> ToolUse | None:
         choice = self.tool_choice
