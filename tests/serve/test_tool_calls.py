@@ -163,6 +163,18 @@ def test_golden_answers_are_read(name: str, text: str, expected: Any, tokenizer:
     assert read(forms, ids, range(1, len(ids))) == expected
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_names_of_128_characters_are_read(name: str) -> None:
+    tool = Tool("mcp__" + "a" * 123)
+    with pytest.raises(RequestError, match="take 1 to 128"):
+        Tool(tool.name + "a")
+    plan = forms_of(name, PLAIN).reader_plan(ToolUse((tool,)), opened=False)
+    assert plan is not None
+    reader, text = plan.reader(), BY_NAME[name].written(tool.name, "{}")
+    events = [event for char in text for event in reader.push(char, ())]
+    assert shown(collected([*events, *reader.finish()])) == ("", "", [(tool.name, "{}")])
+
+
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_split_of_the_tokens_gives_the_same_answer(data: st.DataObject) -> None:

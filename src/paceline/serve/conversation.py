@@ -17,7 +17,8 @@ MAX_TOOLS = 128
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_NODES = 10_000  # values in one function's parameters
 MAX_DESCRIPTION_CHARS = 64 << 10
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_FUNCTION_CHARS = 128  # of a name, as in Anthropic's API
+_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_FUNCTION_CHARS}}}")
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -119,9 +120,8 @@ class Conversation:
 def check_function_name(name: object, param: str) -> None:
     """Raise `RequestError` for what cannot be a function's name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{param}: {shown(name)} is no name of a function; take 1 to 64 of a-z, A-Z, 0-9, _, . and -", param
-        )
+        names = f"1 to {MAX_FUNCTION_CHARS} of a-z, A-Z, 0-9, _, . and -"
+        raise RequestError(f"{param}: {shown(name)} is no name of a function; take {names}", param)
 
 
 def check_size(value: object, param: str, depth: int = MAX_SCHEMA_DEPTH) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.serve.api.tool_calls.bodies import MessageBody
 from paceline.serve.api.tool_calls.family import ToolFamily
 from paceline.serve.api.tool_calls.lark import escaped, literal
+from paceline.serve.conversation import MAX_FUNCTION_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -26,7 +27,7 @@ ENDS = (END, CALL, RETURN, START)  # what ends a message, the last one by mistak
 MAX_MESSAGES = 8  # of reasoning, before an answer that a grammar holds
 _NAMESPACE = "functions."
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([\w.-]{1,80})")
+_RECIPIENT = re.compile(rf"\bto=([\w.-]{{1,{len(_NAMESPACE) + MAX_FUNCTION_CHARS}}})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from paceline.serve.conversation import MAX_FUNCTION_CHARS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -110,7 +112,8 @@ class BareHead:
     def __init__(self, names: Sequence[str], key: str) -> None:
         """key: of the arguments."""
         self._head = re.compile(rf"{_FENCE}({head_regex(names, key)})")
-        steps = [_SPACE, *'"name"', _SPACE, ":", _SPACE, '"', r"[\w.-]{0,64}", '"', _SPACE, ",", _SPACE]
+        name = rf"[\w.-]{{0,{MAX_FUNCTION_CHARS}}}"
+        steps = [_SPACE, *'"name"', _SPACE, ":", _SPACE, '"', name, '"', _SPACE, ",", _SPACE]
         partial = ""
         for step in reversed([*steps, *f'"{key}"', _SPACE]):
             partial = f"(?:{step}{partial})?"
