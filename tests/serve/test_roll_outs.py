@@ -71,6 +71,11 @@ def test_ids_go_in_and_ids_and_log_probabilities_come_out(rl: httpx.Client) -> N
     assert all(entry[0] <= 0 and isinstance(entry[2], str) for entry in about["output_token_logprobs"])
     assert all(len(top) == 2 for top in about["output_top_logprobs"])
     assert [entry[1] for entry in about["input_token_logprobs"]] == PROMPT
+    first, *tops = about["input_top_logprobs"]
+    assert first is None
+    assert [len(top) for top in tops] == [2] * (len(PROMPT) - 1)
+    best = [top[0][0] for top in tops]
+    assert all(entry[0] <= top for entry, top in zip(about["input_token_logprobs"][1:], best, strict=True))
     text = post(
         rl, "/v1/completions", prompt=PROMPT, max_tokens=40, temperature=0.9, top_p=1, seed=7, ignore_eos=True
     )

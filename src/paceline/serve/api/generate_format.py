@@ -205,11 +205,12 @@ class GenerateFormat:
             scores = answer.logprobs or []
             about["output_token_logprobs"] = [self._entry(entry) for entry in scores]
             if request.params.logprobs:
-                tops = (zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in scores)
-                about["output_top_logprobs"] = [[self._triple(*pair) for pair in top] for top in tops]
+                about["output_top_logprobs"] = self._tops(scores)
         if answer.prompt_logprobs is not None:
             first = [None, request.prompt_ids[0], None]
             about["input_token_logprobs"] = [first, *(self._entry(entry) for entry in answer.prompt_logprobs)]
+            if request.params.prompt_logprobs:
+                about["input_top_logprobs"] = [None, *self._tops(answer.prompt_logprobs)]
         return about
 
     @staticmethod
@@ -227,6 +228,10 @@ class GenerateFormat:
     def _entry(self, entry: TokenLogprobs) -> list[Any]:
         return self._triple(entry.token_id, entry.logprob)
 
+    def _tops(self, scores: Sequence[TokenLogprobs]) -> list[list[Any]]:
+        pairs = (zip(entry.top_ids, entry.top_logprobs, strict=True) for entry in scores)
+        return [[self._triple(*pair) for pair in top] for top in pairs]
+
     def _triple(self, token_id: int, logprob: float) -> list[Any]:
         return [logprob, token_id, self.tokenizer.token_text(token_id) if self.texts else None]
 
@@ -238,7 +243,7 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     all_ids = body.prompts(prompts)
     scored = bool(body.return_logprob)
     logprobs = (body.top_logprobs_num or 0) if scored else None
-    first = 0 if scored and body.logprob_start_len == 0 else None
+    first = logprobs if body.logprob_start_len == 0 else None
     params = [asked.params(prompts.room(ids), logprobs, first) for ids in all_ids]
     if not all_ids or len(all_ids) * params[0].n > MAX_ANSWERS:
         raise RequestError(f"one request may ask for 1 to {MAX_ANSWERS} answers (prompts times n)", "n")
