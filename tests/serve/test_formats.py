@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.figures import Figures
-from paceline.core.request_nouns import Outcome, TokenLogprobs
+from paceline.core.params import SamplingParams
+from paceline.core.request_nouns import Outcome, Request, TokenLogprobs
+from paceline.engine.answer_queue import take_told
+from paceline.engine.output import checker_of
 from paceline.model.detokenizer import Detokenizer
 from paceline.serve.api.generate_format import GenerateFormat
 from paceline.serve.api.openai_format import CompletionFormat, PartialAnswer, usage
@@ -87,3 +91,46 @@ def test_answers_of_two_promise_keys_say_so(inexact: bool) -> None:
     about = roll_out.choice(0, answer)["meta_info"]
     assert about["weight_versions"] == [{"start": 0, "version": "a"}]
     assert about.get("resumed_inexact", False) == inexact
+
+
+def rolled_out(ids: Sequence[int], told: Sequence[int] = (), **params: Any) -> list[str]:
+    """The text that `/generate` tells after each token, special ones shown."""
+    asked = SamplingParams(max_tokens=40, **params)
+    request = Request("r", (65,), asked, seed=0, told=tuple(told), within=True)
+    form = GenerateFormat(TOKENIZER, [request], ["r"], many=False, scored=False, texts=False, skips=False)
+    checker, answer, found = checker_of(request, TOKENIZER), PartialAnswer(), []
+    if told:
+        take_told(checker, told)
+    for token_id in ids:
+        reason = checker.take_each([token_id])
+        answer.add(Outcome("r", (token_id,), checker.text(), None, reason.finish_reason, reason.stop_reason))
+        found.append(form.choice(0, answer)["text"])
+    assert all(after.startswith(before) for before, after in pairwise(found)), "clients print what is new"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "params", "shown"),
+    [
+        ("ab END", {"stop": "END"}, "ab "),
+        ("ab END", {"stop": "END", "include_stop": True}, "ab END"),
+        (f"E{END}ND", {"stop": "END", "ignore_eos": True}, ""),
+        (f"ab{END}", {}, "ab"),
+        (f"ab{END}", {"include_stop": True}, f"ab{END}"),
+        (f"ab{END}", {"stop_token_ids": [319], "ignore_eos": True}, "ab"),
+        ("abc", {"stop_token_ids": [TOKENIZER.encode("c")[0]]}, "ab"),
+        (f"a{END}\u00e9b{END}", {"ignore_eos": True}, f"a{END}\u00e9b{END}"),
+    ],
+)
+def test_a_roll_out_with_special_tokens_ends_where_its_stop_is(
+    text: str, params: dict[str, Any], shown: str
+) -> None:
+    assert rolled_out(TOKENIZER.encode(text), **params)[-1] == shown
+
+
+def test_parts_of_a_roll_out_with_special_tokens_are_its_text() -> None:
+    ids = TOKENIZER.encode(f"{END}a{END}\u20acEN{END}D{END}b")
+    whole = rolled_out(ids, ignore_eos=True, stop="EN D")
+    assert "\ufffd" not in "".join(whole)
+    for cut in range(1, len(ids)):
+        assert whole[cut - 1] + rolled_out(ids[cut:], ids[:cut], ignore_eos=True, stop="EN D")[-1] == whole[-1]

@@ -53,7 +53,7 @@ def told_answers(given: AnswerIds | None, num_answers: int) -> list[tuple[int, .
 def told_text(request: Request, tokenizer: Tokenizer, vocab_size: int | None) -> str:
     """Return the text of a request's told tokens. Raises `RequestError` if they end the answer."""
     check_told(request, tokenizer.vocab_size if vocab_size is None else vocab_size)
-    return _text_of(request, tokenizer, request.told)
+    return text_so_far(request, tokenizer, request.told)
 
 
 def check_told(request: Request, vocab_size: int) -> None:
@@ -125,7 +125,7 @@ class SentPart:
             return _first(outcome, length, len(outcome.text)), _rest(outcome, length, len(outcome.text))
         if missing <= 0:
             return None, outcome
-        sent = _text_of(self._request, self._tokenizer, self._ids[: self._count])
+        sent = text_so_far(self._request, self._tokenizer, self._ids[: self._count])
         cut = len(sent) - (len(self._text) - len(outcome.text))
         return _first(outcome, missing, cut), _rest(outcome, missing, cut)
 
@@ -140,6 +140,6 @@ def _rest(outcome: Outcome, count: int, cut: int) -> Outcome:
     return replace(outcome, token_ids=outcome.token_ids[count:], text=outcome.text[cut:], logprobs=logprobs)
 
 
-def _text_of(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+def text_so_far(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the text that a client has with an answer's first tokens."""
     return take_told(checker_of(request, tokenizer), token_ids)

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_BIASED, Grammar, SamplingParams
 from paceline.engine.wire import Salt, TokenId
-from paceline.serve.api.continuation import check_told
+from paceline.serve.api.continuation import check_told, text_so_far
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
 from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
@@ -26,6 +26,7 @@ from paceline.serve.api.schema import (
     seed_asked,
     seeds_of_prompts,
 )
+from paceline.serve.api.tool_calls.scan import MarkerText
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
@@ -176,8 +177,24 @@ class GenerateFormat:
     def choice(self, index: int, answer: PartialAnswer) -> Json:
         """Return what an answer has gained so far, without told tokens."""
         ids = list(answer.token_ids)
-        text = answer.text if self.skips else self.tokenizer.decode(ids, skip_special=False)
+        text = answer.text if self.skips else self._with_special(index, answer)
         return {"text": text, "output_ids": ids, "meta_info": self._about(index, answer)}
+
+    def _with_special(self, index: int, answer: PartialAnswer) -> str:
+        """Return an answer's text with its special tokens.
+
+        Without `include_stop` it lacks the one that ended it.
+        """
+        request, ids, last = self.requests[index], answer.token_ids, answer.last
+        by_token = last is not None and last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
+        if by_token and not request.params.include_stop:
+            ids = ids[:-1]
+        tokenizer, told = self.tokenizer, request.told
+        special = {i: tokenizer.token_text(i) for i in (*told, *ids) if tokenizer.is_special(i)}
+        text = MarkerText(tokenizer, special, request.within)
+        if told:
+            text.push(text_so_far(request, tokenizer, told), told)
+        return text.push(answer.text, ids)
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
         """Return None: chunks carry answers as far as they have come, see `RollOutResponder`."""
