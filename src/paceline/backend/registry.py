@@ -62,6 +62,7 @@ class BackendSpec:
     # with a probe where that finds nothing wrong.
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
+    memory_returner: str | None = None  # module:function(), see `return_memory`; None: it keeps none
     max_ranks: int = 1  # processes that may share the target's layers, each on a device or cores of its own
     max_draft_ranks: int = 1  # likewise, a drafter's
     features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
@@ -229,6 +230,11 @@ class BackendSpec:
         """Return the memory that is free where KV lies."""
         return self._imported(self.free_memory)(device) if self.free_memory else available_bytes()
 
+    def return_memory(self) -> None:
+        """Return memory that was freed, and is kept for later, to the system."""
+        if self.memory_returner:
+            self._imported(self.memory_returner)()
+
     def check_model(self, config: ModelConfig) -> None:
         """Raise `UnsupportedModel` if its decoders lack something that a model needs."""
         lacking = [need for need in config.needs if self.features is not None and need not in self.features]
@@ -326,6 +332,7 @@ BACKENDS = {
             numerics=("exact", "fast"),
             probe="paceline.backend.cuda.probe:findings",
             free_memory="paceline.backend.cuda.device_memory:free_bytes",
+            memory_returner="paceline.backend.cuda.device_memory:return_memory",
             max_ranks=8,
             max_draft_ranks=8,
             features=(),

@@ -95,6 +95,11 @@ def free_bytes(device: Device | None) -> int:
     return int(free + unused)
 
 
+def return_memory() -> None:
+    """Return what PyTorch keeps of freed memory to the driver, on all devices."""
+    torch.cuda.empty_cache()
+
+
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros that take host memory only once written: `torch.zeros` touches all at once."""
     if device.type != "cpu":

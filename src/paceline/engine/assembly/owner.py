@@ -194,6 +194,7 @@ class EngineOwner:
         if WEIGHTS in tags:
             self._loaded = None
         gc.collect()  # engine, loop and drafters refer to each other
+        self.config.backend_spec.return_memory()
 
     def resume(self, tags: Collection[str], progress: Progress | None = None) -> None:
         """Take memory again; the engine is back with the last part. Raises `PacelineError`."""
