@@ -5,12 +5,14 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.backend.device import Device
 from paceline.backend.registry import BACKENDS
+from paceline.backend.seam import Capabilities
 from paceline.bench.doctor import device_checks
 from paceline.bench.session import model_and_backend
 from paceline.core.errors import ConfigError
@@ -19,8 +21,9 @@ from paceline.core.params import SamplingParams
 from paceline.engine.assembly import build
 from paceline.engine.assembly.cli_options import add_engine_arguments, engine_config
 from paceline.engine.assembly.config import EngineConfig
-from paceline.engine.assembly.kv_choices import choose_num_pages, kv_bytes
+from paceline.engine.assembly.kv_choices import choose_num_pages, kv_bytes, step_bytes
 from paceline.engine.request_table import Limits
+from paceline.model.shapes import SHAPES
 from paceline.serve.asking import config_of
 from tests.backend.backends import load_on_host
 from tests.draft.heads import trained_head
@@ -100,10 +103,29 @@ def test_kv_takes_its_share_of_the_devices_memory(monkeypatch: pytest.MonkeyPatc
         return choose_num_pages(config, limits, kv_bytes(config) // (bytes_per_token * PAGE_TOKENS))
 
     assert chosen(config, 1) == (256 * 512, "room for 256 requests of 8192 tokens")
-    assert chosen(config, 1000) == (900, "90% of the free memory")
-    assert chosen(replace(config, draft="ngram"), 1000) == (500, "50% of the free memory")
+    assert chosen(config, 1000) == (900, "up to 90% of the free memory")
+    assert chosen(replace(config, draft="ngram"), 1000) == (500, "up to 50% of the free memory")
     with pytest.raises(ConfigError, match="no memory left for the KV cache"):
         chosen(config, 1 << 20)
+
+
+def test_kv_leaves_steps_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the largest graph, states of the longest step, and graphs: 1.5 GiB of an 8 billion model."""
+    free = [17 << 29]  # as on a card of 24 GB
+    monkeypatch.setattr("paceline.backend.cuda.device_memory.free_bytes", lambda device: free[0])
+    model, config = SHAPES["llama-3.1-8b"], EngineConfig(backend="cuda", draft="off")
+    decoder: Any = SimpleNamespace(config=model, capabilities=Capabilities(token_buckets=(1, 1024)))
+    room = step_bytes(config, config.usual_limits, decoder)
+    assert room == 1024 * 128256 * 4 + 4096 * 2 * (3 * 14336 + 5 * 4096) + (1 << 29)
+    assert kv_bytes(config, of_steps=room) == free[0] - room < int(0.9 * free[0])
+    assert kv_bytes(replace(config, sharers=2), of_steps=room) == free[0] // 2 - room
+    assert kv_bytes(replace(config, draft="ngram"), of_steps=room) == free[0] // 2
+    assert step_bytes(replace(config, weights="f32"), config.usual_limits, decoder) > room
+    assert step_bytes(replace(config, device="cpu"), config.usual_limits, decoder) == 0
+    free[0] = 100 << 30
+    assert kv_bytes(config, of_steps=room) == 90 << 30
+    free[0] = 1 << 30
+    assert kv_bytes(config, of_steps=room) == 0
 
 
 def test_the_doctor_says_what_the_chosen_backend_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

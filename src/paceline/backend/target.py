@@ -125,8 +125,11 @@ class Backend:
         """Bytes of target KV per token."""
         return self.kv.bytes_per_token
 
-    def prepare(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Make ready for the first pass, once the drafters are there. progress: see `build`."""
+    def prepare(self, prefill_tokens: int, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Make ready for the first pass, once the drafters are there.
+
+        prefill_tokens: of a step, at most. progress: see `build`.
+        """
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Gather a pass over the known tokens and the drafts of a batch."""

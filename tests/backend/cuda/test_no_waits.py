@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.backend.cuda import load as cuda
 from paceline.backend.cuda.block_head import CudaBlockHead
 from paceline.backend.cuda.device_pass import DevicePass
+from paceline.backend.cuda.device_weights import Setup, WeightReader
 from paceline.backend.cuda.graphs import Uncaptured
+from paceline.backend.cuda.output_matrix import DraftOutput, OutputMatrix
 from paceline.backend.seam import LateDraft
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
@@ -146,6 +148,31 @@ def test_a_heads_pass_never_waits(kind: str) -> None:
             return
         normed, fed_back = head.read_out(head.run_layers(fake_pass(), features, kv))
         assert normed.shape == fed_back.shape == (12, config.layers.hidden_size)
+
+
+class SentAtOnce(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses copies to a device for which the host waits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, named = func(*args, **(kwargs or {})), kwargs or {}
+        if func.overloadpacket.__name__ == "_to_copy" and args[0].is_cpu and not found.is_cpu:
+            assert named.get("non_blocking"), "the host waits for a copy"
+        return found
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_tokens_of_requests_are_sent_without_waiting(kind: str) -> None:
+    """Drafting calls for them before it is launched, while the device computes the step before."""
+    device = torch.device("meta")
+    with SentAtOnce():  # type: ignore[no-untyped-call]
+        reader = WeightReader({}, Setup(device, kind, "auto", fast=False))
+        rows = torch.empty(50, 128, device=device)
+        target = OutputMatrix(reader.packed(rows, kind), 50)
+        output = DraftOutput(reader, rows[:9], np.arange(9), target, 8)
+        output.set_request_tokens(np.array([20, 30]))
+        assert output.num_tokens == 11
+        with pytest.raises(AssertionError, match="waits for a copy"):
+            torch.zeros(3).to(device)
 
 
 LOOKUPS = ["ngram:k=3", "suffix:k=3", "oracle:k=3,head=ngram,file="]

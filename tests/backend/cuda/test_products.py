@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.backend.cuda import products
 from paceline.backend.cuda.products import (
@@ -25,6 +26,18 @@ from paceline.backend.cuda.products import (
 from tests.backend.cuda.interpreter import run_interpreted
 
 CPU = torch.device("cpu")
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many floats the largest new tensor has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+            self.largest = max(self.largest, found.numel())
+        return found
 
 
 def weight(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -51,6 +64,19 @@ def test_quantised_weights_take_their_share_of_memory():
     sizes = {t: pack_matrix(weight(64, 1024), t, torch.float32, CPU).nbytes for t in ("f32", "fp8", "int4")}
     assert sizes["fp8"] / sizes["f32"] == pytest.approx(1 / 4, rel=0.01)
     assert sizes["int4"] / sizes["f32"] == pytest.approx((0.5 + 4 / GROUP) / 4, rel=0.01)
+
+
+@pytest.mark.parametrize("weight_type", ["fp8", "int4"])
+def test_large_matrices_are_packed_in_pieces(weight_type, monkeypatch):
+    """Copies of a whole output matrix in float32 would take gigabytes; bits are the same."""
+    w = weight(50, 320)
+    whole = pack_matrix(w, weight_type, torch.bfloat16, CPU)
+    monkeypatch.setattr(products, "PACKED_NUMBERS", 7 * 320)
+    with Largest() as made:
+        pieces = pack_matrix(w, weight_type, torch.bfloat16, CPU)
+    assert 0 < made.largest <= 7 * 3 * GROUP
+    assert torch.equal(pieces.data.view(torch.uint8), whole.data.view(torch.uint8))
+    assert torch.equal(pieces.scale, whole.scale)
 
 
 @pytest.mark.parametrize("weight_type", KINDS)

@@ -23,6 +23,7 @@ from paceline.draft.drafter import MAX_K
 from paceline.model.heads.block_format import BlockShape
 from tests.backend.cuda.interpreter import run_interpreted
 from tests.backend.cuda.row_states import MAX_LEN, random_state, random_step
+from tests.backend.cuda.texts import rows_with, wanted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,3 +164,23 @@ def test_texts_stay_with_kernels_in_the_interpreter() -> None:
 
 def test_a_row_has_room_for_the_drafts_of_any_drafter() -> None:
     assert MAX_K <= MAX_DRAFTS
+
+
+class SeesAhead(NoModel):
+    """A parallel head whose attention stays within the page table."""
+
+    parallel = True
+
+    def run_late(self, asked: Any) -> Any:
+        assert int(asked.tokens.seen_to.max()) < asked.tokens.max_keys
+        return super().run_late(asked)
+
+
+def test_places_of_a_shallow_row_lie_within_the_page_table() -> None:
+    """Each row has as many as the deepest, and attends from all, kept or not."""
+    texts = [[1] * 40, [1] * 47]
+    runner: Any = SeesAhead()
+    program = Program(rows_with(texts), runner, 999, HintRule(1, 1))
+    for row, text in enumerate(texts):
+        program.admit(row, len(text) - 1, 0)
+    program.draft(wanted(texts, (7, 1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import lru_cache
 from threading import RLock
 from typing import TYPE_CHECKING, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -34,9 +35,10 @@ def recorded(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
         pool = others[0].pool() if others else None  # PyTorch refuses that of graphs which are all gone
         torch.cuda.synchronize(device)
         before = torch.cuda.current_stream(device)
+        stream = _stream_on(device)
         try:
             # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
             torch.cuda.set_stream(before)  # PyTorch leaves that of the capture, and goes on filling its memory
@@ -44,6 +46,15 @@ def recorded(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
             _devices.clear()
             raise
         _devices[graph] = device
+
+
+@lru_cache
+def _stream_on(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device.
+
+    The one that PyTorch would take is on whichever device captured first.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Graph(Generic[T]):

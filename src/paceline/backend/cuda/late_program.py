@@ -129,7 +129,7 @@ class Program:
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
-        longest = max(d.length + d.depth for d in drafts)
+        longest = max(d.length for d in drafts) + deepest  # places of a shallow row reach as far
         shape = DraftShape(len(drafts), bound, deepest, -(-longest // PAGE_TOKENS))
         if self._graphs.pads and bound <= BUCKETS[-1]:
             num_rows = bucket(len(drafts))

@@ -55,10 +55,14 @@ class LateTarget(Backend):
         super().__init__(decoder, rows, num_pages)
         self.graphs = StepGraphs(self, rows.capture)
 
-    def prepare(self, progress: Progress | None = None) -> None:
-        """Capture the graphs of all steps."""
-        with on_device(self.rows.device), enough_memory("the graphs of its steps"):
-            self.graphs.capture_all(progress)
+    def prepare(self, prefill_tokens: int, progress: Progress | None = None) -> None:
+        """Capture the graphs of all steps, and run a longest one beside them."""
+        longest = min(prefill_tokens, self.kv.num_slots) + self.rows.num_rows
+        with on_device(self.rows.device):
+            with enough_memory("the graphs of its steps"):
+                self.graphs.capture_all(progress)
+            with enough_memory(f"a step of --prefill-tokens {prefill_tokens}"):
+                self.graphs.run_longest(longest)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
         """Send drafts made on the host; those of unknown tokens are on the device."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from paceline.backend.cuda.device_memory import send
 from paceline.backend.cuda.device_weights import first_rows, matrix_rows
 from paceline.backend.cuda.kernel_launch import uses_kernels
 from paceline.backend.cuda.pass_choice import DraftTokens
@@ -69,7 +70,7 @@ class OutputMatrix:
 
     def rows(self, token_ids: NDArray[int64], setup: Setup) -> torch.Tensor:
         """Return the rows [n, width] of tokens, on a setup's device in its type."""
-        ids, lead = torch.from_numpy(token_ids).to(self.matrix.data.device), self._lead
+        ids, lead = send(token_ids, self.matrix.data.device), self._lead
         if lead is None:
             return matrix_rows(self.matrix, ids, setup.dtype).to(setup.device)
         with lead.together("rows", (ids,)):
@@ -124,7 +125,7 @@ class DraftOutput:
         """Make the first rows stand for these tokens."""
         rows = np.full(self._target.num_tokens, -1, np.int64)
         rows[token_ids] = np.arange(len(token_ids))
-        self.tokens = DraftTokens(torch.from_numpy(token_ids).to(self._reader.setup.device), rows)
+        self.tokens = DraftTokens(send(token_ids, self._reader.setup.device), rows)
         self.whole_ids[: len(token_ids)] = self.tokens.ids
         self.whole_ids[len(token_ids) :] = -1
         self.matrix = first_rows(self.whole, len(token_ids))

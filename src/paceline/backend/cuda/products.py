@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -32,6 +32,9 @@ from paceline.backend.cuda.kernel_launch import (
 from paceline.backend.cuda.matrix import SUM_BYTES, Kind, Matrix
 from paceline.backend.cuda.tiles import takes_tiles, tile_product, tiles_in_parallel
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 KINDS: dict[str, Kind] = {**dict.fromkeys(PLAIN_TYPES, "plain"), "fp8": "fp8", "int4": "int4"}
 FP8 = torch.float8_e4m3fn
@@ -44,6 +47,7 @@ ROWS = 64  # weight rows of a block with few tokens
 TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
 FINISH_COLUMNS = 1024  # columns of one program
 QUANTISE_COLUMNS = 4096  # columns at a time
+PACKED_NUMBERS = 1 << 24  # weights that are packed at once: their copies in float32 take far more than they
 SMALL_DEVICES = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities with the least shared memory
 SMALL_BYTES = 99 << 10  # of a program there
 
@@ -81,12 +85,19 @@ def pack_matrix(
     weight = weight.to(device)
     if kind == "plain":
         data, scale = weight.to(dtype).contiguous(), None
-    elif kind == "fp8":
-        data, scale = quantise_rows(weight)
     else:
-        data, scale = _pack_int4(weight)
+        data, scale = _in_pieces(quantise_rows if kind == "fp8" else _pack_int4, weight)
     own_bias = None if bias is None else bias.to(device, dtype).contiguous()
     return Matrix(kind, data, scale, own_bias, shape, segment_of(*shape))
+
+
+def _in_pieces(
+    pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack a matrix by some rows at a time, which changes no bits."""
+    pieces = [pack(rows) for rows in torch.split(weight, max(PACKED_NUMBERS // weight.shape[1], 1))]
+    data = torch.cat([data.view(torch.uint8) for data, _ in pieces]).view(pieces[0][0].dtype)
+    return data, torch.cat([scale for _, scale in pieces], -1)
 
 
 def segment_of(num_rows: int, width: int) -> int:

@@ -119,6 +119,16 @@ class StepGraphs:
             if progress:
                 progress(WHAT, index + 1, len(shapes))
 
+    def run_longest(self, num_tokens: int) -> None:
+        """Run a step of so many tokens of padding, where it is not captured.
+
+        Behind the captures, as each of these gives back all memory that is not in use. It compiles the kernels of
+        long steps, too.
+        """
+        if self._capture is not None and num_tokens > self._buckets[-1]:
+            rows = self._target.rows
+            self.run(rows.padded(_NO_ROWS)[:, :1], num_tokens, rows.num_rows, rows.pages.shape[1])
+
     def run(self, block: NDArray[int64], num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
         """Enqueue a step.
 

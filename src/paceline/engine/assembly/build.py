@@ -236,7 +236,7 @@ def _assembled(
     own = versioned(fingerprint, loaded.version)
     engine = Engine(backend, loaded.tokenizer, drafters, controller, law, limits, pool, own)
     engine.changes.usual = config.change_budget
-    backend.prepare(progress)
+    backend.prepare(limits.prefill_tokens, progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
     pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)

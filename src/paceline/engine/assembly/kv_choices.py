@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MIB, GIB = 2**20, 2**30
 KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
+GRAPHS_BYTES = 1 << 29  # of captured steps beside their logits
 UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
 
 
@@ -130,7 +131,7 @@ def kv_room(
     drafters take beside its pages, see `row_bytes`.
     """
     kv, model = decoder.new_kv(1), decoder.config
-    free = kv_bytes(config, mapped_bytes, beside)
+    free = kv_bytes(config, mapped_bytes, beside, step_bytes(config, limits, decoder))
     affordable = free // (kv.bytes_per_token * PAGE_TOKENS)
     sliding = model.sliding_kv() if config.drops_windows else ()
     if not sliding:
@@ -170,14 +171,32 @@ def choose_num_pages(config: EngineConfig, limits: Limits, affordable: int) -> t
     if num_pages == wanted:
         return num_pages, f"room for {limits.num_rows} requests of {limits.max_len} tokens"
     if num_pages == affordable:
-        return num_pages, f"{kv_share(config):.0%} of the free memory"
+        return num_pages, f"up to {kv_share(config):.0%} of the free memory"
     return num_pages, "enough for most loads; --kv-tokens sets more"
 
 
-def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0) -> int:
-    """Return the share of free memory for KV, see `kv_room`: all for tokens asked for."""
+def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0, of_steps: int = 0) -> int:
+    """Return the share of free memory for KV, see `kv_room`: all for tokens asked for.
+
+    of_steps: what it leaves in any case, see `step_bytes`.
+    """
     share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
-    return max(int(max(config.free_bytes() - mapped_bytes, 0) * share) - beside, 0)
+    free = max(config.free_bytes() - mapped_bytes, 0)
+    return max(int(min(free * share, free / config.sharers - of_steps)) - beside, 0)
+
+
+def step_bytes(config: EngineConfig, limits: Limits, decoder: Decoder) -> int:
+    """Return the memory of steps on a device, beside weights and KV; 0 on a host.
+
+    Captured ones keep the logits of the largest of them. The longest is not captured: at its widest it has a gated
+    layer's inputs and output, and five states as wide as the model.
+    """
+    if config.device_defaults is None:
+        return 0
+    model, captured = decoder.config, max(decoder.capabilities.token_buckets, default=0)
+    numbers = limits.prefill_tokens * (3 * model.intermediate_size + 5 * model.hidden_size)
+    width = max(NUM_BYTES[config.weight_type], NUM_BYTES["bf16"])  # narrower weights compute in 16 bits
+    return captured * model.vocab_size * int(NUM_BYTES["f32"]) + int(numbers * width) + GRAPHS_BYTES
 
 
 def kv_share(config: EngineConfig) -> float:
