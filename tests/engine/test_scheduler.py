@@ -20,11 +20,13 @@ from paceline.core.errors import PromptTooLong, QueueFull
 from paceline.core.nouns import PAGE_TOKENS, Batch, BatchRow, Plan, RowPlan
 from paceline.core.params import SamplingParams, Speculation
 from paceline.core.request_nouns import Admission, Request
+from paceline.engine.drafter_pool import DrafterPool
 from paceline.engine.engine import check_room
 from paceline.engine.pages import PagePool, pages_for
 from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_table import Limits
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.step_view import step_view
 from tests.oracles.step_view import bounds_of as bounds_of_slow
 
 VOCAB = 3
@@ -351,17 +353,48 @@ def test_stores_have_their_own_valid_counts() -> None:
     assert pages_for(33) == 3
 
 
-def test_chunks_shrink_with_depth_beside_rows_that_decode() -> None:
-    limits = Limits(num_rows=2, max_len=1 << 15, prefill_tokens=512)
-    scheduler, sizes = Scheduler(limits, PagePool(4000)), []
+def _with_long_prompt() -> Scheduler:
+    """A scheduler with a prompt of 20,000 tokens behind a short one."""
+    scheduler = Scheduler(Limits(num_rows=2, max_len=1 << 15, prefill_tokens=512), PagePool(4000))
     scheduler.add(_request("short", (0,) * 20, max_tokens=1000))
     scheduler.add(_request("long", (1,) * 20_000))
-    plan = Plan()
+    return scheduler
+
+
+def _chunks(scheduler: Scheduler, plan: Plan) -> list[tuple[int, int]]:
+    """Run a step; return how far each prompt has come, and the tokens of its chunk."""
+    rows = scheduler.schedule(plan).rows
+    found = [(scheduler.requests[r.request_id].scheduled_len, r.num_known) for r in rows if not r.decodes]
+    for r in rows:
+        scheduler.reveal(r, scheduler.requests[r.request_id], [0] if r.samples else [])
+    return found
+
+
+def test_chunks_shrink_with_depth_beside_rows_that_decode() -> None:
+    """Control is told of the chunks that run."""
+    scheduler, drafting, sizes = _with_long_prompt(), DrafterPool([], VOCAB), []
     while not all(r.decoding for r in scheduler.running) or not scheduler.running:
-        for r in scheduler.schedule(plan).rows:
-            state = scheduler.requests[r.request_id]
-            sizes += [(state.scheduled_len, r.num_known)] if not r.decodes and r.request_id == "long" else []
-            scheduler.reveal(r, state, [0] if r.samples else [])
+        view = step_view(scheduler, drafting, previews=False)
+        chunks = _chunks(scheduler, Plan())
+        ends, counts = [end for end, _ in chunks], [count for _, count in chunks]
+        assert (view.prefill.tokens, view.prefill.kv_tokens) == (sum(counts), sum(ends))
+        sizes += chunks[-1:]
     assert {size for end, size in sizes[:-1] if end <= 8192} <= {492, 512}
     assert {size for end, size in sizes[:-1] if 9000 < end <= 16_384} == {256}
     assert {size for end, size in sizes[:-1] if end > 17_000} == {170}
+
+
+def test_a_plan_bounds_prompt_tokens_however_deep_they_are() -> None:
+    """It knows what they take; the limits' own bound counts the depth."""
+    scheduler, end = _with_long_prompt(), 0
+    while end < 17_000:
+        ((end, _),) = _chunks(scheduler, Plan())[-1:]
+    assert [_chunks(scheduler, Plan(prefill_tokens=most))[0][1] for most in (16, 200, 1)] == [16, 170, 1]
+
+
+def test_a_plan_bounds_the_prompts_of_a_step_together() -> None:
+    scheduler = Scheduler(Limits(num_rows=4), PagePool(100))
+    for number, name in enumerate("abc"):
+        scheduler.add(_request(name, (number,) * 40))
+    plan = Plan(prefill_tokens=50)
+    assert [[count for _, count in _chunks(scheduler, plan)] for _ in range(3)] == [[40, 10], [30, 20], [20]]

@@ -32,20 +32,24 @@ class Prefiller(RequestTable):
     ) -> tuple[Admission, ...]:
         """Add chunks of a group's rows to those that decode, then rows of admitted requests.
 
-        begun: the rows in prefill. most: prompt tokens; None for the limits' own.
+        begun: the rows in prefill. most: prompt tokens, whatever each costs; None for the limits' own.
         """
-        budget = min(self.limits.prefill_tokens, most or self.limits.prefill_tokens)
+        budget = self.limits.prefill_tokens  # a token takes what it costs of it
+        most = min(most or budget, budget)
         admissions: list[Admission] = []
         beside = bool(rows)
         for state in begun:
-            if budget > 0 and state.row >= 0 and not self.out_of_pages and self._hold_chunk(state, budget):
+            room = min(budget, most)
+            if room > 0 and state.row >= 0 and not self.out_of_pages and self._hold_chunk(state, room):
                 cost = state.token_cost(beside=beside)
-                rows.append(self._prefill_row(state, budget // cost))
+                rows.append(self._prefill_row(state, min(budget // cost, most)))
                 budget -= rows[-1].num_known * cost
-        while budget > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
+                most -= rows[-1].num_known
+        while min(budget, most) > 0 and not self.out_of_pages and (admitted := self._admit(group)) is not None:
             cost = admitted.token_cost(beside=beside)
-            rows.append(self._prefill_row(admitted, budget // cost))
+            rows.append(self._prefill_row(admitted, min(budget // cost, most)))
             budget -= rows[-1].num_known * cost
+            most -= rows[-1].num_known
             admissions.append(_admission(admitted))
         return tuple(admissions)
 

@@ -36,7 +36,7 @@ def step_view(
     found = drafting.preview(rows.tolist(), max_drafts.tolist()) if wanted else {}
     num_waiting = len(scheduler.waiting)
     only_decodes = len(decoding) == len(scheduler.running) and not num_waiting
-    prefill = NO_WORK if only_decodes else _prefill(scheduler, group)
+    prefill = NO_WORK if only_decodes else _prefill(scheduler, group, beside=bool(decoding))
     view = StepView(rows, lengths, max_drafts, prefill, found, {}, num_waiting, {}, unavailable)
     if not special:
         return view
@@ -58,18 +58,21 @@ def _targets(decoding: Sequence[RequestState]) -> Iterator[tuple[int, float]]:
             yield r.row, r.request.speculation.tpot_ms / MS_PER_S
 
 
-def _prefill(scheduler: Scheduler, group: Group) -> Work:
-    """Return the work of the next prefill chunks, without prefix hits or page shortages."""
+def _prefill(scheduler: Scheduler, group: Group, *, beside: bool) -> Work:
+    """Return the work of the next prefill chunks, without prefix hits or page shortages.
+
+    beside: as in `RequestState.token_cost`.
+    """
     budget, total = scheduler.limits.prefill_tokens, NO_WORK
     for state in _to_prefill(scheduler, group):
         if budget <= 0:
             break
-        left = len(state.token_ids) - state.scheduled_len
-        chunk = min(budget, left)
+        cost, left = state.token_cost(beside=beside), len(state.token_ids) - state.scheduled_len
+        chunk = min(max(budget // cost, 1), left)
         end = state.scheduled_len + chunk
         pairs = chunk * state.scheduled_len + chunk * (chunk + 1) // 2
         total += Work(chunk, chunk - int(chunk == left), end, pairs)
-        budget -= chunk
+        budget -= chunk * cost
     return total
 
 
