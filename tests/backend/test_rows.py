@@ -56,6 +56,18 @@ def test_pack_gives_every_token_its_place() -> None:
     packed.check(num_slots=200, vocab_size=20)
 
 
+def test_a_prompt_is_scored_in_its_own_chunks_alone() -> None:
+    """While it decodes, and once it has ended, passes have no scores."""
+    rows, batch = _rows()
+    request = Request("scored", (1, 2, 3), SamplingParams(prompt_logprobs=0), seed=3)
+    rows.apply(Batch(2, (), (Admission(1, request, request.prompt_ids, cached_len=0, pages=()),)))
+    chunk = BatchRow(1, "scored", num_known=3, max_drafts=0, samples=True, max_len=4)
+    decodes = BatchRow(1, "scored", num_known=1, max_drafts=0, samples=True, max_len=5, decodes=True)
+    assert rows.num_scored(Batch(2, (*batch.rows, chunk))) == [0, 0, 2]
+    assert not rows.num_scored(Batch(3, (*batch.rows, decodes)))
+    assert not rows.num_scored(batch)
+
+
 def test_commit_appends_and_counts_what_is_computed() -> None:
     rows, batch = _rows()
     rows.commit(batch, Verdict((RowVerdict(), RowVerdict([8, 6], num_accepted=1))))

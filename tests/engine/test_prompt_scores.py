@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.backend.seam import Packed
+from paceline.backend.prompt_scores import ScoringPass
+from paceline.backend.seam import Packed, PassResult
 from paceline.core.errors import RequestError
+from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.sampling import logprobs
@@ -117,3 +119,10 @@ def test_an_answer_of_no_token_ends_at_its_first() -> None:
 
     answer = run(make_engine("off", PLAIN), [scored("a", (40,), 2)])["a"]
     assert (answer.prompt_logprobs, answer.text, answer.ending[0]) == ((), "", "length")
+
+
+def test_experts_are_counted_in_a_pass_that_scores() -> None:
+    spec = SamplingSpec("argmax", SamplingParams())
+    whole = PassResult(np.array([3, 4]), touched=(5.0, 2.0))
+    judged, _ = ScoringPass([], [1], [spec], [spec, spec]).split(whole)
+    assert (judged.token_ids.tolist(), judged.touched) == ([4], (5.0, 2.0))

@@ -149,6 +149,16 @@ def test_other_laws_and_rows_with_penalties_get_chains(law: str, params: Samplin
     assert engine.stats().drafters["ngram"].beside == drafter.kept_beside == 0
 
 
+def test_a_row_whose_prompt_was_scored_gets_branches() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
+    request = Request("0", (40, 41, 42), params, seed=1)
+    expected = plain_answers([request])
+    engine = make_engine(f"{CHAIN},k=8", PLAIN)
+    drafter = plant(engine, expected, 2)
+    assert_same(expected, run(engine, [request]))
+    assert drafter.kept_beside > 0
+
+
 @pytest.mark.parametrize(("law", "types"), [("rejection", "f64"), ("coupled", "cuda")])
 def test_a_head_that_gets_chains_says_so(law: str, types: str, caplog: pytest.LogCaptureFixture) -> None:
     head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]

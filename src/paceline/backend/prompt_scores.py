@@ -45,7 +45,7 @@ class ScoringPass:
         """Return what the law judges, and the scores of prompts by row of the batch."""
         judged = pick(result, self.places)
         scores = {part.index: _scores(part, result) for part in self.parts}
-        return replace(judged, taps=result.taps, pass_s=result.pass_s), scores
+        return replace(judged, taps=result.taps, pass_s=result.pass_s, touched=result.touched), scores
 
 
 def scoring_pass(

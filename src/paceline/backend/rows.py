@@ -219,7 +219,8 @@ class Rows(TokenRows):
         """Return how many known tokens of each row are scored; empty without any. [num_rows]"""
         if not self._scoring:
             return ()
-        return [r.num_known - r.samples if r.row in self._scoring and not r.decodes else 0 for r in batch.rows]
+        counts = [r.num_known - r.samples if r.row in self._scoring and not r.decodes else 0 for r in batch.rows]
+        return counts if any(counts) else ()
 
     def params(self, row: int) -> SamplingParams:
         """Return the parameters of a row's request."""
