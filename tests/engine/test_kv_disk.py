@@ -127,11 +127,29 @@ def test_slow_reading_is_left_out_and_tried_again(tmp_path: Path) -> None:
     ask(engine)
     written(engine)
     hashes = list(engine.scheduler.pool._by_hash)
-    disk.learn(1000, 1.0)
+    disk.learn(1000, 1000, 1.0)
     disk._read_s = 1.3 * PAGE_TOKENS / 1000
     assert disk.worth(hashes) == 0
     assert disk.worth(hashes[: kv_disk.LEAST_PAGES - 1]) == 0
     wait_for(lambda: disk.worth(hashes) == len(hashes))
+    engine.close()
+
+
+def test_what_a_token_takes_is_learnt_where_prompts_are_read(tmp_path: Path) -> None:
+    """A pass that only decodes does not tell; beside prompts all tokens count, drafts too."""
+    engine = make_engine("draft-model:model=noisy,k=4", CACHING, types="int8", kv_disk=tmp_path / "kv")
+    disk, told = engine.scheduler.pool.disk, list[tuple[int, int]]()
+    assert disk is not None
+    disk.learn = lambda *said: told.append(said[:2])  # type: ignore[method-assign]
+    ask(engine)
+    assert told[0] == (len(LONG), len(LONG))
+    assert {num_prefill for num_prefill, _ in told[1:]} == {0}
+    assert max(num_tokens for _, num_tokens in told[1:]) > 1
+    del disk.learn
+    disk.learn(0, 320, 1.0)
+    assert disk._token_s == np.inf
+    disk.learn(kv_disk.LEARNT_TOKENS, 320, 1.0)
+    assert disk._token_s == 1 / 320
     engine.close()
 
 

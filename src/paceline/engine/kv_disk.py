@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LEAST_PAGES = 4  # that are read; fewer are computed in the time of a step
-LEARNT_TOKENS = 64  # least tokens of a pass whose time tells what computing takes
+LEARNT_TOKENS = 64  # least prefill tokens of a pass whose time tells what computing takes
 PAUSE_S = 60.0  # without writing, after a write has failed
 STALL_S = 2.0  # without a page, after which the rest of a reading is computed
 CLOSE_S = 3.0  # for pages still to be written when the engine ends
@@ -154,9 +154,12 @@ class KvDisk:
         log.warning("no KV page was read for %.0f s: prefixes are computed until the disk answers", STALL_S)
         return True
 
-    def learn(self, num_tokens: int, pass_s: float) -> None:
-        """Take in the time of a pass, if it was long enough to tell."""
-        if num_tokens >= LEARNT_TOKENS:
+    def learn(self, num_prefill: int, num_tokens: int, pass_s: float) -> None:
+        """Take in the time of a pass, if its prefill was long enough to tell.
+
+        num_tokens: of the pass, with drafts.
+        """
+        if num_prefill >= LEARNT_TOKENS:
             self._token_s = _mean(0.0 if self._token_s == inf else self._token_s, pass_s / num_tokens)
 
     def close(self) -> None:

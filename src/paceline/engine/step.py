@@ -247,7 +247,8 @@ class Verbs:
         kept = {i: self._commit_row(batch.rows[i], verdict.rows[i], proposed.rows[i], draft.rows[i]) for i in left}
         self._stats.count_step(scored.target_s, scored.overlapped_s, overlapped=drafted.group is not None)
         if (disk := self.scheduler.pool.disk) is not None:
-            disk.learn(batch.num_known_tokens, scored.target_s)
+            num_prefill = sum(r.num_known for r in batch.rows if not r.decodes)
+            disk.learn(num_prefill, batch.num_known_tokens + draft.num_tokens, scored.target_s)
         start, times = perf_counter(), drafted.times(scored.target_s, scored.scores.touched)
         book = self.outputs.book
         if book.wanted and book.wants_step():  # before the controller learns: what it expected
