@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,9 +17,15 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Admission, Request
 from paceline.draft.lookup.suffix import MAX_SALTS, SuffixConfig, SuffixDrafter
 from paceline.draft.registry import parse_spec
+from paceline.engine.remote.drafter_process import DrafterHost
+from paceline.engine.remote.protocol import NewRow, Propose, RowUpdate
+from paceline.engine.wire import Submit
 from paceline.kernels import TextIndex, extend_rows, propose_continuations
 from tests.oracles import lookup as oracle
 from tests.oracles.lookup import BORDER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 INDEX_BYTES_PER_TOKEN = 16  # text, way back, latest place of its slot
 
@@ -110,9 +116,18 @@ def test_bad_arguments_are_refused() -> None:
 # The drafter -------------------------------------------------------------------------------------
 
 
-def admit(rows: Rows, drafter: SuffixDrafter, row: int, prompt: list[int], salt: str = "") -> None:
-    request = Request("r", tuple(prompt), SamplingParams(max_tokens=20), seed=1, salt=salt)
-    rows.apply(Batch(0, (), (Admission(row, request, prompt, 0, ()),)))
+def admit(
+    rows: Rows,
+    drafter: SuffixDrafter,
+    row: int,
+    prompt: list[int],
+    salt: str = "",
+    written: Sequence[int] = (),
+    told: tuple[int, ...] = (),
+) -> None:
+    """written: tokens of the answer that a preempted request had. told: those it began with."""
+    request = Request("r", tuple(prompt), SamplingParams(max_tokens=20), seed=1, salt=salt, told=told)
+    rows.apply(Batch(0, (), (Admission(row, request, [*prompt, *told, *written], 0, ()),)))
     drafter.admit(row, request, {})
 
 
@@ -237,6 +252,45 @@ def test_an_answer_that_ended_with_an_error_is_shared_up_to_there() -> None:
     drafter.release(0)
     admit(rows, drafter, 1, [30, 5, 6])
     assert propose(drafter, 1) == [7, 8]
+
+
+def test_a_preempted_answer_is_kept_once() -> None:
+    """Else it would displace all others: at each end of its row it is longer."""
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(shared=48), rows)
+    admit(rows, drafter, 0, [1])
+    append(rows, 0, *range(20, 30))
+    drafter.release(0)
+    for length in range(0, 20, 2):
+        admit(rows, drafter, 1, [2], written=range(100, 100 + length))
+        append(rows, 1, 100 + length, 101 + length)
+        drafter.release(1)
+    admit(rows, drafter, 0, [20, 21])
+    assert propose(drafter, 0) == [22, 23, 24, 25]
+
+
+def test_told_tokens_of_an_answer_are_shared() -> None:
+    rows = Rows(2, 64, frozenset())
+    drafter = SuffixDrafter(SuffixConfig(shared=100), rows)
+    admit(rows, drafter, 0, [1, 2, 3], told=(5, 6, 7))
+    append(rows, 0, 8, 9)
+    drafter.release(0)
+    admit(rows, drafter, 1, [30, 5, 6])
+    assert propose(drafter, 1) == [7, 8, 9]
+
+
+def test_a_process_keeps_what_was_written_before_it_heard_of_a_row() -> None:
+    rows = Rows(2, 64, frozenset())
+    host = DrafterHost(SuffixDrafter(SuffixConfig(shared=100), rows), rows)
+
+    def asked(row: int, prompt: tuple[int, ...], written: tuple[int, ...], ended: tuple[int, ...] = ()) -> Any:
+        request = Request("r", prompt, SamplingParams(max_tokens=20), seed=1)
+        new = NewRow(row, Submit.of(request), written, ())
+        reply: Any = host.answer(Propose(ended, (new,), (RowUpdate(row, ()),), (4,), (None,)))
+        return reply.rows[0].token_ids
+
+    assert asked(0, (1, 2, 3), (5, 6, 7, 8, 9)) == ()
+    assert asked(1, (30, 5, 6), (), ended=(0,)) == (7, 8, 9)
 
 
 def test_prompts_are_not_shared() -> None:

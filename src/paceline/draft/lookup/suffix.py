@@ -103,11 +103,17 @@ class SuffixDrafter(LookupDrafter):
         super().__init__(config, Needs(max_k=config.k, instant=True), rows)
         self.config = config
         self._requests: dict[int, Request] = {}  # by row
+        self._kept_len: dict[int, int] = {}  # by row: its first tokens, which are the prompt or kept already
         self._shared: dict[str, kernels.TextIndex] = {}  # by salt, the longest unused first
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Remember the salt whose answers it may share."""
+        """Remember the salt whose answers it may share.
+
+        A preempted request comes back longer than it began. `release` kept what it had, which is not kept again.
+        """
         self._requests[row] = request
+        known_len, prompt_len = self._rows.known_len(row), len(request.prompt_ids)
+        self._kept_len[row] = known_len if known_len > prompt_len + len(request.told) else prompt_len
 
     def preview(self, max_drafts: Mapping[int, int]) -> dict[int, RowDraft]:
         """Propose up to `max_drafts[row]` tokens with confidences; rows without a match are left out."""
@@ -135,7 +141,7 @@ class SuffixDrafter(LookupDrafter):
     def release(self, row: int) -> None:
         """Keep the row's answer for others of its salt."""
         request = self._requests.pop(row)
-        answer = self._rows.tokens(row)[len(request.prompt_ids) :]
+        answer = self._rows.tokens(row)[self._kept_len.pop(row) :]
         answer = answer[answer != BROKEN]  # behind an answer that ended with an error
         if len(answer) and (tokens := self.config.tokens_of(request.salt)):
             shared = self._past_answers(request.salt, tokens)

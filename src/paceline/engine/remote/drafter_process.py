@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ class DrafterHost:
         return forget
 
     def _admit(self, new: NewRow) -> None:
-        request = new.request.request()
+        request = replace(new.request.request(), told=new.written)  # a row may have begun before it is heard of
         tokens = (*request.prompt_ids, *new.written)
         admission = Admission(new.row, request, tokens, cached_len=len(tokens) - 1, pages=())
         self._rows.apply(Batch(0, (), (admission,)))
