@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from paceline.core.request_nouns import Request
 from paceline.core.weight_source import WeightSource
 from paceline.draft.drafter import Needs
 from paceline.engine.assembly import owner
-from paceline.engine.renewal import rebuild, renew
+from paceline.engine.prefix_cache import root_hash
+from paceline.engine.renewal import rebuild, renew, versioned
 from paceline.model.content_key import content_key
 from paceline.model.heads.config import read_config
 from paceline.model.renewed import renewed
@@ -184,6 +186,19 @@ def test_memory_is_given_back_and_the_weights_return(llm: LLM, models: tuple[Pat
     llm.resume_memory(("kv_cache",))
     llm.update_weights(models[0], "woken")  # in place of weights that were given back
     assert llm.generate([PROMPT], SCORED)[0].figures.weights == ((0, "woken"),)
+
+
+def test_memory_that_was_freed_is_returned_once_the_engine_is_gone(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch would keep it for later, so that no other program could have it."""
+    alive: list[bool] = []
+    with opened(models[0], "cuda", "f64", device="cpu") as llm:
+        engine = ref(llm.built.engine)
+        monkeypatch.setattr("torch.cuda.empty_cache", lambda: alive.append(engine() is not None))
+        llm.release_memory(("kv_cache",))
+        llm.release_memory(("weights",))
+    assert alive == [False, False]
 
 
 def test_memory_stays_while_an_answer_is_open(llm: LLM) -> None:
@@ -364,6 +379,13 @@ def test_files_that_changed_meanwhile_have_another_mark(
     shutil.copy(models[0] / "model.safetensors", latest)
     llm.resume_memory(("weights",))
     assert llm._owned.mark != before, "pages on disk of the first are not the second's"
+
+
+def test_no_salt_names_the_pages_of_other_weights() -> None:
+    """Those on disk stay there, and clients choose salts."""
+    mark = "newer\0digest"
+    for salt in ("", "mine"):
+        assert root_hash(versioned("kv", mark), salt) != root_hash("kv", f"{mark}\0{salt}")
 
 
 def test_files_of_another_shape_do_not_come_back(llm: LLM, models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
-    """Return a chain's first hash (SHA-256): of the KV's fingerprint and the salt."""
+    """Return a chain's first hash (SHA-256): of the KV's fingerprint and the salt.
+
+    The byte between them is in no UTF-8 text, so no salt can spell the fingerprint of other weights.
+    """
     digest = hashlib.sha256(fingerprint.encode())
-    digest.update(b"\0" + salt.encode())
+    digest.update(b"\xff" + salt.encode())
     return digest.digest()
 
 
