@@ -186,7 +186,7 @@ def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0, of_st
 
 
 def step_bytes(config: EngineConfig, limits: Limits, decoder: Decoder) -> int:
-    """Return the memory of steps on a device, beside weights and KV; 0 on a host.
+    """Return the memory of a device's steps, beside weights and KV; 0 on hosts.
 
     Captured ones keep the logits of the largest of them. The longest is not captured: at its widest it has a gated
     layer's inputs and output, and five states as wide as the model.
