@@ -406,7 +406,7 @@ def test_features_that_are_no_numbers_cost_drafts_only(kind: str, law: str, type
     head._taps.write = broken
     wanted = [r for r in requests(6) if r.params.temperature == 0 or law == "coupled"]
     assert_same(plain_answers(wanted, types), run(engine, wanted))
-    assert engine.stats().drafter_failures > 10
+    assert engine.stats().drafter_failures > 3
     assert not engine.stats().drafters
 
 

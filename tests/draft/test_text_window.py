@@ -64,7 +64,7 @@ def test_its_drafts_are_what_the_model_says_of_the_end_of_the_text(monkeypatch: 
         return draft
 
     monkeypatch.setattr(DraftModel, "propose", noted)
-    monkeypatch.setattr(Hints, "pointer", lambda *_: None)  # what was refused before bends drafts
+    monkeypatch.setattr(Hints, "pointers", lambda *_: {})  # what was refused before bends drafts
     greedy = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     run(make_engine(f"{ITSELF},max_len=64", PLAIN), [Request("0", (5, 9, 13, 7) * 3, greedy, seed=0)])
     chosen = seen[:: len(seen) // 6]

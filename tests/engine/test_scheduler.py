@@ -374,7 +374,7 @@ def test_chunks_shrink_with_depth_beside_rows_that_decode() -> None:
     """Control is told of the chunks that run."""
     scheduler, drafting, sizes = _with_long_prompt(), DrafterPool([], VOCAB), []
     while not all(r.decoding for r in scheduler.running) or not scheduler.running:
-        view = step_view(scheduler, drafting, previews=False)
+        view = step_view(scheduler, drafting)
         chunks = _chunks(scheduler, Plan())
         ends, counts = [end for end, _ in chunks], [count for _, count in chunks]
         assert (view.prefill.tokens, view.prefill.kv_tokens) == (sum(counts), sum(ends))
