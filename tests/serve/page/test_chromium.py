@@ -136,10 +136,10 @@ def test_what_is_typed_while_an_answer_streams_stays(page: Any):
     streams.wait_for()
     page.hover(".list li")
     page.get_by_role("button", name="Rename go on").click()
-    page.get_by_label("New name").press_sequentially("Our own name", delay=50)
+    page.get_by_label("New name").press_sequentially("Our own name", delay=10)
     assert page.get_by_label("New name").input_value() == "Our own name"
     page.keyboard.press("Enter")
-    page.get_by_label("System prompt").press_sequentially("Be brief", delay=50)
+    page.get_by_label("System prompt").press_sequentially("Be brief", delay=10)
     assert streams.count()
     page.get_by_role("button", name="Stop the answer").click()
     page.wait_for_selector("text=stopped by you")
