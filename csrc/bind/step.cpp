@@ -13,8 +13,7 @@ namespace {
 struct StepNames {
     Attribute row{"row"}, request_id{"request_id"}, num_known{"num_known"}, max_drafts{"max_drafts"}, samples{"samples"},
         max_len{"max_len"}, num_kept_pages{"num_kept_pages"}, new_pages{"new_pages"}, decodes{"decodes"}, chunk_end{"chunk_end"},
-        request{"request"},
-        token_ids{"token_ids"}, num_drafts{"num_drafts"}, group{"group"}, pages{"pages"}, num_sent_pages{"num_sent_pages"},
+        request{"request"}, token_ids{"token_ids"}, num_drafts{"num_drafts"}, group{"group"}, pages{"pages"}, num_sent_pages{"num_sent_pages"},
         decoding{"decoding"}, computed_len{"computed_len"}, in_flight{"in_flight"}, in_flight_tokens{"in_flight_tokens"},
         waits{"waits"}, ended{"ended"}, answer_end{"answer_end"}, checker{"checker"}, num_tokens{"num_tokens"},
         most_tokens{"most_tokens"}, num_accepted{"num_accepted"}, decode_passes{"decode_passes"}, decoded_tokens{"decoded_tokens"},

@@ -124,7 +124,7 @@ class Outcomes:
 
     @property
     def of_drafters(self) -> tuple[NDArray[int64], NDArray[int64]]:
-        """Drafts verified and kept, without those that a grammar forced."""
+        """Drafts verified and kept, without those that a grammar forced. [n], [n]"""
         if self.num_own is None:
             return self.num_verified, self.num_accepted
         return self.num_own, np.minimum(self.num_accepted, self.num_own)
