@@ -1,6 +1,6 @@
 """Answer a file of prompts on all cores: `python examples/ray_data.py prompts.jsonl answers`.
 
-Each line of the file is an object with a field `prompt`. Needs `pip install 'paceline[ray]'`.
+Each line of the file is an object with a field `prompt`. Needs `pip install '.[ray]'` in a checkout.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the checks and a verdict; return 1 if something will not work."""
-    config = engine_config(args)
+    config = replace(engine_config(args), keep_learnt=False)
     drafters = parse_drafters(config.draft)  # a misspelt option is an error, not a failed check
     checks, error = check_files(config)
     if error is None and all(c.ok for c in checks):

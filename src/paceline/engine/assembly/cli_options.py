@@ -107,7 +107,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_limits(limits: ArgumentGroup) -> None:
-    limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: what the rows need)")
+    limits.add_argument("--kv-tokens", type=int, metavar="N", help="KV slots in all (default: as memory allows)")
     flags = {
         "prefix_cache": "reuse KV of equal prompts",
         "packed_cache_bytes": "N disk that packed weights may take, which later starts map; the oldest used "

@@ -55,7 +55,7 @@ class EngineConfig:
     weights: str | None = None  # their type; None: the backend's default
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores
-    kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within free memory
+    kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within memory and a bound
     kv_budget: int | None = (
         None  # bytes of the target's KV where pages may lose window parts; None: by free memory
     )

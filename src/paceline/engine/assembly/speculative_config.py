@@ -63,7 +63,7 @@ LEFT_OUT = {  # key -> why it is left out
     "acceptance_method": ONE_LAW,
     "synthetic_acceptance_rates": "--draft oracle has drafts kept at given rates",
     "synthetic_acceptance_length": "--draft oracle has drafts kept at given rates",
-    "max_model_len": "a drafter has the --max-len of its target",
+    "max_model_len": "draft-model:max_len=N says it",
     "disable_logprobs": "log-probabilities are those of the text, with drafts or without",
     "disable_log_stats": "statistics are always kept",
     "suffix_decoding_max_tree_depth": "a path is as long as its match and k allow",

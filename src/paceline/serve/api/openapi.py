@@ -75,16 +75,14 @@ OPERATIONS = (
     RouteDoc("/tokenizer_info", "get", "Tell special tokens and chat template.", "Object", statuses=(503,)),
     RouteDoc("/v1/models", "get", "List the model under its names.", "Models", statuses=(503,)),
     RouteDoc("/v1/models/{model}", "get", "Tell of the model.", "Model", statuses=(404, 503)),
-    RouteDoc(
-        "/v1/speculation/live", "get", "Watch the engine at work.", "Events", media=EVENTS, statuses=(429, 503)
-    ),
+    RouteDoc("/v1/speculation/live", "get", "Watch the engine at work.", "Events", media=EVENTS, statuses=(503,)),
     RouteDoc("/metrics", "get", "Metrics for Prometheus.", "Text", media=TEXT),
     RouteDoc("/version", "get", "Version of Paceline.", "Object"),
     RouteDoc("/openapi.json", "get", "This document.", "Object"),
     RouteDoc("/health", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/readyz", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
-    RouteDoc("/ping", "get", "Ask if requests are served.", "Status", statuses=(503,)),
-    RouteDoc("/ping", "post", "Ask if requests are served.", "Status", statuses=(503,)),
+    RouteDoc("/ping", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
+    RouteDoc("/ping", "post", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/livez", "get", "Ask if the server lives.", "Status", is_open=True),
 )
 

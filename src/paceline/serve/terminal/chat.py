@@ -59,5 +59,7 @@ def _local(args: Namespace, stack: ExitStack) -> Speaker:
 def _server(args: Namespace) -> Speaker:
     usual = engine_config(args)
     if args.draft or usual.model != "default":
-        raise ConfigError("--url: the server has its own model and drafter; leave out --model and --draft")
+        raise ConfigError(
+            "--url: the server has its own model and drafter; leave out --model and --draft, in the environment too"
+        )
     return ServerSpeaker(args.url, args.api_key)
