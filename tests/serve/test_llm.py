@@ -288,6 +288,16 @@ def test_chat_keeps_the_conversation_and_obeys_commands(llm: LLM) -> None:
     assert source.readline() == "never read\n"
 
 
+def test_an_answer_fills_the_context_unless_a_limit_is_given_and_says_that_it_was_cut(model: Path) -> None:
+    sink = io.StringIO()
+    with LLM(str(model), draft=NGRAM, threads=1, num_rows=1, max_len=400) as own:
+        chat = Chat(LocalSpeaker(own), {"temperature": 0.0, "ignore_eos": True}, sink=sink)
+        chat.answer("hello")
+        room = own.prompts.room(own.prompts.of_messages([{"role": "user", "content": "hello"}]))
+    assert chat.totals.tokens == room > SamplingParams().max_tokens
+    assert f"[{room} tokens, reached the token limit, " in sink.getvalue()
+
+
 def test_chat_survives_ctrl_c_and_a_conversation_that_is_too_long(llm: LLM) -> None:
     class Pressed(io.StringIO):
         def write(self, text: str) -> int:

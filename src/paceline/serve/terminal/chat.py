@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
     parser.add_argument("--no-history", action="store_true", help="keep no history of typed lines")
     add_sampling_arguments(parser)
-    parser.set_defaults(max_tokens=None)  # a server's answers may fill the context
+    parser.set_defaults(max_tokens=None)  # answers may fill the context
     add_engine_arguments(parser)
 
 

@@ -86,14 +86,14 @@ class Chat:
         earlier: messages before it, in place of all.
         """
         conversation = [*(self.messages if earlier is None else earlier), {"role": "user", "content": line}]
-        text, figures, failed = "", None, None
+        text, figures, failed, cut = "", None, None, False
         start_s = first_s = time.monotonic()
         try:
             with quiet(sys.stdin), closing(self.speaker.stream(conversation, self.given, self.draft)) as stream:
                 for piece in stream:
                     first_s = first_s if text or not piece.text else time.monotonic()
                     text += piece.text
-                    figures, failed = piece.figures or figures, piece.error or failed
+                    figures, failed, cut = piece.figures or figures, piece.error or failed, piece.cut or cut
                     self.write(printable(piece.text, self.sink))
         except KeyboardInterrupt:
             self.write(" [stopped]")
@@ -106,7 +106,7 @@ class Chat:
             self.write(f"\nerror: {failed}\nthe conversation is as it was\n")
             return
         self.messages = [*conversation, {"role": "assistant", "content": text}]
-        self.write(f"\n{_summary(figures, time.monotonic() - first_s)}\n")
+        self.write(f"\n{_summary(figures, time.monotonic() - first_s, cut=cut)}\n")
         if figures is not None:
             self.totals.add(figures, time.monotonic() - start_s)
 
@@ -116,11 +116,12 @@ class Chat:
         self.sink.flush()
 
 
-def _summary(figures: AnswerFigures | None, wall_s: float) -> str:
+def _summary(figures: AnswerFigures | None, wall_s: float, *, cut: bool) -> str:
     """Return a line with an answer's speed and how many drafts were accepted."""
     if figures is None:
         return "[stopped before the end]\n"
     rate = (figures.tokens - 1) / wall_s if wall_s > 0 and figures.tokens > 1 else 0.0
     drafts = f"{figures.accepted} of {figures.verified} drafts kept"
     length = f"{figures.tokens_per_pass:.2f} tokens per pass"
-    return f"[{figures.tokens} tokens, {rate:.1f} tokens/s, {length}, {drafts}, seed {figures.seed}]\n"
+    tokens = f"{figures.tokens} tokens{', reached the token limit' if cut else ''}"
+    return f"[{tokens}, {rate:.1f} tokens/s, {length}, {drafts}, seed {figures.seed}]\n"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import RequestError
 from paceline.core.params import AUTO, SamplingParams, Speculation
+from paceline.serve.prompts import TokenPrompt
 from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, events
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Piece:
     text: str
     figures: AnswerFigures | None = None  # with the last piece
     error: str | None = None
+    cut: bool = False  # the answer ended at its limit of tokens
 
 
 class Speaker(Protocol):
@@ -69,11 +71,14 @@ class LocalSpeaker:
         self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], draft: str
     ) -> Generator[Piece, None, None]:
         """Yield an answer."""
-        params = replace(self._llm.default_params, **given)
-        with closing(self._llm.stream(messages, params, Speculation(draft))) as stream:
+        prompts = self._llm.prompts
+        prompt = TokenPrompt(prompts.of_messages(messages))
+        limit = {"max_tokens": prompts.room(prompt.ids)}  # unless one is given, an answer may fill the context
+        params = replace(self._llm.default_params, **limit | dict(given))
+        with closing(self._llm.stream(prompt, params, Speculation(draft))) as stream:
             for delta in stream:
                 figures = None if delta.figures is None else AnswerFigures.of(delta.figures)
-                yield Piece(delta.text, figures, delta.outcome.error)
+                yield Piece(delta.text, figures, delta.outcome.error, delta.finish_reason == "length")
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling of the next answer."""
@@ -127,7 +132,7 @@ def _piece(event: Mapping[str, Any]) -> Piece:
     text = delta.get("content") if isinstance(delta, dict) else None
     usage = event.get("usage")
     figures = _figures(usage, event.get("seed")) if isinstance(usage, dict) else None
-    return Piece(text if isinstance(text, str) else "", figures)
+    return Piece(text if isinstance(text, str) else "", figures, cut=choice.get("finish_reason") == "length")
 
 
 def _figures(usage: Mapping[str, Any], seed: object) -> AnswerFigures:
