@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import httpx
@@ -25,7 +26,7 @@ from paceline.serve.terminal.chat_commands import COMMANDS, HELP, obey
 from paceline.serve.terminal.chat_session import Chat
 from paceline.serve.terminal.generate import sampling_values
 from paceline.serve.terminal.line_input import LineInput
-from paceline.serve.terminal.speakers import ServerSpeaker, _piece
+from paceline.serve.terminal.speakers import Piece, ServerSpeaker, _piece
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:
@@ -199,6 +200,30 @@ def test_a_key_is_asked_for_and_sent(model: Path) -> None:
 )
 def test_whatever_a_server_sends_is_taken(event: dict[str, object]) -> None:
     assert _piece(event).text == ""
+
+
+def test_reasoning_is_shown_and_timed_but_kept_out_of_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = {  # second: event
+        1.0: {"choices": [{"delta": {"role": "assistant"}}]},
+        10.0: {"choices": [{"delta": {"reasoning_content": "so", "reasoning": "so"}}]},
+        20.0: {"choices": [{"delta": {"reasoning": "..."}}]},
+        29.0: {"choices": [{"delta": {"content": "Yes"}}]},
+        30.0: {"choices": [{"delta": {"content": "!"}, "finish_reason": "stop"}]},
+        30.1: {"choices": [], "usage": {"completion_tokens": 202}},
+    }
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+
+    class Thinker:
+        def stream(self, *_: object) -> Iterator[Piece]:
+            for clock.now_s, event in events.items():
+                yield _piece(event)
+
+    sink = io.StringIO()
+    monkeypatch.setattr("paceline.serve.terminal.chat_session.time", clock)
+    chat = Chat(Thinker(), {}, sink=sink)  # type: ignore[arg-type]
+    chat.answer("well?")
+    assert sink.getvalue().startswith("[reasoning]\nso...\n[answer]\nYes!\n[202 tokens, 10.0 tokens/s, ")
+    assert chat.messages[-1] == {"role": "assistant", "content": "Yes!"}
 
 
 # In a real terminal ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from paceline.serve.terminal.line_input import LineInput, quiet
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.serve.terminal.speakers import AnswerFigures, Speaker
+    from paceline.serve.terminal.speakers import AnswerFigures, Piece, Speaker
 
 
 @dataclass(slots=True, eq=False)
@@ -86,15 +86,16 @@ class Chat:
         earlier: messages before it, in place of all.
         """
         conversation = [*(self.messages if earlier is None else earlier), {"role": "user", "content": line}]
-        text, figures, failed, cut = "", None, None, False
+        text, thought, figures, failed, cut = "", "", None, None, False
         start_s = first_s = time.monotonic()
         try:
             with quiet(sys.stdin), closing(self.speaker.stream(conversation, self.given, self.draft)) as stream:
                 for piece in stream:
-                    first_s = first_s if text or not piece.text else time.monotonic()
-                    text += piece.text
+                    shown = _shown(piece, text, thought)
+                    first_s = first_s if text or thought or not shown else time.monotonic()
+                    text, thought = text + piece.text, thought + piece.reasoning
                     figures, failed, cut = piece.figures or figures, piece.error or failed, piece.cut or cut
-                    self.write(printable(piece.text, self.sink))
+                    self.write(printable(shown, self.sink))
         except KeyboardInterrupt:
             self.write(" [stopped]")
         except RequestError as error:
@@ -114,6 +115,13 @@ class Chat:
         """Show text at once."""
         self.sink.write(text)
         self.sink.flush()
+
+
+def _shown(piece: Piece, text: str, thought: str) -> str:
+    """Return what a piece shows. text, thought: of the pieces before it."""
+    begun = "[reasoning]\n" if piece.reasoning and not thought else ""
+    ended = "\n[answer]\n" if piece.text and not text and (thought or piece.reasoning) else ""
+    return f"{begun}{piece.reasoning}{ended}{piece.text}"
 
 
 def _summary(figures: AnswerFigures | None, wall_s: float, *, cut: bool) -> str:

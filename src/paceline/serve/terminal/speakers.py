@@ -44,6 +44,7 @@ class Piece:
     figures: AnswerFigures | None = None  # with the last piece
     error: str | None = None
     cut: bool = False  # the answer ended at its limit of tokens
+    reasoning: str = ""  # that comes before the text, where a server tells it apart
 
 
 class Speaker(Protocol):
@@ -129,10 +130,16 @@ def _piece(event: Mapping[str, Any]) -> Piece:
     choices = event.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     delta = choice.get("delta")
-    text = delta.get("content") if isinstance(delta, dict) else None
+    delta = delta if isinstance(delta, dict) else {}
+    text, thought = delta.get("content"), delta.get("reasoning_content") or delta.get("reasoning")
     usage = event.get("usage")
     figures = _figures(usage, event.get("seed")) if isinstance(usage, dict) else None
-    return Piece(text if isinstance(text, str) else "", figures, cut=choice.get("finish_reason") == "length")
+    return Piece(
+        text if isinstance(text, str) else "",
+        figures,
+        cut=choice.get("finish_reason") == "length",
+        reasoning=thought if isinstance(thought, str) else "",
+    )
 
 
 def _figures(usage: Mapping[str, Any], seed: object) -> AnswerFigures:
