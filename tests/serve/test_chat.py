@@ -155,6 +155,24 @@ def test_messages_of_several_lines() -> None:
     assert lines.message() is None
 
 
+@pytest.mark.parametrize("typed", ['"""\nno wait\n', "no wait\\\n"])
+def test_an_interrupt_forgets_a_half_written_message(typed: str) -> None:
+    class Interrupted(io.StringIO):
+        pressed = False
+
+        def readline(self, size: int | None = -1) -> str:
+            line = super().readline(size)
+            if line == "" and not self.pressed:
+                self.pressed = True
+                raise KeyboardInterrupt
+            return line
+
+    source = Interrupted(typed)
+    lines = LineInput(source)
+    assert lines.message() == ""
+    assert lines.message() is None
+
+
 def test_help_names_every_command() -> None:
     assert all(name in HELP for name in COMMANDS if name != "/exit")
 
@@ -281,6 +299,10 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     terminal.type('"""\rthe cat\rin the hat"""\r')
     at = terminal.until(r"tokens/s.*seed \d+\]", at)
     at = terminal.until("> ", at)
+    terminal.type('"""\rno wait\r')
+    at = terminal.until(r"no wait\s+\. ", at)
+    terminal.process.send_signal(signal.SIGINT)
+    at = terminal.until(r"\n> ", at)
     terminal.type("/set max_tokens 8000\r")
     at = terminal.until("> ", terminal.until("max_tokens 8000", terminal.until("\n", at)))
     terminal.type("go on\r")

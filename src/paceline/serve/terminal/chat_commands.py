@@ -29,7 +29,7 @@ HELP = '''/help                    this text
 /save FILE, /load FILE   the conversation as JSON
 /stats                   sums over this session
 /quit                    leave (so does the end of input)
-Ctrl-C                   stop the answer
+Ctrl-C                   stop the answer, or forget the message of several lines that is being typed
 A line that ends in \\ goes on in the next one; """ begins and ends a message of several lines.
 '''
 MAX_FILE_BYTES = 16 << 20

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from paceline.serve.terminal.display import say
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -35,10 +37,22 @@ class LineInput:
             self._prepare()
 
     def message(self) -> str | None:
-        """Return the next message; None at the end of input or after Ctrl-C."""
-        line = self._line("> ")
-        if line is None:
+        """Return the next message; None at the end of input or after Ctrl-C.
+
+        Ctrl-C in a later line forgets the message: it is empty.
+        """
+        try:
+            line = self._line("> ")
+        except KeyboardInterrupt:
             return None
+        try:
+            return None if line is None else self._whole(line)
+        except KeyboardInterrupt:
+            say()  # the next prompt stands in a line of its own
+            return ""
+
+    def _whole(self, line: str) -> str:
+        """Return a message after its first line."""
         if line.lstrip().startswith(FENCE):
             return self._fenced(line.lstrip().removeprefix(FENCE))
         lines = [line]
@@ -77,7 +91,7 @@ class LineInput:
             if self._is_terminal:
                 return input(prompt)
             line = self._source.readline()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             return None
         return line.rstrip("\n") if line else None
 
