@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from paceline import __version__
 from paceline.core.system import commit
+from paceline.serve.terminal.display import is_screen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +31,7 @@ class LoadingBar:
         stream = sys.stderr if stream is None else stream
         self._stream = stream
         self._seen: dict[str, TaskID | None] = {}
-        self._bar = _bar(stream) if stream.isatty() else None
+        self._bar = _bar(stream) if is_screen(stream) else None
 
     def __enter__(self) -> LoadingBar:
         if self._bar is not None:
@@ -68,7 +69,8 @@ def _bar(stream: TextIO) -> Progress:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     console = Console(file=stream)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    what = TextColumn("{task.description}", markup=False)  # it names files, whose paths may hold [brackets]
+    columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +21,27 @@ def say(text: str = "") -> None:
     sys.stdout.flush()
 
 
+def is_screen(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that can draw over what it shows."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 @contextmanager
 def progress(what: str, unit: str = "", *, quiet: bool = False) -> Iterator[Update]:
     """Show progress on stderr: a terminal bar, or a line per tenth.
 
     unit: "B": bytes. quiet: a bar only.
     """
-    if not sys.stderr.isatty():
+    if not is_screen(sys.stderr):
         yield (lambda *_: None) if quiet else _Lines(what)
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    count = DownloadColumn() if unit == "B" else MofNCompleteColumn()
-    columns = ("{task.description}", BarColumn(), count, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    count = rich.DownloadColumn() if unit == "B" else rich.MofNCompleteColumn()
+    name = rich.TextColumn("{task.description}", markup=False)
+    columns = (name, rich.BarColumn(), count, rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total or None)
 
@@ -67,7 +74,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num
         column.justify = "right"
     for row in rows:
         drawn.add_row(*row)
-    Console().print(drawn)
+    Console(markup=False, emoji=False).print(drawn)  # cells are text: paths and names may hold [brackets]
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
