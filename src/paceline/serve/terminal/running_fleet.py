@@ -68,19 +68,21 @@ def run(args: Namespace) -> int:
     if args.json:
         say(json.dumps(found))
         return 0
-    rows = [[_shown(replica.get(field)) for field in _COLUMNS] for replica in found["replicas"]]
+    rows = [[_shown(field, replica.get(field)) for field in _COLUMNS] for replica in found["replicas"]]
     table("", list(_COLUMNS.values()), rows, num_left=3)
     requests = found["requests"]
     if requests:
         lines = [[str(request[name]) for name in ("request", "replica", "tokens", "legs")] for request in requests]
         table("", ["request", "replica", "tokens", "legs"], lines[:MOST_REQUESTS], num_left=2)
+    if len(requests) > MOST_REQUESTS:
+        say(f"and {len(requests) - MOST_REQUESTS} more")
     return 0
 
 
-def _shown(value: object) -> str:
+def _shown(field: str, value: object) -> str:
     if value is None or value == "":
         return "-"
-    return str(value)[:_KEY_CHARS] if isinstance(value, str) else str(value)
+    return str(value)[: _KEY_CHARS if field == "promise" else None]
 
 
 class Drain:
