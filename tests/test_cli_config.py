@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from paceline import cli
 from paceline.core.config_file import as_toml, config_path
 from paceline.core.errors import ConfigError
+from paceline.serve.terminal.model_commands import _agreed
 
 COMMAND = [sys.executable, "-m", "paceline.cli"]
 
@@ -180,3 +182,15 @@ def test_models_that_are_here_are_listed_and_removed(tmp_path: Path) -> None:
     assert paceline("rm", "mine", "--yes").stdout.startswith("removed mine, 1 MB")
     assert paceline("rm", "qwen2.5-coder-0.5b", "--yes").returncode == 0
     assert [path.name for path in models.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+
+
+def test_the_end_of_the_input_is_no_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert not _agreed("mine")
+
+
+class Terminal(io.StringIO):
+    """A terminal at which Ctrl-D is pressed."""
+
+    def isatty(self) -> bool:
+        return True

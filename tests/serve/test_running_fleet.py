@@ -58,3 +58,13 @@ def test_the_table_has_whole_names_and_says_what_it_leaves_out(
     assert all(text in shown for text in (NAME, CORES, KEY[:12], "r19", "\nand 4 more\n"))
     assert KEY not in shown
     assert "r20" not in shown
+
+
+@pytest.mark.parametrize("text", ["<html>", "{}", "5", pytest.param("[" * 100_000, id="deep"), '{"replicas": []}'])
+@pytest.mark.parametrize("words", [["fleet"], ["fleet", "drain", "0"]])
+def test_a_server_that_is_no_fleet_is_told_in_one_line(
+    words: list[str], text: str, answering: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = answering(text)
+    assert main([*words, "--url", url]) == 2
+    assert capsys.readouterr().err == f"error: {url} answers, but not as a fleet does\n"

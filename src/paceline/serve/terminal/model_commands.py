@@ -116,4 +116,8 @@ class RemoveModel:
 def _agreed(what: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(f"this would remove {what}; say --yes, as there is nobody to ask")
-    return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"remove {what}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        say()
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 from contextlib import closing
@@ -13,6 +14,7 @@ from paceline.serve.terminal.running_server import MAX_LINE_BYTES, RunningServer
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
 
 ASK_S = 10.0
 MOST_REQUESTS = 20  # in the table
@@ -47,8 +49,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object")
 
 
-def ask(args: Namespace, method: str, route: str, body: object = None) -> dict[str, Any]:
-    """Ask the server. Raises `ConfigError`, `RequestError`, `EngineDied`."""
+def ask(
+    args: Namespace, method: str, route: str, body: object = None, *, fields: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Ask the server for what has these fields. Raises `ConfigError`, `RequestError`, `EngineDied`."""
     server = RunningServer(args.url, args.api_key or os.environ.get("PACELINE_API_KEY") or None)
     with closing(server.connection(ASK_S)) as connection:
         response = server.asked(connection, method, route, body)
@@ -56,15 +60,18 @@ def ask(args: Namespace, method: str, route: str, body: object = None) -> dict[s
             raise ConfigError(f"{args.url} is no fleet; start it with `paceline serve --replicas 2`")
         if response.status != 200:
             raise RequestError(server.refusal(response))
-        found = json.loads(response.read(MAX_LINE_BYTES))
-    if not isinstance(found, dict):
+        try:
+            found = json.loads(response.read(MAX_LINE_BYTES))
+        except (OSError, ValueError, RecursionError, http.client.HTTPException):
+            found = None
+    if not isinstance(found, dict) or not found.keys() >= set(fields):
         raise ConfigError(f"{args.url} answers, but not as a fleet does")
     return found
 
 
 def run(args: Namespace) -> int:
     """Write the tables of replicas and open requests."""
-    found = ask(args, "GET", "/v1/fleet")
+    found = ask(args, "GET", "/v1/fleet", fields=("replicas", "requests"))
     if args.json:
         say(json.dumps(found))
         return 0
@@ -98,7 +105,8 @@ class Drain:
     @staticmethod
     def run(args: Namespace) -> int:
         """Drain a replica."""
-        found = ask(args, "POST", "/v1/fleet/drain", {"replica": args.replica, "undo": args.undo})
+        body = {"replica": args.replica, "undo": args.undo}
+        found = ask(args, "POST", "/v1/fleet/drain", body, fields=("moved",))
         back = f"replica {args.replica} takes requests again"
         say(back if args.undo else f"replica {args.replica} drains; answers to move: {found['moved']}")
         return 0
