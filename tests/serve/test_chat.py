@@ -121,6 +121,7 @@ def test_a_message_that_gets_no_other_answer_keeps_the_one_it_has(
     monkeypatch.setenv("EDITOR", editor)
     chat, shown = session(server, f"hello\n{command}\n")
     assert said in shown
+    assert ("the conversation is as it was; if it is too long, /reset" in shown) == (said == "status 400")
     assert [m["role"] for m in chat.messages] == ["user", "assistant"]
 
 

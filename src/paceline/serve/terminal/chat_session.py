@@ -99,7 +99,8 @@ class Chat:
         except KeyboardInterrupt:
             self.write(" [stopped]")
         except RequestError as error:
-            self.write(f"error: {error}\n/reset begins a new conversation\n")
+            self.write(f"error: {error}\nthe conversation is as it was; ")
+            self.write("if it is too long, /reset begins a new one\n")
             return
         except EngineDied as error:
             failed = str(error)
