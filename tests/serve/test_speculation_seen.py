@@ -12,6 +12,7 @@ import pytest
 from paceline.core.pass_notes import StepNote
 from paceline.serve.observe.live import why
 from tests.serve.conftest import running
+from tests.tiny import tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 BODY = {"prompt": "the the the the the", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 DETAILS = {"speculation": {"details": True}}
 
+EMOJI = BODY | DETAILS | {"guided_regex": "(🚴é){6}", "ignore_eos": False, "logprobs": None, "max_tokens": 64}
+
 
 def post(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     answer = http.post("/v1/completions", json=body)
@@ -30,11 +33,18 @@ def post(http: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def events(http: httpx.Client, body: dict[str, Any]) -> list[dict[str, Any]]:
-    with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+def events(
+    http: httpx.Client, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    with http.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=headers) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Text of the tokens of a choice's passes."""
+    return "".join(token["text"] for each in choice["speculation"]["passes"] for token in each["tokens"])
 
 
 def test_an_answer_carries_its_passes_and_is_the_same_without(http: httpx.Client) -> None:
@@ -43,8 +53,7 @@ def test_an_answer_carries_its_passes_and_is_the_same_without(http: httpx.Client
     assert ours["text"] == theirs["text"]
     assert "speculation" not in theirs
     passes = ours["speculation"]["passes"]
-    texts = [token["text"] for each in passes for token in each["tokens"]]
-    assert texts == ours["logprobs"]["tokens"]
+    assert text_of(ours) == ours["text"]
     usage = with_notes["usage"]["speculation"]
     decoded = [each for each in passes if not each["prefill"]]
     assert len(decoded) == usage["decode_passes"]
@@ -64,12 +73,32 @@ def test_a_stream_carries_each_pass_with_its_tokens(http: httpx.Client) -> None:
     choices = [c for event in events(http, BODY | DETAILS | {"n": 2, "seed": 1}) for c in event["choices"]]
     for index in range(2):
         streamed = [c for c in choices if c["index"] == index]
-        for choice in streamed:
-            named = [t["text"] for each in choice["speculation"]["passes"] for t in each["tokens"]]
-            assert named == choice["logprobs"]["tokens"]
+        assert [text_of(choice) for choice in streamed] == [choice["text"] for choice in streamed]
         ids = [t["id"] for c in streamed for each in c["speculation"]["passes"] for t in each["tokens"]]
         theirs = whole[index]["speculation"]["passes"]
         assert ids == [t["id"] for each in theirs for t in each["tokens"]]
+
+
+def test_tokens_of_a_pass_have_neither_halves_of_characters_nor_special_tokens(http: httpx.Client) -> None:
+    ours = post(http, EMOJI)["choices"][0]
+    tokens = [token for each in ours["speculation"]["passes"] for token in each["tokens"]]
+    assert (tokens[-1]["id"], tokens[-1]["text"]) == (tiny_config().vocab_size - 1, "")  # the end token
+    assert {token["text"] for token in tokens} == {"", "🚴", "é"}
+    assert text_of(ours) == ours["text"] == 6 * "🚴é"
+    cut = post(http, EMOJI | {"max_tokens": 9})["choices"][0]  # in the middle of a character
+    assert text_of(cut) == cut["text"] == "🚴é\ufffd"
+
+
+def test_passes_of_an_answer_that_goes_on_have_the_text_that_is_missing(http: httpx.Client) -> None:
+    whole = post(http, EMOJI)["choices"][0]
+    ids = [token["id"] for each in whole["speculation"]["passes"] for token in each["tokens"]]
+    for count in range(1, len(ids) - 1, 4):  # some are in the middle of a character
+        chunks = [event["choices"][0] for event in events(http, EMOJI | {"answer_ids": ids[:count]})]
+        assert [text_of(chunk) for chunk in chunks] == [chunk["text"] for chunk in chunks]
+        resumed = [event["choices"][0] for event in events(http, EMOJI, {"last-event-id": str(count)})]
+        assert "".join(chunk["text"] for chunk in resumed) == "".join(chunk["text"] for chunk in chunks)
+        assert text_of(resumed[0]).endswith(resumed[0]["text"])  # the pass may have begun before
+        assert [text_of(chunk) for chunk in resumed[1:]] == [chunk["text"] for chunk in resumed[1:]]
 
 
 def test_details_must_be_a_switch(http: httpx.Client) -> None:

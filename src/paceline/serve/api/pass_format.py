@@ -10,20 +10,34 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.pass_notes import PassNote
+    from paceline.core.request_nouns import Request
+    from paceline.model.detokenizer import Detokenizer
     from paceline.model.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 
-def with_passes(choice: Json, notes: Sequence[PassNote], tokenizer: Tokenizer) -> Json:
-    """Return a choice with the passes that made its tokens, if any were noted."""
-    if not notes:
-        return choice
-    return choice | {"speculation": {"passes": [_pass(note, tokenizer) for note in notes]}}
+class PassReader:
+    """Passes of one answer.
+
+    Joined, the texts of their tokens are the answer's, but for what a stop hides. A character of several tokens
+    comes with the last of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self._tokenizer, self._text = tokenizer, tokenizer.detokenizer(within=request.within)
+        self._text.push(request.told)
+
+    def read(self, notes: Sequence[PassNote], *, ends: bool) -> list[Json]:
+        """Return further passes. ends: no others follow."""
+        passes = [_pass(note, self._text, self._tokenizer) for note in notes]
+        if ends and passes[-1]["tokens"]:
+            passes[-1]["tokens"][-1]["text"] += self._text.flush()
+        return passes
 
 
-def _pass(note: PassNote, tokenizer: Tokenizer) -> Json:
-    text, num = tokenizer.token_text, note.num_accepted
+def _pass(note: PassNote, text: Detokenizer, tokenizer: Tokenizer) -> Json:
+    num = note.num_accepted
     sources = [note.drafter] * num + [TARGET] * (len(note.token_ids) - num)
     confidence = note.confidence or [None] * len(note.draft_ids)
     tokens = zip(note.token_ids, sources, strict=True)
@@ -31,8 +45,10 @@ def _pass(note: PassNote, tokenizer: Tokenizer) -> Json:
     return {
         "drafter": note.drafter,
         "prefill": note.prefill,
-        "tokens": [{"id": i, "text": text(i), "from": source} for i, source in tokens],
-        "drafts": [{"id": i, "text": text(i), "confidence": c, "kept": at < num} for at, (i, c) in drafts],
+        "tokens": [{"id": i, "text": text.push((i,)), "from": source} for i, source in tokens],
+        "drafts": [
+            {"id": i, "text": tokenizer.token_text(i), "confidence": c, "kept": at < num} for at, (i, c) in drafts
+        ],
         "k": len(note.draft_ids),
         "proposed": note.num_proposed,
         "draft_ms": _ms(note.draft_s),

@@ -17,7 +17,7 @@ from paceline.serve.api.continuation import SentPart
 from paceline.serve.api.errors import ApiError, api_error_of, internal_error, shutting_down
 from paceline.serve.api.openai_format import EVENT_HEADERS, PartialAnswer, to_json, token_usage, usage
 from paceline.serve.api.parse import ClientDisconnected
-from paceline.serve.api.pass_format import times_per_token, with_passes
+from paceline.serve.api.pass_format import PassReader, times_per_token
 from paceline.serve.engines import Disconnected
 from paceline.serve.observe.access import MAX_REASON_CHARS, RECORD, SERVER_FAULT
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from paceline.core.pass_notes import PassNote
     from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
     from paceline.serve.api.parse import Job, RollOutFormat
@@ -50,6 +51,7 @@ class Responder:
         self._metrics = metrics
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
         self._reason: str | None = None  # why the answers were cut short
+        self._passes: dict[int, PassReader] = {}  # of the answers whose passes are noted
         self._sent: list[SentPart] = []  # of each answer; empty: clients lack all that comes
         self._take_told()
 
@@ -114,7 +116,7 @@ class Responder:
     def _body(self) -> Json:
         """Return a whole response."""
         form = self.job.format
-        choices = [with_passes(form.choice(i, a), a.notes, form.tokenizer) for i, a in enumerate(self.answers)]
+        choices = [self._with_passes(form.choice(i, a), i, a.notes) for i, a in enumerate(self.answers)]
         body = self.job.meta.fields(self.job.format.kind) | {"choices": choices, "usage": self._usage()}
         if self.job.extras is not None:
             self.job.extras.whole(body, self.answers)
@@ -198,6 +200,7 @@ class Responder:
             known, new = self._sent[index].split(outcome)
             if known is not None:
                 self._replay(index, known)
+                self._with_passes({}, index, known.notes)
             if new is None:
                 return b""
             outcome = new
@@ -210,11 +213,20 @@ class Responder:
             choice = {"index": index, "delta": {}, "finish_reason": None}
         if choice is None:
             return b""
-        choice = with_passes(choice, outcome.notes, self.job.format.tokenizer)
+        choice = self._with_passes(choice, index, outcome.notes)
         total = self._running_usage() if self.job.wants_running_usage else None
         return self._data(
             [choice], total, None if extras is None else partial(extras.chunk, outcome=outcome, first=first)
         )
+
+    def _with_passes(self, choice: Json, index: int, notes: Sequence[PassNote]) -> Json:
+        """Return a choice with the passes that made its newest tokens, if any were noted."""
+        if not notes:
+            return choice
+        if index not in self._passes:
+            self._passes[index] = PassReader(self.job.format.tokenizer, self.job.requests[index])
+        passes = self._passes[index].read(notes, ends=self.answers[index].last is not None)
+        return choice | {"speculation": {"passes": passes}}
 
     def _data(
         self, choices: list[Json], total: Json | None, extend: Callable[[Json], None] | None = None

@@ -42,7 +42,7 @@ export function AnswerView({ answer, lens, busy, onSeed }) {
   return html`<div class="answer" aria-busy=${busy}>
     ${waiting ? html`<p class="waiting" aria-label="Waiting for the first token"><i></i><i></i><i></i></p>` : null}
     ${answer.reasoning && !looks ? html`<details class="reasoning" open=${busy && !answer.text}><summary>Reasoning</summary><${Markdown} text=${answer.reasoning} /></details>` : null}
-    ${looks ? html`<${Lens} text=${answer.reasoning + answer.text} passes=${answer.passes} usage=${answer.usage} busy=${busy} />` : html`<${Markdown} text=${answer.text} />`}
+    ${looks ? html`<${Lens} passes=${answer.passes} usage=${answer.usage} busy=${busy} />` : html`<${Markdown} text=${answer.text} />`}
     ${lens && !looks && !busy && answer.text ? html`<p class="faint">No passes were noted for this answer; retry it with the lens on.</p>` : null}
     ${answer.fault ? html`<${FaultBox} fault=${answer.fault} />` : null}
     ${busy ? null : html`<${Figures} answer=${answer} onSeed=${onSeed} />`}

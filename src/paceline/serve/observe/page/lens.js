@@ -50,48 +50,8 @@ export function bySource(passes) {
   return [...counts].sort((a, b) => b[1] - a[1]);
 }
 
-const HALF = "\ufffd"; // stands for part of a character in the text of a token
-export const BORDER = "\u0000";
-const FARTHEST = 64; // characters to look ahead for the end of a character that several tokens share
-
-/**
- * Texts of each pass's tokens, joined by `BORDER`. A character that several tokens share shows at the last of them.
- * @param {Pass[]} passes
- * @param {string} text of the whole answer
- */
-export function tokenTexts(passes, text) {
-  const tokens = passes.flatMap((pass) => pass.tokens);
-  const shown = tokens.map((token) => token.text);
-  let at = 0;
-  for (let index = 0; index < tokens.length; index += 1) {
-    if (!shown[index].includes(HALF)) {
-      if (text.startsWith(shown[index], at)) at += shown[index].length;
-      continue;
-    }
-    let last = index;
-    while (last + 1 < tokens.length && shown[last + 1].includes(HALF)) last += 1;
-    const next = last + 1 < tokens.length ? text.indexOf(shown[last + 1], at) : text.length;
-    if (next < 0 || next - at > FARTHEST) return byPass(passes, shown);
-    shown.fill("", index, last + 1);
-    shown[last] = text.slice(at, next);
-    at = next;
-    index = last;
-  }
-  return byPass(passes, shown);
-}
-
-/**
- * @param {Pass[]} passes
- * @param {string[]} texts
- */
-function byPass(passes, texts) {
-  let at = 0;
-  return passes.map((pass) => texts.slice(at, (at += pass.tokens.length)).join(BORDER));
-}
-
 const PassText = memo(
-  /** @param {{pass: Pass, texts: string, index: number, on: boolean}} props */ ({ pass, texts, index, on }) => {
-    const shown = texts.split(BORDER);
+  /** @param {{pass: Pass, index: number, on: boolean}} props */ ({ pass, index, on }) => {
     const kept = pass.drafts.filter((draft) => draft.kept).length;
     const refused = pass.drafts.slice(kept);
     const ghosts = refused.length
@@ -99,7 +59,7 @@ const PassText = memo(
       : null;
     // refused drafts stand where they were tried: behind the kept ones, before the token that the target wrote instead
     return html`<span class=${on ? "pass on" : "pass"} data-pass=${index}>
-      ${pass.tokens.map((token, at) => html`${at === kept ? ghosts : null}<span class=${`token ${sourceClass(token.from)}`}>${shown[at]}</span>`)}
+      ${pass.tokens.map((token, at) => html`${at === kept ? ghosts : null}<span class=${`token ${sourceClass(token.from)}`}>${token.text}</span>`)}
       ${kept >= pass.tokens.length ? ghosts : null}
     </span>`;
   },
@@ -196,14 +156,13 @@ function Sums({ passes, usage }) {
   </dl>`;
 }
 
-/** @param {{passes: Pass[], text: string, usage: Usage | null, busy: boolean}} props */
-export function Lens({ passes, text, usage, busy }) {
+/** @param {{passes: Pass[], usage: Usage | null, busy: boolean}} props */
+export function Lens({ passes, usage, busy }) {
   const chosen = useSignal(-1);
   const strip = useRef(/** @type {HTMLElement | null} */ (null));
   const count = passes.length;
   const at = Math.min(chosen.value, count - 1);
   const { bars, width, most } = layout(passes);
-  const texts = tokenTexts(passes, text);
   useEffect(() => {
     if (busy && chosen.value < 0) strip.current?.scrollTo({ left: width });
   }, [count]);
@@ -225,7 +184,7 @@ export function Lens({ passes, text, usage, busy }) {
   const said = at < 0 ? "no pass chosen" : `pass ${at + 1}: ${headline(passes[at])}, ${duration(passes[at].step_ms)}`;
   return html`<div class="lens">
     <div class="lens-text" onPointerOver=${point} onClick=${point}>
-      ${passes.map((pass, index) => html`<${PassText} pass=${pass} texts=${texts[index]} index=${index} on=${index === at} />`)}
+      ${passes.map((pass, index) => html`<${PassText} pass=${pass} index=${index} on=${index === at} />`)}
     </div>
     <ul class="legend" aria-label="Tokens by source">
       ${bySource(passes).map(([name, tokens]) => html`<li class=${sourceClass(name)}><i></i>${name === "target" ? "target's own" : name} <b>${tokens}</b></li>`)}

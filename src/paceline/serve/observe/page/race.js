@@ -5,7 +5,7 @@ import { useEffect } from "preact/hooks";
 import { answer, emptyAnswer } from "./api.js";
 import { FaultBox } from "./answer.js";
 import { duration, fixed, html, sourceClass } from "./dom.js";
-import { BORDER, bySource, tokenTexts } from "./lens.js";
+import { bySource } from "./lens.js";
 import { announced } from "./settings.js";
 
 /** @typedef {import("./types.js").Answer} Answer */
@@ -111,7 +111,6 @@ function Clock({ of }) {
 function LaneView({ of }) {
   const { answer: told, state } = of;
   const tokens = ids(told).length || (told.usage?.completion_tokens ?? 0);
-  const texts = tokenTexts(told.passes, told.reasoning + told.text).map((joined) => joined.split(BORDER));
   const ms = state === "runs" ? performance.now() - of.startedMs : told.totalMs;
   const speed = tokens && ms ? (tokens / ms) * 1000 : null;
   return html`<section class=${`lane ${of.name}`} aria-label=${of.title} data-state=${state}>
@@ -127,7 +126,7 @@ function LaneView({ of }) {
     </div>
     <div class="lane-text" tabindex="0" role="region" aria-label=${`Text: ${of.title}`}>
       ${told.passes.length
-        ? told.passes.map((pass, index) => pass.tokens.map((token, at) => html`<span class=${`token ${sourceClass(token.from)}`}>${texts[index][at]}</span>`))
+        ? told.passes.map((pass) => pass.tokens.map((token) => html`<span class=${`token ${sourceClass(token.from)}`}>${token.text}</span>`))
         : told.text}
     </div>
     <ul class="legend">${bySource(told.passes).map(([name, count]) => html`<li class=${sourceClass(name)}><i></i>${name === "target" ? "target's own" : name} <b>${count}</b></li>`)}</ul>

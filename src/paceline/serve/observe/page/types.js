@@ -1,7 +1,7 @@
 /**
  * Shapes of what the server sends and of what the browser keeps. Only types: no code is loaded from here.
  *
- * @typedef {{id: number, text: string, from: string}} PassToken
+ * @typedef {{id: number, text: string, from: string}} PassToken text: what it adds to the answer's
  * @typedef {{id: number, text: string, confidence: number | null, kept: boolean}} PassDraft
  *
  * @typedef {object} Pass What one pass of the target did for one answer.
