@@ -14,6 +14,7 @@ from tests.serve.conftest import running
 from tests.serve.page.browsers import axe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.serve.conftest import Server
@@ -51,6 +52,13 @@ def last_answer(page: Any) -> dict[str, Any]:
     )
 
 
+def answering(delta: dict[str, str], *, passes: Any = (), **fields: Any) -> Callable[[Any], None]:
+    """Answers a request of the page in one event."""
+    choice = {"delta": delta, "speculation": {"passes": list(passes)}, "finish_reason": "stop"}
+    body = f"data: {json.dumps({'choices': [choice]} | fields)}\n\ndata: [DONE]\n\n"
+    return lambda route: route.fulfill(content_type="text/event-stream", body=body)
+
+
 def figure(page: Any, name: str) -> float:
     return float(re.sub(r"[^\d.]", "", page.inner_text(f"[data-figure={name}]")))
 
@@ -84,12 +92,8 @@ def test_the_lens_estimates_nothing_that_the_usage_leaves_open(page: Any):
     one = {"prefill": False, "tokens": tokens, "rows": 1} | timed | drafted
     passes = [one | {"plain_ms": 5.0}, one | {"plain_ms": None}]
     told = {"ms_per_token": 2.0, "plain_ms_per_token": None, "saved_ms": None}
-    event = {
-        "choices": [{"delta": {"content": "aa"}, "speculation": {"passes": passes}, "finish_reason": "stop"}],
-        "usage": {"completion_tokens": 2, "total_tokens": 3, "speculation": told},
-    }
-    body = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
-    page.route("**/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    usage = {"completion_tokens": 2, "total_tokens": 3, "speculation": told}
+    page.route("**/completions", answering({"content": "aa"}, usage=usage, passes=passes))
     say(page, "hello")
     page.wait_for_selector(".reply .figures")
     assert page.locator(".sums dd").all_text_contents()[3:] == ["2.0 ms", "–", "–"]
@@ -263,6 +267,14 @@ def elements_of(page: Any, text: str) -> list[list[str | None]]:
         }""",
         text,
     )
+
+
+def test_a_list_of_tasks_shows_what_is_done(page: Any):
+    page.route("**/completions", answering({"content": "- [x] Buy milk\n- [ ] Cook\n\n1. [x] Eat\n\n2. two"}))
+    prepare(page, lens=False)
+    say(page, "hello")
+    page.wait_for_selector(".reply .figures")
+    assert page.locator(".markdown li").all_inner_texts() == ["☑ Buy milk", "☐ Cook", "☑ Eat", "two"]
 
 
 def test_a_text_of_many_levels_is_shown_as_it_is(page: Any):

@@ -23,6 +23,7 @@ marked.use({
     // a picture would tell its host that the answer was read; its address is shown instead
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
     html: ({ text }) => escaped(text),
+    checkbox: ({ checked }) => (checked ? "☑ " : "☐ "), // as text: no field of a form is let through
   },
 });
 
