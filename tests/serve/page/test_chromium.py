@@ -133,6 +133,27 @@ def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
     page.wait_for_selector(".list li", state="detached")
 
 
+def test_the_header_tells_the_context_of_the_conversation_that_is_shown(page: Any):
+    prepare(page, lens=False)
+    page.route("**/completions", answering({"content": "a"}, usage={"completion_tokens": 1, "total_tokens": 300}))
+    say(page, "first")
+
+    def wait_for(used: int) -> None:
+        page.wait_for_selector(f".context > span:text-matches('^{used} /')")
+
+    wait_for(300)
+    page.get_by_role("button", name="New conversation").click()
+    wait_for(0)
+    page.unroute("**/completions")
+    page.route("**/completions", answering({"content": "a"}))  # without usage, as of an answer that was stopped
+    say(page, "second")
+    page.wait_for_selector(".reply .figures")
+    page.get_by_role("button", name="first", exact=True).click()
+    wait_for(300)
+    page.get_by_role("button", name="second", exact=True).click()
+    wait_for(0)
+
+
 def test_what_is_typed_while_an_answer_streams_stays(page: Any):
     prepare(page, max_tokens="16000", lens=False)
     say(page, "go on")

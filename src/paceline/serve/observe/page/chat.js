@@ -277,10 +277,11 @@ export function Chat() {
   useEffect(() => {
     loadList();
   }, []);
-  const last = current.value.messages.at(-1)?.answer?.usage?.total_tokens ?? null;
+  const newest = current.value.messages.findLast(({ answer }) => answer?.usage); // one that was stopped has none
+  const last = newest?.answer?.usage?.total_tokens ?? null;
   useEffect(() => {
-    if (last !== null || !current.value.messages.length) contextTokens.value = last;
-  }, [last, current.value.id]);
+    contextTokens.value = last;
+  }, [last]);
   return html`<div class=${`chat ${drawerOpen.value ? "with-drawer" : ""}`}>
     <${Conversations} />
     <section class="talk" aria-label="Conversation">
