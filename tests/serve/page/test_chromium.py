@@ -225,6 +225,16 @@ def test_the_engine_view_equals_the_metrics(page: Any, server: Server):
     assert page.inner_text(".steps .chip >> nth=0") in ("ngram", "none")
 
 
+def test_the_engine_view_says_that_the_engine_is_not_ready(page: Any):
+    body = 'data: {"time": 1, "ready": false, "steps": []}\n\n'
+    page.route("**/live", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.click("#tab-engine")
+    page.wait_for_selector(".fault:has-text('the engine is not ready')")
+    page.unroute("**/live")
+    page.wait_for_selector(".tiles")
+    assert not page.locator(".engine .fault").count()
+
+
 def test_errors_are_shown_as_they_are(open_page: Any, server: Server):
     page = open_page(server.url)
     prepare(page, temperature="70")
@@ -241,6 +251,13 @@ def test_the_key_is_asked_for_and_sent(model: Path, open_page: Any):
         page.get_by_label("Key", exact=True).fill("secret\u200b")  # with an invisible character
         page.keyboard.press("Enter")
         assert page.locator("dialog[open] input:invalid").count() == 1
+        page.get_by_role("button", name="Cancel").click()
+        page.click("#tab-engine")  # where the feed needs the key
+        page.get_by_role("button", name="Cancel").click()
+        page.wait_for_timeout(3000)  # longer than until the feed is tried again
+        assert not page.locator("dialog[open]").count()
+        page.click("#tab-chat")
+        page.get_by_role("button", name="API key").click()
         page.get_by_label("Key", exact=True).fill("wrong")
         page.keyboard.press("Enter")
         page.wait_for_selector("dialog .fault")

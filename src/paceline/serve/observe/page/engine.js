@@ -46,11 +46,12 @@ async function follow(stop) {
   while (!stop.aborted) {
     try {
       for await (const event of events(await ask("v1/speculation/live", { signal: stop }))) {
-        if (event.tokens_per_s === undefined) continue; // the engine is not ready
+        if (!event.ready) fault.value = { message: "the engine is not ready: it loads, or is being replaced" };
+        if (event.tokens_per_s === undefined) continue; // it has told nothing yet
         add(event);
         if (performance.now() - drawn < DRAW_MS) continue;
         drawn = performance.now();
-        fault.value = null;
+        if (event.ready) fault.value = null;
         live.value = event;
         history.value = samples;
         steps.value = seen;
@@ -58,6 +59,7 @@ async function follow(stop) {
     } catch (error) {
       if (stop.aborted) return;
       fault.value = error instanceof ServerError ? error.fault : { message: `the feed broke: ${error}`, type: "connection" };
+      if (fault.value.status === 401) return; // a key is asked for; with a new one this begins anew
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
@@ -73,7 +75,7 @@ function Tiles({ now }) {
   const { tokens_per_s: speed, plain_tokens_per_s: plain, rows_running: rows } = now;
   const estimate = plain ? `plain ${fixed(plain)} (estimate)` : "plain: not known yet";
   return html`<dl class="tiles">
-    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${rows ? estimate : "idle; the last rate"} />
+    <${Tile} name="tokens/s" mark="tokens_per_s" value=${fixed(speed)} note=${rows ? estimate : "idle"} />
     <${Tile} name="speed-up" mark="speedup" value=${plain && speed ? `${fixed(speed / plain, 2)}×` : "–"} note="estimated" />
     <${Tile} name="tokens per pass" mark="tokens_per_pass" value=${fixed(now.tokens_per_pass, 2)} note="1 is plain decoding" />
     <${Tile} name="first token" value=${duration(now.ttft_ms.p50)} note=${`p95 ${duration(now.ttft_ms.p95)}`} />

@@ -73,6 +73,7 @@
  *
  * @typedef {object} Live One event of the live feed.
  * @property {number} time
+ * @property {boolean} ready whether an engine takes requests
  * @property {number} tokens_per_s
  * @property {number | null} plain_tokens_per_s
  * @property {number | null} tokens_per_pass
