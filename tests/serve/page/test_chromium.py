@@ -315,6 +315,29 @@ def test_a_list_of_tasks_shows_what_is_done(page: Any):
     assert page.locator(".markdown li").all_inner_texts() == ["☑ Buy milk", "☐ Cook", "☑ Eat", "two"]
 
 
+def test_a_text_of_right_to_left_script_ends_at_its_left(page: Any):
+    text = "שלום לך!"
+    page.route("**/completions", answering({"content": text}))
+    prepare(page, lens=False)
+    say(page, text)
+    page.wait_for_selector(".markdown p")
+    for place in (".said p", ".markdown p"):
+        first, last = page.evaluate(
+            """(place) => {
+                const text = document.querySelector(place).firstChild;
+                return [0, text.length - 1].map((at) => {
+                    const range = document.createRange();
+                    range.setStart(text, at);
+                    range.setEnd(text, at + 1);
+                    return range.getBoundingClientRect().left;
+                });
+            }""",
+            place,
+        )
+        assert last < first, place
+    assert page.evaluate("getComputedStyle(document.querySelector('.markdown p')).textAlign") == "start"
+
+
 def test_a_text_of_many_levels_is_shown_as_it_is(page: Any):
     assert [tag for tag, *_ in elements_of(page, "> " * 10_000)] == ["PRE"]
 
