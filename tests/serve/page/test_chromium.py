@@ -193,6 +193,32 @@ def test_a_conversation_is_asked_anew_and_deleted_while_its_answer_streams(page:
         page.get_by_role("button", name="Delete go on").click()
 
 
+def test_two_tabs_keep_each_other_s_messages_and_settings(page: Any):
+    prepare(page, max_tokens="8", lens=False, lockSeed=False)
+    say(page, "first")
+    page.wait_for_selector("text=8 tokens")
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.get_by_role("button", name="first", exact=True).click()
+    other.wait_for_selector("text=8 tokens")
+    page.get_by_label("Temperature").fill("0.5")
+    say(page, "second")
+    page.locator(".answer[aria-busy=false] .figures >> nth=1").wait_for()
+    other.locator(".figures >> nth=1").wait_for()
+    say(other, "third")
+    other.locator(".answer[aria-busy=false] .figures >> nth=2").wait_for()
+    page.locator(".figures >> nth=2").wait_for()
+    for tab in (page, other):
+        assert tab.locator(".said p").all_text_contents() == ["first", "second", "third"]
+    stored = json.loads(page.evaluate("localStorage.getItem('paceline.settings')"))
+    assert stored["temperature"] == "0.5"
+    other.on("dialog", lambda dialog: dialog.accept())
+    other.hover(".list li")
+    other.get_by_role("button", name="Delete first").click()
+    page.wait_for_selector(".list li", state="detached")
+    page.wait_for_selector(".empty")
+
+
 def test_a_race_of_the_same_seed_ends_with_the_same_text(page: Any):
     page.click("#tab-race")
     page.get_by_label("Prompt", exact=True).fill(REPEATS)

@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 
 import { AnswerView } from "./answer.js";
 import { answer, emptyAnswer } from "./api.js";
-import { current, download, fresh, keep, lasting, listed, loadList, open, remove, rename } from "./conversations.js";
+import { current, download, followTabs, fresh, keep, lasting, listed, loadList, open, remove, rename } from "./conversations.js";
 import { Button, faultText, html } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { copy } from "./markdown.js";
@@ -29,6 +29,8 @@ const listOpen = signal(false);
 const drawerOpen = signal(matchMedia("(min-width: 1200px)").matches);
 const shownId = computed(() => current.value.id); // `current` itself changes with each frame of an answer
 const draft = signal(""); // what the user has written and not sent
+
+followTabs((id) => busy.value === id);
 
 /** @param {Conversation} conversation */
 function bodyOf(conversation) {

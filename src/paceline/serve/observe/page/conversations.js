@@ -11,10 +11,20 @@ export const listed = signal(/** @type {Listed[]} */ ([]));
 export const current = signal(/** @type {Conversation} */ (fresh()));
 export const lasting = signal(true); // false: they are gone when the page closes
 
+const tabs = channel(); // to this page in other tabs: what was stored or removed
+
 /** @type {Map<string, Conversation>} */
 const memory = new Map();
 /** @type {Promise<IDBDatabase | null> | null} */
 let opened = null;
+
+function channel() {
+  try {
+    return new BroadcastChannel("paceline.conversations");
+  } catch {
+    return null; // a browser that keeps nothing may have none
+  }
+}
 
 /** @returns {Conversation} */
 export function fresh() {
@@ -101,6 +111,7 @@ export async function keep(conversation) {
     whole.put(conversation);
   });
   if (stored === null && lasting.value) memory.delete(id);
+  tabs?.postMessage(id);
 }
 
 /**
@@ -123,6 +134,22 @@ export async function remove(id) {
     list.delete(id);
     whole.delete(id);
   });
+  tabs?.postMessage(id);
+}
+
+/**
+ * Show what other tabs store and remove: a conversation that is kept as this tab knew it would lose their messages.
+ * @param {(id: string) => boolean} isAnswered
+ */
+export function followTabs(isAnswered) {
+  if (!tabs) return;
+  tabs.onmessage = async ({ data: id }) => {
+    if (!lasting.value) return;
+    await loadList();
+    if (current.value.id !== id || isAnswered(id)) return;
+    if (listed.value.some((other) => other.id === id)) await open(id);
+    else current.value = fresh();
+  };
 }
 
 /** Give a conversation to the user as a file. @param {string} id */

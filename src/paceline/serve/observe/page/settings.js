@@ -75,7 +75,7 @@ export const dark = signal(false);
 /** @param {Partial<Settings>} changes */
 export function change(changes) {
   settings.value = { ...settings.value, ...changes };
-  write(forGood, SETTINGS, JSON.stringify(settings.value));
+  write(forGood, SETTINGS, JSON.stringify({ ...storedSettings(), ...changes })); // another tab may have changed others
 }
 
 /**
