@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import gguf
@@ -30,6 +33,17 @@ if TYPE_CHECKING:
 IDS = [(11 * i * i + 5 * i) % 320 for i in range(200)]
 SHUFFLED = [(5 * i + 3) % 13 for i in range(13)]
 LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
+# Prints what a target with biases is known by on disk: its hidden states and training runs, and its KV.
+KNOWN_BY = """
+from types import SimpleNamespace as Model
+import torch
+from paceline.engine.assembly.kv_choices import identity
+from paceline.train.target_model import TrainTarget
+from tests.tiny import tiny_config
+config, one = tiny_config("qwen2"), torch.ones(1, 1)
+print(TrainTarget("", Model(config=config), one, one, one).fingerprint())
+print(identity(Model(config=config, describe=str), "key", None))
+"""
 
 
 def native_logits(loaded: LoadedModel, chunk: int) -> np.ndarray:
@@ -270,3 +284,19 @@ def test_blocks_of_four_bits_are_read_in_our_order(tmp_path: Path) -> None:
         scales, minima = (np.repeat(x.astype(np.float32), 32, axis=1) for x in (blocks.scales, blocks.minima))
         np.testing.assert_allclose(blocks.values * scales + minima, plain, atol=1e-6)
         assert np.abs(plain - weights[f"layers.0.{name}"].numpy()).max() < 0.1
+
+
+def test_a_model_is_the_same_one_in_every_process() -> None:
+    """A set of words, such as that of its biases, has another order in each."""
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", KNOWN_BY],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(told) == 1
+    plain = tiny_config("llama")
+    assert plain.lasting_text == repr(plain), "as models without biases were known before"

@@ -160,6 +160,14 @@ class ModelConfig:
         return family(self.family)
 
     @property
+    def lasting_text(self) -> str:
+        """Text of all fields, the same in every process, for hashes that outlive it.
+
+        A set of words has another order in each process; sets of numbers have not.
+        """
+        return repr(replace(self, biases=frozenset())) + "".join(f" {name}" for name in sorted(self.biases))
+
+    @property
     def dense_size(self) -> int:
         """Outputs of the gate in layers with one feed-forward network."""
         return self.intermediate_size if self.experts is None else self.experts.dense_size

@@ -42,7 +42,7 @@ class TrainTarget:
 
     def fingerprint(self) -> str:
         """Return a hash of a few weights that differs between models."""
-        digest = hashlib.sha256(repr(self.config).encode())
+        digest = hashlib.sha256(self.config.lasting_text.encode())
         digest.update(self.final_norm.cpu().numpy().tobytes())
         digest.update(self.embed[:64].cpu().numpy().tobytes())
         return digest.hexdigest()

@@ -238,7 +238,7 @@ def identity(decoder: Decoder, content: str, numerics: str | None) -> str:
     assert content, "a model that is loaded for pages on disk has the key of its files"
     here = machine()
     build = (build_mark(), str(commit()), str(here["torch"]), str(here["cpu"]))
-    return "\0".join((content, repr(decoder.config), decoder.describe(), str(numerics), *build))
+    return "\0".join((content, decoder.config.lasting_text, decoder.describe(), str(numerics), *build))
 
 
 def describe_disk(files: PageFiles) -> str:
