@@ -140,6 +140,21 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(toy: Path, tmp_path: Path, 
         assert "has other tensors than this drafter" in capsys.readouterr().err
 
 
+def test_a_drafter_is_not_overwritten_once_its_checkpoint_is_put_away(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the guide says to before vLLM reads the folder."""
+    words = command("eagle3", toy, tmp_path, *OFTEN)
+    assert main(words) == 0
+    (tmp_path / "checkpoint.safetensors").rename(tmp_path / "away")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert main([*words, "--start-from", str(tmp_path), "--keep-start", "0.5"]) == 2
+    assert "cannot go on without checkpoint.safetensors" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "away").rename(tmp_path / "checkpoint.safetensors")
+    assert main(words) == 0
+
+
 @pytest.mark.parametrize("full", ["features", "out"])
 def test_a_full_disk_is_told_and_the_run_goes_on_later(
     full: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.train.run_folder import save_whole, write_json
+from paceline.train.run_folder import DRAFTER, save_whole, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,13 +75,13 @@ def write_drafter(folder: Path, recipe: Recipe, kind: str) -> None:
     stored: Tensors = {}
     for name, tensor in tensors.items():
         stored |= convert(name, tensor.detach().cpu()) if tensor.is_floating_point() else {name: tensor}
-    save_whole(folder / "model.safetensors", stored, {"format": "pt"})
+    save_whole(folder / DRAFTER, stored, {"format": "pt"})
     write_json(folder / "config.json", {**values, "dtype": "float16", **about})
 
 
 def hash_of(folder: Path) -> str:
     """Return the SHA-256 of a drafter's weights, in one file or several."""
-    usual, digest = folder / "model.safetensors", hashlib.sha256()
+    usual, digest = folder / DRAFTER, hashlib.sha256()
     for path in [usual] if usual.is_file() else sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             while piece := file.read(_PIECE):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 CHECKPOINT = "checkpoint.safetensors"
+DRAFTER = "model.safetensors"
 METRICS = "metrics.jsonl"
 ABOUT = "paceline.train"  # key of the safetensors metadata
 
@@ -43,9 +44,15 @@ def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any
 
 
 def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> bool:
-    """Restore the folder's checkpoint, if any. Raises `ConfigError` if it is of another run."""
+    """Restore the folder's checkpoint, if any.
+
+    Raises `ConfigError` if it is of another run, or if there is a drafter without one: it would be lost.
+    """
     path = folder / CHECKPOINT
     if not path.is_file():
+        if (folder / DRAFTER).exists():
+            advice = f"train into another --out, or put {CHECKPOINT} back"
+            raise ConfigError(f"{folder / DRAFTER} is of a run that cannot go on without {CHECKPOINT}; {advice}")
         return False
     try:
         with safe_open(path, framework="pt") as file:
@@ -53,7 +60,8 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
         step, theirs = int(about["step"]), dict(about["settings"])
         tensors = load_file(path)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadModelFile(f"{path} is no checkpoint of ours: {error!r}; remove it to start again") from None
+        advice = f"remove it and {DRAFTER} to start again"
+        raise BadModelFile(f"{path} is no checkpoint of ours: {error!r}; {advice}") from None
     ours = json.loads(json.dumps(settings, sort_keys=True))
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if changed:
