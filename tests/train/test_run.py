@@ -195,6 +195,8 @@ def test_a_run_with_other_settings_is_not_resumed(toy: Path, tmp_path: Path, cap
     told = capsys.readouterr().err
     assert "max_len (was 1024, is 30)" in told
     assert "weights (was int8, is f32)" in told
+    assert main(command("eagle3", toy, tmp_path, "--steps", "1", "--own-tokens", "64")) == 2
+    assert "own_tokens (was 512, is 64)" in capsys.readouterr().err
     (tmp_path / "checkpoint.safetensors").write_bytes(b"no")
     assert main(command("eagle3", toy, tmp_path, "--steps", "1")) == 2
     assert "remove it" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paceline.cli import main
 from paceline.train import run_folder
-from paceline.train.run_folder import METRICS
+from paceline.train.run_folder import ABOUT, METRICS
 from paceline.train.trainer import TrainConfig, Trainer
 from tests.train.test_run import command
 from tests.train.toy import write_answers, write_target
@@ -153,6 +153,22 @@ def test_a_drafter_is_not_overwritten_once_its_checkpoint_is_put_away(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "away").rename(tmp_path / "checkpoint.safetensors")
     assert main(words) == 0
+
+
+def test_a_checkpoint_that_says_only_that_there_are_own_tokens_goes_on(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of earlier versions do."""
+    words, path = command("eagle3", toy, tmp_path, *OFTEN), tmp_path / "checkpoint.safetensors"
+    stop(words, monkeypatch)
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()[ABOUT])
+    about["settings"]["own_tokens"] = True
+    run_folder.save_file(load_file(path), path, {ABOUT: json.dumps(about)})
+    assert main([*words, "--own-tokens", "0"]) == 2
+    assert "own_tokens (was True, is 0)" in capsys.readouterr().err
+    assert main(words) == 0
+    assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["own_tokens"] == 512
 
 
 @pytest.mark.parametrize("full", ["features", "out"])

@@ -150,7 +150,7 @@ class _Evaluator:
 def _settings(config: TrainConfig, material: TrainMaterial, choices: dict[str, Any]) -> dict[str, Any]:
     """Return all settings that determine the trained weights."""
     values = {key: value for key, value in asdict(config).items() if key not in MUTABLE_SETTINGS}
-    return values | choices | {
+    return choices | values | {  # `own_tokens` is in both: a switch of the head, and here their number
         "data": material.corpus.sha256,
         "target": material.target.fingerprint(),
         "vocabulary": hashlib.sha256(material.vocabulary.tobytes()).hexdigest(),

@@ -63,6 +63,8 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
         advice = f"remove it and {DRAFTER} to start again"
         raise BadModelFile(f"{path} is no checkpoint of ours: {error!r}; {advice}") from None
     ours = json.loads(json.dumps(settings, sort_keys=True))
+    if theirs.get("own_tokens") is True:  # a checkpoint of an earlier version says only that there are any
+        theirs["own_tokens"] = ours.get("own_tokens") or True
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if changed:
         listed = ", ".join(f"{n} (was {theirs.get(n)}, is {ours.get(n)})" for n in sorted(changed))
