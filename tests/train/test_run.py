@@ -173,11 +173,15 @@ def test_a_head_goes_on_with_the_tokens_it_has(toy: Path, tmp_path: Path, capsys
     first, second = tmp_path / "first", tmp_path / "second"
     one_step = ["--steps", "1", "--eval-every", "1"]
     assert main(command("peagle", toy, first, *one_step, "--vocab", "40")) == 0
+    written = json.loads((first / "config.json").read_text())
+    other = (written["mask_token_id"] + 7) % VOCAB  # as if it were the rarest in the data that the first head had
+    (first / "config.json").write_text(json.dumps(written | {"mask_token_id": other}))
     words = command("peagle", toy, second, *one_step, "--start-from", str(first))
     at = words.index("--vocab")
     assert main(words[:at] + words[at + 2 :]) == 0
     before, after = (load_head(folder, toy_config()) for folder in (first, second))
     np.testing.assert_array_equal(before.token_ids, after.token_ids)
+    assert after.config.mask_token_id == other
     (first / "model.safetensors").unlink()
     save_file({"norm.weight": np.ones(4, np.float32)}, first / "model.safetensors")
     assert main(words[:at] + words[at + 2 :]) == 2

@@ -15,14 +15,13 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.flags import listed
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
-from paceline.model.heads.checkpoint import head_config
 from paceline.train.block_recipe import BlockHeadChoices, BlockHeadRecipe
-from paceline.train.corpus import rarest_token
 from paceline.train.train_options import (
     add_reading,
     add_training,
     chosen_taps,
     gather,
+    mask_token,
     open_target,
     train_and_report,
     train_config,
@@ -31,7 +30,6 @@ from paceline.train.train_options import (
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from paceline.train.run import TrainMaterial
     from paceline.train.target_model import TrainTarget
 
 CORRECTORS = ("rnn", "gated", "vanilla", "none")
@@ -113,7 +111,7 @@ def run(args: Namespace) -> int:
         num_layers=args.layers,
         size=args.k,
         taps=taps,
-        mask_token_id=_mask_token(args, material),
+        mask_token_id=mask_token(args, material),
         corrector="" if args.dflash or args.corrector == "none" else args.corrector,
         rank=args.rank,
         own_tokens=args.own_tokens > 0,
@@ -122,16 +120,6 @@ def run(args: Namespace) -> int:
     config = train_config(args, material, keep=1.0, eval_steps=args.k, muon=args.optimizer == "muon")
     recipe = BlockHeadRecipe(choices, material, args.seed, shares_head=args.share_head)
     return train_and_report(args, material, recipe, asdict(choices), config)
-
-
-def _mask_token(args: Namespace, material: TrainMaterial) -> int:
-    """Return the mask token: that of `--start-from`, or else the rarest of the data."""
-    target = material.target
-    if args.start_from is not None:
-        known = head_config(args.start_from, target.config).mask_token_id
-        if known is not None:
-            return known
-    return rarest_token(material.corpus.texts, target.config.vocab_size)
 
 
 def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.train.corpus import rarest_token, read_corpus
+from paceline.train.corpus import read_corpus
 from paceline.train.head_recipe import HeadShape
 from paceline.train.train_options import (
     add_data,
@@ -15,6 +15,7 @@ from paceline.train.train_options import (
     chosen_taps,
     features_of,
     gather,
+    mask_token,
     open_target,
     train_head,
 )
@@ -90,7 +91,7 @@ class TrainPEagle:
             num_layers=args.layers,
             num_steps=args.k,
             taps=taps,
-            mask_token_id=rarest_token(material.corpus.texts, target.config.vocab_size),
+            mask_token_id=mask_token(args, material),
             own_tokens=args.own_tokens > 0,
         )
         return train_head(args, material, shape)

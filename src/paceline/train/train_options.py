@@ -11,10 +11,11 @@ import torch
 
 from paceline.core.errors import ConfigError
 from paceline.core.flags import add_flags, listed, of_flags
+from paceline.model.heads.checkpoint import head_config
 from paceline.model.heads.config import EAGLE3
 from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
-from paceline.train.corpus import choose_vocabulary, packs, read_corpus, split, vocabulary_of
+from paceline.train.corpus import choose_vocabulary, packs, rarest_token, read_corpus, split, vocabulary_of
 from paceline.train.feature_store import DEVICE_PASS_TOKENS, PASS_TOKENS, FeatureFiles
 from paceline.train.head_recipe import HeadRecipe, rope_json
 from paceline.train.progress import progress
@@ -182,6 +183,16 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
         vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
     store = features_of(args, target, taps, corpus.texts)
     return TrainMaterial(target, corpus, training, held_out, store, vocabulary, coverage)
+
+
+def mask_token(args: Namespace, material: TrainMaterial) -> int:
+    """Return the mask token: that of `--start-from`, or else the rarest of the data."""
+    target = material.target
+    if args.start_from is not None:
+        known = head_config(args.start_from, target.config).mask_token_id
+        if known is not None:
+            return known
+    return rarest_token(material.corpus.texts, target.config.vocab_size)
 
 
 def features_of(
