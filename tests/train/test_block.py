@@ -13,6 +13,7 @@ from paceline.cli import main
 from paceline.model.heads.block_format import BlockShape
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.heads.config import head_shapes, read_config
+from paceline.train import train_options
 from paceline.train.block_recipe import BlockHeadChoices, config_json, first_weights
 from paceline.train.recipe import hash_of
 from paceline.train.run_folder import read_metrics
@@ -133,6 +134,26 @@ def test_weights_of_other_taps_are_left_out(toy: Path, tmp_path: Path) -> None:
     three, four = (load_head(tmp_path / name, toy_config()) for name in ("three", "four"))
     assert four.config.taps == (1, 2, 3, 5)
     np.testing.assert_allclose(three.weights["layers.1.attn_q"], four.weights["layers.1.attn_q"], atol=1e-3)
+
+
+def test_heads_that_compute_something_else_are_not_started_from(
+    toy: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """They are refused before the target reads any text."""
+    once = ["--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
+    block, plain = tmp_path / "block", tmp_path / "eagle3"
+    assert main(command("block", toy, block, *SMALL, *once, "--share-head")) == 0
+    assert main(command("eagle3", toy, plain, *once)) == 0
+    monkeypatch.setattr(train_options, "features_of", lambda *_: pytest.fail("the target reads"))
+    written = json.loads((plain / "config.json").read_text())
+    layer = written["transformer_layer_config"]
+    others = {"norms": {"fc_norm": False}, "rope": {"transformer_layer_config": layer | {"rope_theta": 77.0}}}
+    for name, values in others.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(written | values))
+    for kind, start in (("block", plain), ("eagle3", block), *(("peagle", tmp_path / name) for name in others)):
+        assert main(command(kind, toy, tmp_path / "out", "--start-from", str(start))) == 2
+        assert "of another kind" in capsys.readouterr().err
 
 
 def test_weights_may_follow_the_acceptance(toy: Path, tmp_path: Path) -> None:

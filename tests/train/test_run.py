@@ -144,6 +144,12 @@ def test_a_head_may_start_from_another(toy: Path, tmp_path: Path, capsys: Any) -
     moved = {name: np.abs(after[name] - before[name]).max() for name in before}
     assert max(moved.values()) < 1e-3  # of 16 bits
     assert np.abs(after["layers.1.attn_o"]).max() > 1e-3
+    taps = [*go_on, "--lr", "1e-6", "--taps", "1,2,4"]
+    assert main(command("eagle3", toy, tmp_path / "taps", *taps)) == 0
+    fresh = load_head(tmp_path / "taps", toy_config()).weights
+    assert np.abs(fresh["fc"] - before["fc"]).max() > 0.02, "its columns are those of other layers"
+    assert np.array_equal(fresh["fc_norm.0"], np.ones_like(fresh["fc_norm.0"]))
+    np.testing.assert_allclose(fresh["layers.0.attn_q"], before["layers.0.attn_q"], atol=1e-3)
     assert main(command("eagle3", toy, tmp_path / "none", "--start-from", str(tmp_path / "nowhere"))) == 2
     assert "nowhere" in capsys.readouterr().err
 

@@ -15,10 +15,12 @@ import torch
 from paceline.core.errors import ConfigError
 from paceline.core.flags import listed
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
+from paceline.model.heads.config import BLOCK_HEAD
 from paceline.train.block_recipe import BlockHeadChoices, BlockHeadRecipe
 from paceline.train.train_options import (
     add_reading,
     add_training,
+    check_start,
     chosen_taps,
     gather,
     mask_token,
@@ -99,6 +101,7 @@ def run(args: Namespace) -> int:
     if args.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         raise ConfigError("this PyTorch has no Muon, which is in 2.9 and later; add --optimizer adamw")
     target = open_target(args)
+    check_start(args, target, BLOCK_HEAD)
     taps = chosen_taps(args, target)
     copied = _copied(args, target)
     if not args.dflash and args.corrector != "none" and args.rank > target.config.hidden_size:

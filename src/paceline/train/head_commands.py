@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
+from paceline.model.heads.config import EAGLE3, PEAGLE
 from paceline.train.corpus import read_corpus
 from paceline.train.head_recipe import HeadShape
 from paceline.train.train_options import (
@@ -12,6 +13,7 @@ from paceline.train.train_options import (
     add_depths,
     add_reading,
     add_training,
+    check_start,
     chosen_taps,
     features_of,
     gather,
@@ -55,6 +57,7 @@ class TrainEagle3:
     def run(args: Namespace) -> int:
         """Train a head of one layer."""
         target = open_target(args)
+        check_start(args, target, EAGLE3, PEAGLE)
         taps = chosen_taps(args, target)
         shape = HeadShape(
             algorithm="eagle3",
@@ -83,6 +86,7 @@ class TrainPEagle:
         if args.layers < 1:
             raise ConfigError(f"--layers must be at least 1, not {args.layers}")
         target = open_target(args)
+        check_start(args, target, EAGLE3, PEAGLE)
         taps = chosen_taps(args, target)
         material = gather(args, target, taps)
         shape = HeadShape(

@@ -79,12 +79,13 @@ class HeadRecipe:
     def start_from(self, folder: Path) -> str:
         """Copy the weights that a trained head shares; return the hash of its file.
 
-        Copied are weights of equal name and shape, and output rows of tokens in both vocabularies. The trained
-        head may thus be of other data or of the other algorithm. Additional layers begin with zero output, so that
-        its predictions are kept. Raises `ModelError`, `DrafterMismatch`.
+        Copied are weights of equal name and shape, and output rows of tokens in both vocabularies; what reads taps
+        only from a head of the same taps. The trained head may thus be of other data or of the other algorithm.
+        Additional layers begin with zero output, so that its predictions are kept. Raises `ModelError`.
         """
         trained = load_head(folder, self._target.config)
-        others = {name: ours for name, ours in self.weights.items() if name != "head"}
+        left = ("head",) if trained.config.taps == self._config.taps else ("head", "fc", "mask_hidden")
+        others = {name: ours for name, ours in self.weights.items() if not name.startswith(left)}
         self.inherited = {"head", *inherit(others, trained.weights)}
         for name, ours in self.weights.items():
             if name not in self.inherited and name.endswith(_LAYER_OUTPUTS):

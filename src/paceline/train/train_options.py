@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.flags import add_flags, listed, of_flags
 from paceline.model.heads.checkpoint import head_config
 from paceline.model.heads.config import EAGLE3
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
 
+    from paceline.model.heads.config import Algorithm
     from paceline.train.corpus import TrainText
     from paceline.train.head_recipe import HeadShape
     from paceline.train.recipe import Recipe
@@ -165,6 +166,21 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
     if not all(0 <= tap <= target.config.num_layers for tap in taps):
         raise ConfigError(f"--taps {args.taps}: the target has layers 0 to {target.config.num_layers}")
     return taps
+
+
+def check_start(args: Namespace, target: TrainTarget, *kinds: Algorithm) -> None:
+    """Raise `DrafterMismatch` if weights of `--start-from` mean something else in the head to train."""
+    if args.start_from is None:
+        return
+    head, rope = head_config(args.start_from, target.config), target.config.rope.of_head()
+    same_norms = head.block is not None or (head.fc_norm and head.norm_output and head.norm_before_residual)
+    same_rope = (head.layers.rope.theta, head.layers.rope.scaling) == (rope.theta, rope.scaling)
+    if head.algorithm not in kinds or not same_norms or not same_rope:
+        wanted = " or ".join(f"`paceline train {kind.name}`" for kind in kinds)
+        raise DrafterMismatch(
+            f"--start-from {args.start_from}: this head is of another kind than the one to be trained, or has "
+            f"other norms or another RoPE, so its weights would be noise there; take one of {wanted}"
+        )
 
 
 def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TrainMaterial:
