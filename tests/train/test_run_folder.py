@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -169,6 +170,15 @@ def test_a_checkpoint_that_says_only_that_there_are_own_tokens_goes_on(
     assert "own_tokens (was True, is 0)" in capsys.readouterr().err
     assert main(words) == 0
     assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["own_tokens"] == 512
+
+
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not leave a file of no bytes under a name that says it is whole."""
+    path, flushed = tmp_path / "00000.safetensors", []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append((os.fstat(number), path.exists())))
+    run_folder.save_whole(path, {"w": torch.ones(8)})
+    ((stat, there),) = flushed
+    assert (stat.st_ino, stat.st_size, there) == (path.stat().st_ino, path.stat().st_size, False)
 
 
 @pytest.mark.parametrize("full", ["features", "out"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,6 +115,8 @@ def _replacing(path: Path) -> Iterator[Path]:
     with _told(path):
         try:
             yield partial
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())  # else a power cut may leave the name, and a file of no bytes
             partial.replace(path)
         except (OSError, SafetensorError):
             with suppress(OSError):
