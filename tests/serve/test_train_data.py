@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.cli import main
+from paceline.train import data
 from paceline.train.corpus import read_answers
 
 if TYPE_CHECKING:
@@ -29,6 +30,21 @@ def test_train_data_answers_a_file_and_resumes(
     assert main(command) == 0
     assert (out / "answers.jsonl").stat().st_size == size
     assert "tokens" in capfd.readouterr().out
+
+
+def test_prompts_that_cannot_be_widened_are_refused_before_any_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    asked: list[Path] = []
+    monkeypatch.setattr(data, "_capture", lambda _, prompts: asked.append(prompts))
+    monkeypatch.setattr(data, "_print_counts", lambda _: None)
+    command = ["train", "data", "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "id and prompt" in capsys.readouterr().err
+    assert not asked
+    assert main([*command, "--no-widen"]) == 0
+    assert asked == [tmp_path / "prompts.jsonl"]
 
 
 def test_a_missing_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,9 +53,9 @@ def run(args: Namespace) -> int:
     """Answer the file's prompts, then prompts made from the answers, then translations back."""
     if not args.prompts.is_file():
         raise ConfigError(f"there is no file {args.prompts}")
+    texts = {} if args.no_widen else _prompt_texts(args.prompts)  # answers, which take hours, need less of a row
     _capture(args, args.prompts)
     if not args.no_widen:
-        texts = _prompt_texts(args.prompts)
         _capture(args, _write(args.out / "prompts-2.jsonl", _pairs(args, texts), args.seed))
         texts |= _prompt_texts(args.out / "prompts-2.jsonl")
         translations = [p for p in _pairs(args, texts) if is_translation(p.name)]
