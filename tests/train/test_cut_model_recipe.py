@@ -61,6 +61,17 @@ def test_targets_whose_rope_it_cannot_say_are_refused_before_they_read(
         assert "train a head" in capsys.readouterr().err
 
 
+def test_a_model_cut_from_a_target_without_a_window_has_none(tmp_path: Path) -> None:
+    """Mistral models have one of 4096 tokens where a file does not speak of it."""
+    file = write_target(tmp_path / "target") / "config.json"
+    changes = {"model_type": "mistral", "sliding_window": None, "max_position_embeddings": 1 << 15}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    target = load_target(str(tmp_path / "target"), torch.device("cpu"))
+    assert can_be_cut(target.config)
+    write_drafter(tmp_path, CutModelRecipe([0, 5], target, VOCABULARY), "fp16")
+    assert load_cut_model(tmp_path, target.config).config.sliding is None
+
+
 @pytest.mark.parametrize("kind", ["fp16", "int8"])
 @pytest.mark.parametrize("layers", [list(range(NUM_LAYERS)), [0, 3, 5]])
 def test_what_is_trained_is_what_is_loaded(layers: list[int], kind: str, tmp_path: Path) -> None:

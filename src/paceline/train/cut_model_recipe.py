@@ -123,6 +123,7 @@ class CutModelRecipe:
             "rms_norm_eps": c.norm_eps,
             "vocab_size": c.vocab_size,
             "max_position_embeddings": c.max_context,
+            "sliding_window": None,  # as `can_be_cut` wants; some families have one where the key is missing
             **rope_json(c.rope),
             **{key: names <= c.biases for key, names in c.facts.bias_switches.items()},
             "shares": list(SHARED),
