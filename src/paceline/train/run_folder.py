@@ -69,7 +69,8 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if changed:
         listed = ", ".join(f"{n} (was {theirs.get(n)}, is {ours.get(n)})" for n in sorted(changed))
-        raise ConfigError(f"{path} is of a run with other settings: {listed}; train into another --out")
+        advice = "give them as they were, or train into another --out"
+        raise ConfigError(f"{path} is of a run with other settings: {listed}; {advice}")
     try:
         trainer.restore(step, tensors)
     except (KeyError, RuntimeError) as error:  # a tensor that is missing or of another shape
