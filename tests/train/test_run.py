@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +284,28 @@ def test_hidden_states_are_kept_and_only_new_texts_are_computed(
     write_answers(tmp_path / "data", 4, first=8)
     assert np.array_equal(compute()[5].states, store[5].states)
     assert sum(read) == 4 * TEXT_LEN
+
+
+def test_hidden_states_that_another_command_wrote_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_store, "SHARD_TOKENS", 2 * TEXT_LEN)
+    target = load_target(str(write_target(tmp_path / "target")), torch.device("cpu"))
+    write_answers(tmp_path / "data", 12)
+    texts = read_corpus(tmp_path / "data", VOCAB, 99).texts
+    one, other = (FeatureFiles(target, (1, 3), texts, tmp_path / "features") for _ in range(2))
+    reader, shown = reference_reader(target, one.taps), []
+    read: dict[str, int] = {"one": 0, "other": 0}
+
+    def reading(name: str, given: Any) -> Any:
+        read[name] += sum(map(len, given))
+        if not read["other"]:
+            other.compute(lambda: partial(reading, "other"), lambda *_: None)
+        return reader(given)
+
+    one.compute(lambda: partial(reading, "one"), lambda *counts: shown.append(counts))
+    assert read == {"one": 2 * TEXT_LEN, "other": 12 * TEXT_LEN}
+    assert shown[0] == (2 * TEXT_LEN, 12 * TEXT_LEN)
 
 
 def test_features_can_be_computed_ahead_of_training(toy: Path, tmp_path: Path, monkeypatch: Any) -> None:

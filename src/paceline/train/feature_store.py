@@ -81,7 +81,7 @@ class FeatureFiles:
     def compute(
         self, make_reader: Callable[[], TargetReader], on_progress: OnProgress, pass_tokens: int = PASS_TOKENS
     ) -> None:
-        """Compute the missing shards."""
+        """Compute the missing shards in a random order: commands side by side share them."""
         missing = [i for i, path in enumerate(self._paths) if not path.is_file()]
         if not missing:
             return
@@ -89,7 +89,10 @@ class FeatureFiles:
         read = make_reader()
         sizes = [sum(len(self._texts[n]) for n in numbers) for numbers in self._shards]
         done = sum(sizes) - sum(sizes[i] for i in missing)
-        for shard in missing:
+        for shard in np.random.default_rng().permutation(missing).tolist():
+            if self._paths[shard].is_file():  # another command wrote it in the meantime
+                done += sizes[shard]
+                continue
             tensors = []
             for numbers in packs(self._shards[shard], [len(t) for t in self._texts], pass_tokens):
                 texts = [self._texts[n] for n in numbers]
