@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from paceline import LLM, SamplingParams
 from paceline.core.errors import ConfigError
 from paceline.serve.prompts import Item, read_items
 from paceline.serve.terminal import capture as module
-from paceline.serve.terminal.capture import capture
+from paceline.serve.terminal.capture import capture, open_to_append
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +86,22 @@ def test_other_parameters_are_asked_again(llm: LLM, tmp_path: Path) -> None:
     capture(llm, ITEMS[:2], PARAMS, tmp_path, chat=False)
     capture(llm, ITEMS[:2], SamplingParams(max_tokens=10, temperature=0.5), tmp_path, chat=False)
     assert len(lines(tmp_path)) == 4
+
+
+def test_a_full_disk_is_told_and_the_cut_line_dropped_later(tmp_path: Path) -> None:
+    """A largest size of files stands in for the disk; the file is not closed without an error either."""
+    path = tmp_path / "answers.jsonl"
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot write .*File too large"), open_to_append(path) as (file, _):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8, most[1]))
+            file.write(b'{"key": "one"}\n')
+            file.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert path.read_bytes() == b'{"key": '
+    with open_to_append(path) as (_, keys):
+        assert not keys
 
 
 def test_a_file_of_something_else_is_left_alone(llm: LLM, tmp_path: Path) -> None:

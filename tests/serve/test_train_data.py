@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from paceline.cli import main
+from paceline.core.errors import ConfigError
 from paceline.train import data
 from paceline.train.corpus import read_answers
 
@@ -45,6 +46,11 @@ def test_prompts_that_cannot_be_widened_are_refused_before_any_is_answered(
     assert not asked
     assert main([*command, "--no-widen"]) == 0
     assert asked == [tmp_path / "prompts.jsonl"]
+
+
+def test_made_prompts_that_cannot_be_written_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        data._write(tmp_path / "none" / "prompts-2.jsonl", [], 0)
 
 
 def test_a_missing_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

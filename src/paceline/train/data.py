@@ -95,7 +95,10 @@ def _pairs(args: Namespace, texts: dict[str, str]) -> list[PromptPair]:
 
 def _write(path: Path, pairs: Sequence[PromptPair], seed: int) -> Path:
     lines = (json.dumps({"id": p.name, "source": p.source, "prompt": p.text}) + "\n" for p in widen(pairs, seed))
-    path.write_text("".join(lines), encoding="utf-8")
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None
     return path
 
 

@@ -73,21 +73,23 @@ def _seed(key: str) -> int:
 
 @contextmanager
 def open_to_append(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
-    """Open a JSON-lines file to append; drop a cut last line. Returns its keys."""
+    """Open a JSON-lines file to append; drop a cut last line. Returns its keys.
+
+    Raises `ConfigError` if it cannot be written, then or later: closing it fails on a full disk, too.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b")
+        with path.open("a+b") as file:
+            file.seek(0)
+            keys, end = set(), 0
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n"):
+                    keys.add(_key_in(line, f"{path}, line {number}"))
+                    end += len(line)
+            file.truncate(end)
+            yield file, keys
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
-    with file:
-        file.seek(0)
-        keys, end = set(), 0
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                keys.add(_key_in(line, f"{path}, line {number}"))
-                end += len(line)
-        file.truncate(end)
-        yield file, keys
 
 
 def _key_in(line: bytes, where: str) -> str:
