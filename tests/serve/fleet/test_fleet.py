@@ -29,7 +29,7 @@ from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
 from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
 from paceline.serve.fleet.legs import MOST_STRIKES
 from paceline.serve.fleet.local import start_fleet
-from paceline.serve.fleet.member import SILENT_S, SILENT_STEPS, TICK_S, Costs, Member
+from paceline.serve.fleet.member import SILENT_S, TICK_S, Costs, Member
 from paceline.serve.worker.commands import EngineState
 from paceline.serve.worker.messages import Ready, Snapshot, StepProfile
 from tests.serve.fleet.fake_engines import READY, FakeEngines, Heard, request_of, whole_answer
@@ -959,8 +959,8 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
         async with fleet_of(2) as bench:
             member = bench.fleet.members["0"]
             member.measured = Costs(1 / 40, (0.12,))
-            leg = AnswerLeg("r", "0", "one", 0, 0, backlog=5000)
-            member.begin(leg.backlog)
+            leg = AnswerLeg("r", "0", "one", 0, 0, backlog=5000, length=5000)
+            member.begin(leg.backlog, leg.length)
             member.silent_s = 12.8  # a pass over 512 tokens
             member.tick(0.0)
             assert member.state == "up"
@@ -969,10 +969,57 @@ def test_a_long_prompt_on_a_slow_replica_is_no_hang() -> None:
             assert member.state == "silent"
             leg.spoke = True
             member.heard(leg)
-            member.silent_s = SILENT_STEPS * 0.12 + TICK_S
+            member.silent_s = 12.8
             member.tick(0.0)
-            assert member.state == "silent", "nothing is left to prefill"
-            member.end(leg.backlog)
+            assert member.state == "up", "rows may be computed anew, of which nobody told"
+            member.end(leg.backlog, leg.length)
+            assert not member.unspoken
+
+    run(scenario)
+
+
+def test_pages_that_a_replica_has_lost_are_no_hang() -> None:
+    """The fleet takes them for cached, so it expects a prefill of one token. Costs may be measured or not."""
+
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            (member,) = bench.fleet.members.values()
+            for measured, usual in ((Costs(1e-2, (0.1,)), Costs(1e-3, (0.02,))), (None, Costs(1e-2, (0.1,)))):
+                member.measured, member.usual = measured, usual
+                member.begin(1, 1000)
+                member.silent_s = 5.2  # a pass over 512 tokens
+                member.tick(0.0)
+                assert member.state == "up"
+                member.end(1, 1000)
+
+    run(scenario)
+
+
+def test_a_chunk_behind_a_long_context_may_take_longer() -> None:
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            (member,) = bench.fleet.members.values()
+            member.measured = Costs(0.9 / 512, (0.02,))
+            member.begin(32_704, 32_704)
+            member.silent_s = 4.5
+            member.tick(0.0)
+            assert member.state == "up"
+            member.end(32_704, 32_704)
+            member.tick(0.0)
+            assert member.state == "silent"
+
+    run(scenario)
+
+
+def test_a_hang_of_a_fast_replica_is_noticed_in_two_seconds() -> None:
+    """Whether its costs are measured, or a step over few tokens is all that is known."""
+
+    async def scenario() -> None:
+        async with fleet_of(1) as bench:
+            (member,) = bench.fleet.members.values()
+            for measured, usual in ((Costs(1e-3, (0.02,)), Costs(1.0, (1.0,))), (None, Costs(0.02, (0.02,)))):
+                member.measured, member.usual = measured, usual
+                assert member.patience_s == SILENT_S
 
     run(scenario)
 

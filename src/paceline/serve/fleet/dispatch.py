@@ -81,17 +81,15 @@ class Dispatch:
     ) -> tuple[Member, RouteChoice] | None:
         members, banned = self._members, self._banned(answer)
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
-        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
-        view = RequestView(num_tokens, answer.page_hashes or (), frozenset(banned.union(without)), promise)
+        view = RequestView(answer.length, answer.page_hashes or (), frozenset(banned.union(without)), promise)
         views = [member.view(hits.get(name, 0), alive=fits(member)) for name, member in members.items()]
         choice = self._router.choose(view, views)
         return None if choice is None else (members[choice.replica], choice)
 
     def fresh_tokens(self, answer: OngoingAnswer, member: Member) -> int:
         """Return the tokens that a replica would have to prefill."""
-        num_tokens = len(answer.request.prompt_ids) + answer.num_tokens
         hits = self._index.hits(self._hashes(answer)).get(member.name, 0)
-        return max(num_tokens - hits * PAGE_TOKENS, 1)
+        return max(answer.length - hits * PAGE_TOKENS, 1)
 
     def began(self, answer: OngoingAnswer, member: Member) -> None:
         """Note that a replica gets a prompt's pages."""

@@ -259,7 +259,7 @@ class EngineFleet:
         fresh = self._dispatch.fresh_tokens(answer, member)
         leg = answer.begin_leg(member.name, ready.promise)
         leg.began_s, leg.wait_s, leg.backlog = time.monotonic(), member.wait_s(fresh), fresh
-        member.begin(fresh)
+        member.begin(fresh, leg.length)
         try:
             at_replica = await member.engines.submit([answer.continued(leg)], partial(self._on_event, answer, leg))
         except EngineDied:

@@ -73,8 +73,9 @@ class AheadReading:
 
         A replica reads one answer at a time. So each answer moves before the next prefill begins.
         """
-        member, tokens = self.member, self.dispatch.fresh_tokens(self.answer, self.member)
-        member.begin(tokens)
+        member, length = self.member, self.answer.length
+        tokens = self.dispatch.fresh_tokens(self.answer, member)
+        member.begin(tokens, length)
         try:
             if not await _taken(member.reading):
                 return  # another replica may be free now
@@ -85,7 +86,7 @@ class AheadReading:
             finally:
                 member.reading.release()
         finally:
-            member.end(tokens)
+            member.end(tokens, length)
         await asyncio.sleep(AGAIN_S)
 
     async def _read_all(self) -> bool:

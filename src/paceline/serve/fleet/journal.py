@@ -59,6 +59,7 @@ class AnswerLeg:
     began_s: float = 0.0  # time.monotonic()
     wait_s: float = 0.0  # until its first outcome, as predicted
     backlog: int = 0  # prompt tokens that it brought to the replica and that are not known to be computed
+    length: int = 0  # tokens of prompt and answer as it began; 0 once it spoke
     answers: Answers | None = None  # at the replica; None until it has taken the request
     spent: Spent = field(default_factory=Spent)
     started: bool = False  # it took part in a step
@@ -111,6 +112,11 @@ class OngoingAnswer:
         """Tokens of the answer so far, those told with the request included."""
         return len(self.request.told) + len(self.told)
 
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and of the answer so far."""
+        return len(self.request.prompt_ids) + self.num_tokens
+
     def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
         """Add the leg of a replica that goes on where the client is."""
         leg = self.new_leg(replica, promise)
@@ -123,7 +129,7 @@ class OngoingAnswer:
         if self.num_begun:
             name += f"{LEG_MARK}{self.num_begun}"
         self.num_begun += 1
-        return AnswerLeg(name, replica, promise, len(self.told), self.num_chars)
+        return AnswerLeg(name, replica, promise, len(self.told), self.num_chars, length=self.length)
 
     def end_leg(self, leg: AnswerLeg) -> None:
         """Forget a leg; what it says from now on does not count."""

@@ -51,8 +51,8 @@ class Legs:
     def end(self, answer: OngoingAnswer, leg: AnswerLeg) -> Answers | None:
         """Forget a leg; return what its replica may still have to cancel."""
         answer.end_leg(leg)
-        self._members[leg.replica].end(leg.backlog)
-        leg.backlog = 0
+        self._members[leg.replica].end(leg.backlog, leg.length)
+        leg.backlog = leg.length = 0
         return leg.answers
 
     def drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:

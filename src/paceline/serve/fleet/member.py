@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.control.routing import ReplicaView
 from paceline.engine.count_sums import total
 from paceline.engine.gauges import Gauges
+from paceline.engine.request_state import DEEP_TOKENS
 from paceline.engine.stats import mean_k
 from paceline.serve.fleet.index import USUAL_PAGES
 from paceline.serve.observe.recent import RATE_S, Recent, per_pass
@@ -66,6 +67,7 @@ class Member:
     incarnation: int = 0  # restarts that the fleet has seen
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
+    unspoken: list[int] = field(default_factory=list)  # tokens of the texts of those that told nothing yet
     num_resumed: int = 0  # answers that it went on with
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it reads an answer of another
     recent: Recent = field(default_factory=Recent)
@@ -145,9 +147,14 @@ class Member:
 
     @property
     def patience_s(self) -> float:
-        """Seconds without a message after which it counts as hanging."""
-        chunk = 0 if self.ready is None else min(self.prompt_tokens, self.ready.prefill_tokens)
-        chunk_s = chunk * self.costs.prefill_s + self.step_s
+        """Seconds without a message after which it counts as hanging.
+
+        Any pass may compute a whole chunk: pages that a prompt should find may be gone, and an update has all rows
+        computed anew. Costs that nobody measured are those of answers, far above: there, only prompts count.
+        """
+        most, longest = 0 if self.ready is None else self.ready.prefill_tokens, max(self.unspoken, default=0)
+        chunk = most if self.measured else min(max(self.prompt_tokens, longest), most)
+        chunk_s = (1 + longest // DEEP_TOKENS) * chunk * self.costs.prefill_s + self.step_s
         return max(SILENT_S, SILENT_STEPS * self.step_s, SILENT_CHUNKS * chunk_s)
 
     def take(self, snapshot: Snapshot) -> None:
@@ -180,22 +187,33 @@ class Member:
         """Return the predicted seconds until so many more prompt tokens are computed."""
         return (self.backlog + num_tokens) * self.costs.prefill_s + self.step_s
 
-    def begin(self, tokens: int) -> None:
-        """Count a leg that begins, or an answer of another that it reads, or will."""
+    def begin(self, tokens: int, length: int) -> None:
+        """Count a leg that begins, or an answer of another that it reads, or will.
+
+        tokens: to be computed, as far as is known. length: of its text.
+        """
         self.num_legs += 1
         self.backlog += tokens
+        self.unspoken.append(length)
 
-    def end(self, tokens: int) -> None:
-        """Count a leg or a reading that has ended. tokens: not known to be computed."""
+    def end(self, tokens: int, length: int) -> None:
+        """Count a leg or a reading that has ended.
+
+        tokens: not known to be computed. length: as it began; 0 if it has told something.
+        """
         self.num_legs -= 1
         self.backlog -= tokens
+        if length:
+            self.unspoken.remove(length)
 
     def heard(self, leg: AnswerLeg) -> None:
         """Note a message about a leg: its prompt is computed once it spoke."""
         self._beat()
         if leg.spoke:
             self.backlog -= leg.backlog
-            leg.backlog = 0
+            if leg.length:
+                self.unspoken.remove(leg.length)
+            leg.backlog = leg.length = 0
 
     def note_replaced(self) -> bool:
         """Return True once after its process has been replaced by a fresh one."""
