@@ -70,6 +70,23 @@ def test_free_memory_is_what_control_groups_leave_without_cached_files(
     assert system.available_bytes() == 60_000_000 * 1024
 
 
+@pytest.mark.parametrize(("path", "cores"), [("/", 4.0), ("/pod/box", 1.5), ("/hidden/by/the/container", 4.0)])
+def test_core_time_is_the_least_that_any_control_group_grants(
+    path: str, cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = tmp_path / "pod" / "box"
+    box.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"0::{path}\n")
+    for folder, line in ((tmp_path, "400000 100000"), (box.parent, "max 100000"), (box, "75000 50000")):
+        (folder / "cpu.max").write_text(f"{line}\n")
+    monkeypatch.setattr(system, "_PROC", tmp_path)
+    monkeypatch.setattr(system, "_CGROUP", tmp_path)
+    assert system.core_quota() == cores
+    (tmp_path / "self" / "cgroup").unlink()
+    assert system.core_quota() == system.MAX_CORE
+
+
 def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:
     back_off = RestartBackoff()
     waits = [back_off.wait_s(0.0) for _ in range(3000)]

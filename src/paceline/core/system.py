@@ -132,14 +132,19 @@ def _group_rooms() -> Iterator[int]:
 
     Cached files count as room: the system may drop them.
     """
+    for folder in _groups():
+        limit, used, stat = (_lines(folder / f"memory.{name}") for name in ("max", "current", "stat"))
+        if limit and used and limit[0].isdigit():
+            cached = (int(size) for name, size in map(str.split, stat) if name in _CACHED)
+            yield int(limit[0]) - int(used[0]) + sum(cached)
+
+
+def _groups() -> Iterator[Path]:
+    """Yield the folders of the control groups around this process."""
     for line in _lines(_PROC / "self" / "cgroup"):
         hierarchy, _, path = line.split(":", 2)
         own = _CGROUP / path.lstrip("/")
-        for folder in (own, *own.parents) if hierarchy == "0" else ():  # in a container its own may be the root
-            limit, used, stat = (_lines(folder / f"memory.{name}") for name in ("max", "current", "stat"))
-            if limit and used and limit[0].isdigit():
-                cached = (int(size) for name, size in map(str.split, stat) if name in _CACHED)
-                yield int(limit[0]) - int(used[0]) + sum(cached)
+        yield from (own, *own.parents) if hierarchy == "0" else ()  # in a container its own may be the root
 
 
 def reset_peak_rss() -> None:
@@ -186,6 +191,12 @@ def usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def core_quota() -> float:
+    """Return how many cores' time control groups grant this process; without limit, very many."""
+    limits = (lines[0].split() for folder in _groups() if (lines := _lines(folder / "cpu.max")))
+    return min((int(most) / int(period) for most, period in limits if most.isdigit()), default=float(MAX_CORE))
 
 
 def stay_on(cores: frozenset[int]) -> None:

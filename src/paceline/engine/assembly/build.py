@@ -140,6 +140,7 @@ def build(config: EngineConfig, progress: Progress | None = None, on_language: O
 def load(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
     specs = parse_drafters(config.draft)  # a bad spec should not wait for the weights
+    config = config.within_quota()
     if config.for_auto and not specs.auto:
         raise ConfigError(
             f"{config.for_auto} is for --draft auto[:SPEC+SPEC], where a controller chooses K; "
@@ -188,6 +189,7 @@ def assemble(
     load_drafter: returns the weights of drafters by name, for callers that have loaded them; drafters then stay in
     this process.
     """
+    config = config.within_quota()
     config = replace(config, weights=loaded.weight_type or config.weights, kv=loaded.kv_type or config.kv)
     files = open_folder(config, loaded.decoder)
     try:
@@ -438,7 +440,8 @@ def _describe(config: EngineConfig, loaded: Loaded) -> Iterator[Choice]:
     target = config.placement.target
     if target is None or target.is_host:
         usual = "all cores but the drafters'" if target is not None and target.cores else "all cores"
-        yield Choice("threads", str(config.num_threads), usual if config.threads is None else "as asked")
+        asked = "what its control group has time for" if config.threads == config.quota_threads else "as asked"
+        yield Choice("threads", str(config.num_threads), usual if config.threads is None else asked)
     yield Choice("law", config.full_law, config.about_law)
     yield Choice("sampling", told(loaded.sampling), loaded.why_sampling)
 

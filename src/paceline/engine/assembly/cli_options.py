@@ -102,7 +102,7 @@ def add_target_arguments(parser: ArgumentParser) -> None:
     ):
         ranks = ", ".join(f"{name}: up to {limit}" for name, limit in most.items() if limit > 1)
         group.add_argument(flag, type=int, metavar="N", default=1, help=f"processes that share {what}; {ranks}")
-    group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: all cores)")
+    group.add_argument("--threads", type=int, metavar="N", help="threads of the target (default: one a core)")
     _add_limits(parser.add_argument_group("limits"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +16,7 @@ from paceline.control.row_by_row import THROUGHPUT, Objective
 from paceline.core.errors import ConfigError, suggest
 from paceline.core.params import MAX_CHANGE_BUDGET, TYPICAL, shown
 from paceline.core.sampling_defaults import KINDS, MODEL
-from paceline.core.system import usable_cores
+from paceline.core.system import core_quota, usable_cores
 from paceline.engine.assembly.kv_event_options import KvEventsConfig
 from paceline.engine.assembly.placement import Placement
 from paceline.engine.request_table import Limits
@@ -54,7 +55,7 @@ class EngineConfig:
     numerics: str | None = None  # likewise
     weights: str | None = None  # their type; None: the backend's default
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
-    threads: int | None = None  # None: all cores
+    threads: int | None = None  # None: all cores that it has time for
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within memory and a bound
     kv_budget: int | None = (
         None  # bytes of the target's KV where pages may lose window parts; None: by free memory
@@ -152,8 +153,26 @@ class EngineConfig:
     @property
     def num_threads(self) -> int:
         """Threads that compute a pass of the target."""
+        return self.threads or self.quota_threads or self._num_cores
+
+    @property
+    def _num_cores(self) -> int:
         target = self.placement.target
-        return self.threads or len(usable_cores() if target is None or not target.cores else target.cores)
+        return len(usable_cores() if target is None or not target.cores else target.cores)
+
+    @property
+    def quota_threads(self) -> int | None:
+        """Threads for which its control group has time; None: for those of all cores.
+
+        More would use up the time of a period at once, and all of them wait for the next one.
+        """
+        target, ranks = self.placement.target, self.tensor_parallel
+        most = math.ceil(core_quota() / (self.sharers * ranks))
+        return most if (target is None or target.is_host) and most < self._num_cores // ranks else None
+
+    def within_quota(self) -> EngineConfig:
+        """Return it with as many threads as its control group has time for."""
+        return replace(self, threads=self.threads or self.quota_threads)
 
     @property
     def backend_spec(self) -> BackendSpec:
