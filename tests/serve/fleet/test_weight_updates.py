@@ -458,6 +458,37 @@ def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_sam
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def test_a_replica_that_is_down_holds_up_no_command_but_to_give_memory_back() -> None:
+    async def scenario() -> None:
+        fleet = EngineFleet(ReplicaOptions(replicas=2))
+        engines, commands = [FakeEngines(), FakeEngines()], [FakeCommands(), FakeCommands()]
+        for i, engine in enumerate(engines):
+            engine.commands = commands[i]
+            fleet.add(str(i), engine)
+        update, member = UpdateWeights(WeightSource(model="newer"), "v7"), fleet.members["1"]
+        engines[1].die()
+        await fleet.commands.send(Pause())
+        with pytest.raises(EngineDied, match="not all replicas are ready"):
+            await fleet.commands.send(ReleaseMemory(TAGS))
+        await fleet.commands.send(update)
+        assert fleet.commands.version == "v7"
+        engines[1].revive()
+        assert not member.serves, "it has old weights, and would go on"
+        await until(lambda: member.serves)
+        engines[1].die()
+        await fleet.commands.send(GoOn())
+        engines[1].revive()
+        await until(lambda: member.serves)
+        assert [own.sent for own in commands] == [[Pause(), update, GoOn()]] * 2
+        for engine in engines:
+            engine.die()
+        with pytest.raises(EngineDied, match="not all replicas are ready"):
+            await fleet.commands.send(Pause())
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
 def test_a_command_whose_caller_has_gone_is_not_undone() -> None:
     async def scenario() -> None:
         fleet, engine, commands = EngineFleet(ReplicaOptions(replicas=1)), FakeEngines(), FakeCommands()

@@ -472,6 +472,7 @@ class EngineFleet:
     def _is_ready(self, member: Member) -> None:
         """Take in an engine that has loaded; what grammars need is made before it serves."""
         member.note_ready()
+        self._level(member)
         tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
         self._warm(member)
 

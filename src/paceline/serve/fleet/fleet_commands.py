@@ -39,7 +39,8 @@ class FleetCommands:
     @property
     def version(self) -> str:
         """Version of the replicas' weights; several during an update, joined."""
-        found = dict.fromkeys(m.engines.commands.version for m in self._members.values())
+        members = self._members.values()
+        found = dict.fromkeys(m.engines.commands.version for m in [m for m in members if m.ready] or members)
         return "+".join(found) or FIRST_VERSION
 
     @property
@@ -71,14 +72,15 @@ class FleetCommands:
     async def send(self, command: Command) -> Obeyed:
         """Return one of the replies.
 
-        Raises `PacelineError` if a replica did not obey; send it again then. What was obeyed is noted though the
-        caller is cancelled.
+        One that is down or loads is brought up to it before it serves. Raises `PacelineError` if a replica did not
+        obey; send it again then. What was obeyed is noted though the caller is cancelled.
         """
         return await to_its_end(self._send(command))
 
     async def _send(self, command: Command) -> Obeyed:
-        members = list(self._members.values())
-        if not members or any(member.ready is None for member in members):
+        members = [member for member in self._members.values() if member.ready is not None]
+        lacking = len(self._members) - len(members)
+        if not members or (lacking and isinstance(command, ReleaseMemory)):  # one that loads takes that memory
             raise EngineDied("not all replicas are ready; try again later")
         self._num_sending += 1
         try:
