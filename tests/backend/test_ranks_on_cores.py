@@ -166,6 +166,14 @@ def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch, number: s
     assert decoder.ranks.processes[0].process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
+def test_signals_of_the_process_group_leave_a_rank() -> None:
+    decoder = decoder_of(2)
+    assert isinstance(decoder, RankedDecoder)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        os.kill(decoder.ranks.pids[0], number)
+    assert_same(passes(decoder), passes(decoder_of(1)))
+
+
 class Waiting:
     """Ranks, one of them a process that does nothing, that wait for one another."""
 

@@ -159,6 +159,7 @@ def test_it_drafts_what_it_would_beside_the_target(options: str) -> None:
     asked = config(f"{NAME}:model={models()[1]},k=4{options}")
     apart, beside = engine_of(asked), engine_of(asked, thread=True)
     assert isinstance(drafter_of(apart), RemoteDrafter)
+    kill(drafter_of(apart), signal.SIGHUP)  # of the process group: it is the server's to answer
     assert isinstance(beside.drafting.drafters[NAME], PlacedDrafter)
     for number in (1, 2):  # the second finds pages of the first
         work = requests(number, 7)

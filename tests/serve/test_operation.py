@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 import re
 import signal
 import ssl
@@ -226,6 +227,8 @@ def test_each_key_of_a_file_has_its_role_its_salt_and_its_counts(model: Path, tm
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.1)
         assert http.get("/version", headers=bearer(bob)).status_code == 200, "a bad file changes nothing"
+        os.kill(server.engine_pid(), signal.SIGHUP)  # as of one to the whole process group
+        assert cached(bearer(bob)) > 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -84,6 +85,16 @@ def test_a_killed_process_is_replaced(sandbox: Sandbox) -> None:
     sandbox._process.kill()
     sandbox._process.wait()
     assert made.render_all([HELLO]) == ["ok"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_of_the_process_group_is_the_servers_to_answer(sandbox: Sandbox, number: signal.Signals) -> None:
+    made = template(sandbox, "ok")
+    process = sandbox._process
+    assert process is not None
+    process.send_signal(number)
+    assert made.render_all([HELLO]) == ["ok"]
+    assert sandbox._process is process
 
 
 def test_a_stopped_process_ends_when_the_server_is_killed() -> None:

@@ -298,7 +298,7 @@ def serve_rank(run: Callable[[RankLine], None]) -> NoReturn:
     `sys.argv` has the descriptor of its end of the line.
     """
     logs.configure("rank")
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group; the engine answers
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     line = RankLine(socket.socket(fileno=int(sys.argv[1])))

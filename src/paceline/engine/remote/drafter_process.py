@@ -164,7 +164,7 @@ def serve(channel: Channel) -> None:
 def main() -> None:
     """Run the process."""
     logs.configure("drafter")
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the engine answers them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group; the engine answers
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     line, memory = map(int, sys.argv[1:])

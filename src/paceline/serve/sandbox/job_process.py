@@ -86,7 +86,8 @@ def main() -> None:
     """Work through jobs until the server closes its end."""
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     wake_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group; the server answers them
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -428,7 +428,8 @@ def run(address: str) -> int:
 
 def main() -> int:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole process group; the parent answers them
+        signal.signal(number, signal.SIG_IGN)
     wake_with_parent()
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
         line = stdin.readline()
