@@ -87,6 +87,11 @@ def test_core_time_is_the_least_that_any_control_group_grants(
     assert system.core_quota() == system.MAX_CORE
 
 
+def test_cores_that_are_there_no_longer_are_no_limit() -> None:
+    before = system.usable_cores()
+    assert system.on_cores(frozenset({system.MAX_CORE}), system.usable_cores) == before
+
+
 def test_waits_are_doubled_up_to_the_longest_however_often_it_dies() -> None:
     back_off = RestartBackoff()
     waits = [back_off.wait_s(0.0) for _ in range(3000)]

@@ -202,7 +202,8 @@ def core_quota() -> float:
 def stay_on(cores: frozenset[int]) -> None:
     """Keep this thread and its new threads on cores, if possible. No cores: no limit."""
     if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+        with suppress(OSError):  # others may have taken all of them from this process since they were dealt out
+            os.sched_setaffinity(0, cores)
 
 
 def on_cores(cores: frozenset[int], call: Callable[[], T]) -> T:
