@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 HANGS_S = 20.0  # what takes so long never ends
 ENDS = "pass"
 NEVER_CONNECTS = "import time; time.sleep(600)"
+SPEAKS_OTHERWISE = (
+    "import json, sys, time, zmq\n"
+    "link = zmq.Context().socket(zmq.PAIR); link.connect(json.loads(sys.stdin.readline())[0])\n"
+    "link.recv(); link.send(b'of another version'); time.sleep(600)"
+)
 
 
 def engines_run(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -63,6 +68,18 @@ def test_an_engine_that_ends_before_it_connects_is_told(monkeypatch: pytest.Monk
     async def scenario() -> None:
         client = EngineClient(EngineConfig())
         with pytest.raises(EngineDied, match="while loading"):
+            await client.first_ready
+        await client.stop()
+
+    run(scenario)
+
+
+def test_an_engine_of_another_version_of_the_package_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines_run(monkeypatch, SPEAKS_OTHERWISE)
+
+    async def scenario() -> None:
+        client = EngineClient(EngineConfig())
+        with pytest.raises(EngineDied, match="another version is installed"):
             await client.first_ready
         await client.stop()
 

@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
 SHOWN_S = 0.3  # for a hung engine to show its threads
+UNREADABLE = "the engine sends what this server cannot read: another version is installed, so restart the server"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,6 +286,9 @@ class EngineClient:
         shutil.rmtree(folder, ignore_errors=True)
         while True:
             message = _message(await engine.socket.receive())
+            if message is None and engine.ready is None:  # nobody would end one that is ready and cannot say so
+                engine.failed = EngineDied(UNREADABLE)
+                return
             if isinstance(message, Ready) and self._setup.prepare is not None:
                 try:
                     await self._setup.prepare(message)
