@@ -94,6 +94,16 @@ def test_the_composition_gives_the_keys_as_a_secret() -> None:
     assert service["read_only"]
 
 
+def test_models_of_the_hub_go_where_the_process_may_write() -> None:
+    """All else is read-only in the composition, in the chart and in the unit."""
+    (variables,) = [words for name, words in instructions() if name == "ENV"]
+    found = dict(word.split("=", 1) for word in variables.split())
+    assert found["HF_HOME"].startswith(f"{found['PACELINE_CACHE']}/")
+    unit = dict(re.findall(r"(\w+)=(/\S+)", (DEPLOY / "paceline.service").read_text()))
+    for name in ("HF_HOME", "TRITON_CACHE_DIR"):
+        assert unit[name].startswith(f"{unit['PACELINE_CACHE']}/")
+
+
 # systemd ---------------------------------------------------------------------------------------------
 
 
