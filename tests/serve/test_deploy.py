@@ -229,7 +229,10 @@ def test_the_chart_renders_with_its_own_values() -> None:
     assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
     assert {word.partition("=")[0] for word in container["args"][1:]} <= known_flags()
-    assert pod["terminationGracePeriodSeconds"] == 40
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "5"]  # nodes still send it requests
+    assert pod["terminationGracePeriodSeconds"] == 30 + 5 + 10
+    assert found["Deployment"]["spec"]["strategy"] == {"type": "Recreate"}, "one pod at a time can have the volume"
+    assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert found["Secret"]["stringData"]["keys"] == "a:b:all"
     names = {volume["name"] for volume in pod["volumes"]}
@@ -244,9 +247,11 @@ def test_the_chart_takes_what_is_there_already() -> None:
         "cache.existingClaim": "disk",
         "arguments": ["--max-rows", "32"],
         "environment": {"PACELINE_LOG_LEVEL": "INFO"},
+        "strategy": "RollingUpdate",
     }
     found = {document["kind"]: document for document in Chart(changes).documents()}
     assert set(found) == {"Deployment", "Service"}
     container = found["Deployment"]["spec"]["template"]["spec"]["containers"][0]
     assert container["args"][-2:] == ["--max-rows", "32"]
+    assert found["Deployment"]["spec"]["strategy"] == {"type": "RollingUpdate"}
     assert {"name": "PACELINE_LOG_LEVEL", "value": "INFO"} in container["env"]
