@@ -579,6 +579,28 @@ class TestArguments:
         with pytest.raises(ConfigError, match=r"--resume-wait .* not 86400\.5"):
             app({"insecure": "true", "resume_wait_s": "86400.5"})
 
+    def test_a_front_has_as_many_open_answers_as_ray_lets_through(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from paceline.ray import front
+
+        made: list[Any] = []
+
+        def make(*given: Any, **_: Any) -> Any:
+            made.append(given)
+            return None, SimpleNamespace()
+
+        async def scenario() -> None:
+            fleet = SimpleNamespace(first_ready=asyncio.sleep(0))
+            monkeypatch.setattr(front, "make_app", make)
+            monkeypatch.setattr(front, "_served", [])
+            monkeypatch.setattr(front, "ray_fleet", lambda *_: fleet)
+            monkeypatch.setattr(front, "stay_on_loopback", lambda: None)
+            monkeypatch.setattr(front.serve, "get_replica_context", lambda: SimpleNamespace(app_name="a"))
+            replica = object.__new__(front.FrontReplica)
+            await front.FrontReplica.__init__(replica, of_arguments({"insecure": True}), None)
+
+        asyncio.run(scenario())
+        assert made[0][3] == front.MAX_CALLS > 1024
+
     def test_they_make_two_deployments(self) -> None:
         from paceline.ray import app
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.ray.local_ray import stay_on_loopback
 from paceline.ray.ray_fleet import ray_fleet
+from paceline.ray.replica import MAX_CALLS
 from paceline.serve.app import make_app
 from paceline.serve.tokenizer_cache import TokenizerCache
 from ray import serve
@@ -30,7 +31,8 @@ class FrontReplica:
         stay_on_loopback()
         self._engines = engines
         fleet = ray_fleet(options.fleet, serve.get_replica_context().app_name)
-        app, state = make_app(fleet, TokenizerCache(), options.keys(), page=False, operation=options.operation)
+        cache, operation = TokenizerCache(), options.operation
+        app, state = make_app(fleet, cache, options.keys(), MAX_CALLS, page=False, operation=operation)
         state.served_names = options.served_names
         await fleet.first_ready
         _served.append(app)
