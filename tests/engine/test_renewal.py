@@ -250,6 +250,11 @@ def test_tensors_that_must_be_all_are_refused_if_one_is_missing(models: tuple[Pa
         renewed(lambda: load_model(models[0]), source)
 
 
+def test_tensors_in_a_folder_of_another_machine_are_said_to_be(models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(BadModelFile, match="on another machine: engines read"):
+        renewed(lambda: load_model(models[0]), WeightSource(tensors=str(tmp_path / "none")))
+
+
 def test_a_file_whose_tensors_all_came_again_does_not_count(models: tuple[Path, Path], tmp_path: Path) -> None:
     old, new, name = tensors(models[0]), tensors(models[1]), "model.layers.1.mlp.down_proj.weight"
     save_file({name: new[name]}, tmp_path / "2.safetensors")

@@ -134,6 +134,8 @@ def check_same_shape(model: ModelConfig, newer: ModelConfig) -> None:
 
 def _files_in(folder: Path) -> tuple[SourceFile, ...]:
     """Return the files of a folder; tensors of later names win. Raises `BadModelFile`."""
+    if not folder.is_dir():
+        raise BadModelFile(f"{folder} is gone, or on another machine: engines read files in the server's TMPDIR")
     files = sorted(folder.glob("*.safetensors"))
     if not 0 < len(files) <= MAX_TENSOR_FILES:
         raise BadModelFile(f"{folder} holds {len(files)} safetensors files; from 1 to {MAX_TENSOR_FILES} are read")
