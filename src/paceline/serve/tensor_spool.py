@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import finalize
@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from paceline.core.errors import RequestError
 from paceline.model.files.safetensors_file import open_safetensors
+from paceline.serve.worker.socket_folder import socket_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 
 MAX_CHUNKS = 4096  # of an update
+PREFIX = "paceline-tensors-"
+MAX_PATH_BYTES = 4096  # of the folder: it has no sockets
 
 
 class Chunk(NamedTuple):
@@ -66,8 +69,8 @@ class TensorSpool:
     def folder(self) -> Path:
         """The folder, made when it is first needed."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-weights-"))
-            self._remove_folder = finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = (held := ExitStack()).enter_context(socket_folder(PREFIX, MAX_PATH_BYTES))
+            self._remove_folder = finalize(self, held.close)
         return self._folder
 
     @contextmanager

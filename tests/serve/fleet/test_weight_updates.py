@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -190,6 +195,32 @@ def test_updates_that_lack_a_chunk_are_refused(queries: list[str], statuses: lis
     assert [response.status_code for response in sent] == statuses
     assert said in sent[-1].text
     assert taken == ([["t0", "t1"]] if statuses.count(200) == 2 else [])
+
+
+def test_tensors_of_a_server_that_was_killed_go_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import time; from paceline.serve.tensor_spool import TensorSpool; spool = TensorSpool()\n"
+        "(spool.folder / '1.part').touch(); print(spool.folder, flush=True); time.sleep(600)"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        lives, killed = (server.stdout.readline().strip() for server in servers if server.stdout)
+        servers[1].kill()
+        servers[1].wait()
+        assert Path(killed).is_dir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        spool = TensorSpool()
+        assert {str(path) for path in (spool.folder.parent).iterdir()} == {lives, str(spool.folder)}
+        spool.clear()
+        assert [str(path) for path in tmp_path.iterdir()] == [lives]
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
 
 
 @pytest.fixture
