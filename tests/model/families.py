@@ -90,7 +90,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi4 mini long": (
         "Phi3",
-        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "hidden_size": 96},
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+            "hidden_size": 96,
+            "sliding_window": 100,
+        },
     ),
     "granite": ("Granite", {**SCALES, "tie_word_embeddings": True, "attention_bias": True, "head_dim": 12}),
     "granite 4": (

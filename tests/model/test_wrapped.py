@@ -197,11 +197,13 @@ def test_rope_in_the_older_spelling() -> None:
     assert sliding.rope.scaling == "none"  # what is stretched are the other layers
 
 
-def test_longrope_takes_the_angles_of_the_longest_text() -> None:
+@pytest.mark.parametrize(("window", "in_use"), [(None, 0), (100, 100), (512, 0), (262144, 0)])
+def test_longrope_takes_the_angles_of_the_longest_text(window: int | None, in_use: int) -> None:
+    """In layers with a window, too; Phi-4-mini has one that holds more than all its positions."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "type": "su"}
     phi = {**SMALL, "model_type": "phi3", "rope_scaling": factors, "original_max_position_embeddings": 64}
-    config = hf.config_from_json(phi)
-    assert config.rope.is_long
-    assert config.for_texts_of(65).rope.is_long
-    assert not config.for_texts_of(64).rope.is_long
+    config = hf.config_from_json(phi | {"sliding_window": window})
+    assert config.windows == 4 * (in_use,)
+    assert all(view.rope.is_long for view in (*config.views, *config.for_texts_of(65).views))
+    assert not any(view.rope.is_long for view in config.for_texts_of(64).views)
     assert config.for_texts_of(64).max_context == 512

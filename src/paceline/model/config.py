@@ -267,7 +267,8 @@ class ModelConfig:
     def for_texts_of(self, max_len: int) -> ModelConfig:
         """Return the config for texts of so many tokens: longrope has two sets of angles."""
         is_long = self.rope.scaling == "longrope" and min(self.max_context, max_len) > self.rope.original_context
-        return replace(self, rope=replace(self.rope, is_long=is_long))
+        own = self.sliding and replace(self.sliding, rope=replace(self.sliding.rope, is_long=is_long))
+        return replace(self, rope=replace(self.rope, is_long=is_long), sliding=own)
 
     def check(self) -> None:
         """Raise `BadModelFile` or `UnsupportedModel` unless the numbers fit each other."""

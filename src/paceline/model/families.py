@@ -29,7 +29,6 @@ class MixedLayers:
         return (layer + 1) % self.period != 0
 
 
-ALL_SLIDE = MixedLayers(period=1 << 30)
 GLOBAL_THETA, LOCAL_THETA, PLAIN_PERIOD = "rope_theta", "rope_local_base_freq", "no_rope_layer_interval"
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 MLP = frozenset({"mlp_gate", "mlp_up", "mlp_down"})
@@ -186,7 +185,7 @@ FAMILIES: dict[str, Family] = {
         Family("gemma4_unified_text", None, **_GEMMA4, defaults=_GEMMA4_KEYS | {"sliding_window": 1024}),
         Family("qwen2_5_vl_text", "qwen2vl", biases=QKV, defaults=_QWEN | {"max_window_layers": 80}),
         Family("qwen3_vl_text", "qwen3vl", qk_norm="head"),
-        Family("ministral", "llama", gguf_permutes_qk=True, mixed_layers=ALL_SLIDE),
+        Family("ministral", "llama", gguf_permutes_qk=True),
         Family("ministral3", "mistral3", gguf_permutes_qk=True),
         Family(
             "smollm3",
@@ -199,7 +198,7 @@ FAMILIES: dict[str, Family] = {
                 **_NO_WINDOW,
             },
         ),
-        Family("phi3", "phi3", mixed_layers=ALL_SLIDE),
+        Family("phi3", "phi3"),
         Family("granite", "granite", gguf_permutes_qk=True, defaults={"attention_multiplier": 1.0}),
         Family(
             "granitemoehybrid",  # those without experts and recurrent layers, such as Granite 4.0 Micro
