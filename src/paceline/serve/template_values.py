@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paceline.serve.api.tool_calls.family import ToolFamily
     from paceline.serve.conversation import Conversation
 
-_KNOWS_TOOLS = re.compile(r"\btools\b")
+_KNOWS_TOOLS = re.compile(r"(?<!['\".])\btools\b(?!['\"])")  # the variable, no key of a message
 _KNOWS_CALLS = re.compile(r"\btool_calls\b")
 _ONE_CALL = re.compile(r"\btool_calls\s*\[\s*0\s*\]")  # templates that read a message's first call alone
 _THINKING = re.compile(r"\.thinking\b|\bthinking['\"]")

@@ -1,0 +1,36 @@
+"""Conversations for templates that know tools, calls or parts of messages in ways of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.model.template import ChatTemplate
+from paceline.model.template_source import TemplateSource
+from paceline.serve.api.tool_calls.registry import family_of
+from paceline.serve.conversation import Conversation, Tool, ToolUse
+from paceline.serve.template_values import template_values, written_out
+
+USER = {"role": "user", "content": "Weather?"}
+# As in Phi-4-mini: the system message has the tools, and the variable of that name is not read.
+OF_MESSAGES = """{% for m in messages %}
+{%- if m['role'] == 'system' and 'tools' in m and m['tools'] is not none -%}
+{{ '<|system|>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|><|end|>' }}
+{%- else -%}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{%- endif -%}
+{% endfor %}"""
+
+
+def rendered(template: str, *messages: dict[str, object]) -> str:
+    values = template_values(Conversation(messages, ToolUse((Tool("weather"),))))
+    written = written_out(values, template, family_of(template, ()))
+    return ChatTemplate(TemplateSource(template, {})).render_all([written])[0]
+
+
+def test_a_template_that_reads_tools_from_messages_is_given_instructions() -> None:
+    assert '{"name": "weather"' in rendered(OF_MESSAGES, USER)
+
+
+@pytest.mark.parametrize("known", ["{% if tools %}", "{{- tools|tojson }}", "{% for t in tools -%}"])
+def test_a_template_that_reads_the_variable_is_given_none(known: str) -> None:
+    values = template_values(Conversation((USER,), ToolUse((Tool("weather"),))))
+    written = written_out(values, f"'tools' {known}", family_of("", ()))
+    assert list(written["messages"]) == [USER]
