@@ -23,8 +23,10 @@ from tests.serve.test_tool_calls import HARMONY, PLAIN
 if TYPE_CHECKING:
     from pathlib import Path
 
-# What matters of the model's own: it reads the first call of a message, and refuses text beside reasoning there.
+# What matters of the model's own: it knows tools and reads the first call of a message. It refuses text beside
+# reasoning there.
 TEMPLATE = """
+{%- set offered = tools -%}
 {%- set last = namespace(name="") -%}
 {%- for m in messages -%}
   {%- if m.tool_calls -%}
@@ -135,7 +137,7 @@ def test_a_model_is_held_to_the_format(speaker: Path, choice: str) -> None:
     with LLM(speaker, draft="ngram:k=4", threads=1, num_rows=2, max_len=2048) as llm:  # type: ignore[arg-type]
         kinds, thoughts = set(), ""
         soon = {llm.prompts.tokenizer.raw.token_to_id(text): 8.0 for text in harmony.MARKERS}
-        for seed in range(6):
+        for seed in range(9):
             params = SamplingParams(max_tokens=200, seed=seed, temperature=2.0, logit_bias=soon)
             completion = llm.chat([USER], params, tools=tools, tool_choice=choice)
             answer = completion.message

@@ -34,3 +34,24 @@ def test_a_template_that_reads_the_variable_is_given_none(known: str) -> None:
     values = template_values(Conversation((USER,), ToolUse((Tool("weather"),))))
     written = written_out(values, f"'tools' {known}", family_of("", ()))
     assert list(written["messages"]) == [USER]
+
+
+# As in DeepSeek-R1-Distill-Qwen: calls are written only where there is no text at all.
+OF_CALLS = """{% for m in messages %}
+{%- if m['role'] == 'assistant' and m['content'] is none -%}
+{% for c in m['tool_calls'] %}{{ '<｜tool▁call▁begin｜>' + c['function']['name'] + c['function']['arguments'] }}
+{%- endfor %}{{ '<｜end｜>' }}
+{%- elif m['role'] == 'tool' -%}{{ '<｜tool▁outputs▁begin｜>' + m['content'] }}
+{%- else -%}{{ '<｜' + m['role'] + '｜>' + m['content'] + '<｜end｜>' }}{%- endif -%}
+{% endfor %}"""
+
+
+def test_calls_are_shown_in_the_form_in_which_tools_are_told() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = rendered(OF_CALLS, USER, said, {"role": "tool", "content": "20"})
+    assert '{"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}' in text
+    assert text.endswith(
+        '<｜assistant｜>{"name": "weather", "arguments": {"city": "Rome"}}<｜end｜>'
+        "<｜user｜>The function's result:\n20<｜end｜>"
+    )

@@ -48,9 +48,11 @@ def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | N
         messages = _one_call_each(messages)
     if _THINKING.search(template):
         messages = [_with_thinking(message) for message in messages]
-    if family is not None and not _KNOWS_CALLS.search(template):
+    knows_tools = _KNOWS_TOOLS.search(template)
+    # Who is told of tools in our words is shown calls in the form that these ask for.
+    if family is not None and not (knows_tools and _KNOWS_CALLS.search(template)):
         messages = _without_calls(messages, family)
-    if values["tools"] and family is not None and not _KNOWS_TOOLS.search(template):
+    if values["tools"] and family is not None and not knows_tools:
         # One that names users and no system would drop such a message, or refuse it.
         system = not _NO_SYSTEM.search(template) and ("system" in template or "user" not in template)
         messages = _with_instructions(messages, values["tools"], family, "system" if system else "user")
