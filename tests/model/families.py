@@ -30,6 +30,14 @@ YARN = {
     "rope_theta": 5000.0,
     "beta_fast": 16.0,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + 0.5 * i for i in range(6)]}
 LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.75, "rope_theta": 5000.0, **FACTORS}
 GROWING = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
@@ -127,7 +135,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"head_dim": 12}),
     "olmo3": ("Olmo3", {"sliding_window": 40, "rope_parameters": FULL_YARN, "head_dim": 12}),
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": 4 * ["full_attention"]}),
-    "exaone4 hybrid": ("Exaone4", {"sliding_window": 40, "sliding_window_pattern": 4}),
+    "exaone4 hybrid": (
+        "Exaone4",
+        {"sliding_window": 40, "sliding_window_pattern": 4, "rope_parameters": LLAMA3},
+    ),
     "glm4": ("Glm4", {"attention_bias": True}),
     "seed_oss": ("SeedOss", {"attention_bias": True, "attention_out_bias": False}),
     "ernie4_5": ("Ernie4_5", {"use_bias": True}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from paceline.backend.reference.attention import KVStore
 from paceline.backend.reference.decoder import ReferenceDecoder
+from paceline.backend.rope import inverse_frequencies
 from paceline.backend.seam import KV, Executor, Packed, PassRequest, PassResult
 from paceline.core.nouns import SamplingSpec
 from paceline.model.config import ModelConfig
@@ -90,6 +92,10 @@ def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
     if config.rope.scaling == "proportional":  # pairs that are not rotated have a divisor like infinity
         rotated, dim = config.rope.rotated(config.full_heads.dim), config.full_heads.dim
         return {"rope_freqs.weight": np.repeat(np.float32([1, 1e30]), [rotated // 2, (dim - rotated) // 2])}
+    if config.rope.scaling == "llama3":
+        both = (replace(config.rope, scaling="none"), config.rope)
+        plain, scaled = (inverse_frequencies(rope, config.full_heads.dim) for rope in both)
+        return {"rope_freqs.weight": plain / scaled}
     if config.rope.scaling != "longrope":
         return {}
     factors = (config.rope.divisors, config.rope.long_divisors)

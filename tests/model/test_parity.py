@@ -11,6 +11,7 @@ import torch
 
 from paceline.backend.reference.decoder import ReferenceDecoder
 from paceline.model.weights import LoadedModel, load_model
+from tests.model.families import LLAMA3
 from tests.model.helpers import logits_of, pack, write_gguf
 
 transformers = pytest.importorskip("transformers")
@@ -27,14 +28,6 @@ SMALL = {
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
@@ -142,17 +135,7 @@ def test_gguf_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     model = reference_model(case, torch.float32)
     model.save_pretrained(tmp_path / "folder")
     loaded = load_model(tmp_path / "folder")
-    weights = dict(loaded.weights)
-    config = loaded.config
-    if config.rope.scaling == "llama3":
-        from dataclasses import replace
-
-        from paceline.backend.rope import inverse_frequencies
-
-        plain = inverse_frequencies(replace(config.rope, scaling="none"), config.head_dim)
-        weights["rope_factors"] = plain / inverse_frequencies(config.rope, config.head_dim)
-        config = replace(config, rope=replace(config.rope, scaling="factors"))
-    again = load_model(write_gguf(tmp_path / "model.gguf", config, weights))
+    again = load_model(write_gguf(tmp_path / "model.gguf", loaded.config, loaded.weights))
     got = logits_of(decoder_of(again, torch.float32), IDS)
     assert (got - reference_logits(model, IDS)).abs().max() < 1e-4
 

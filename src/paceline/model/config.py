@@ -115,8 +115,6 @@ class Sliding:
         """Raise `BadModelFile` for an impossible window or layers."""
         if not 1 <= self.window < 1 << 24 or not self.layers <= set(range(num_layers)):
             raise BadModelFile(f"the model says that layers {sorted(self.layers)} see {self.window} tokens")
-        if self.rope.scaling == "factors":
-            raise BadModelFile("RoPE factors are for layers that see all tokens")
         self.rope.check(head_dim)
 
 
