@@ -216,7 +216,14 @@ GGUF_CASES: dict[str, tuple[dict[str, object], dict[str, tuple[str, ...]]]] = {
     ),
     "granite": ({"embedding_scale": 7.0, "residual_scale": 0.3, "logit_scale": 4.0, "attention.scale": 0.1}, {}),
     "olmo2": ({}, {}),
-    "olmo3": ({**YARN_KEYS, "attention.sliding_window_pattern": [True, True, True, False]}, {}),
+    "olmo3": (
+        {
+            **YARN_KEYS,
+            "rope.scaling.attn_factor": 1 + 0.1 * np.log(8),
+            "attention.sliding_window_pattern": [True, True, True, False],
+        },
+        {},
+    ),
     "exaone4": ({}, {}),
     "exaone4 hybrid": ({}, {}),
     "glm4": ({"rope.dimension_count": 8}, FUSED_UP),

@@ -66,6 +66,7 @@ class Family:
     norms_values: bool = False  # each head's values are normed, without weights
     layer_scales: bool = False  # each layer has a factor of its output
     truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
+    gguf_whole_magnitude: bool = False  # GGUF's factor of YaRN's magnitude is all of it
     normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
 
 
@@ -214,6 +215,7 @@ FAMILIES: dict[str, Family] = {
             norms="after",
             qk_norm="whole",
             mixed_layers=MixedLayers(period=4, scales_rope=False),
+            gguf_whole_magnitude=True,
         ),
         Family(
             "olmo3",

@@ -315,7 +315,7 @@ def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
         factor=factor,
         original_context=original,
         share=read.integer("rope.dimension_count", head_dim) / max(head_dim, 1),
-        magnitude=_MAGNITUDES[scaling](read, factor, original) if scaling in _MAGNITUDES else 1.0,
+        magnitude=_MAGNITUDES[scaling](read, facts, factor, original) if scaling in _MAGNITUDES else 1.0,
         beta_fast=read.number("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=read.number("rope.scaling.yarn_beta_slow", 1.0),
         truncates=facts.truncates_yarn,
@@ -331,15 +331,18 @@ def _divisors(tensor: GgufTensor | None, head_dim: int) -> tuple[float, ...]:
     return tuple(tensor.read().tolist())
 
 
-def _yarn(read: _GgufReader, factor: float, _: int) -> float:
-    """Return YaRN's magnitude. Files have a factor of it, or a logarithm's weight."""
+def _yarn(read: _GgufReader, facts: Family, factor: float, _: int) -> float:
+    """Return YaRN's magnitude. Files have a factor of it, all, or a logarithm's weight."""
     weight = read.number("rope.scaling.yarn_log_multiplier", 0.0)
     if weight:
         return yarn_magnitude(factor) / yarn_magnitude(factor, weight)
-    return yarn_magnitude(factor) * read.number("rope.scaling.attn_factor", 1.0)
+    usual = yarn_magnitude(factor)
+    if facts.gguf_whole_magnitude:
+        return read.number("rope.scaling.attn_factor", usual)
+    return usual * read.number("rope.scaling.attn_factor", 1.0)
 
 
-def _longrope(read: _GgufReader, factor: float, original: int) -> float:
+def _longrope(read: _GgufReader, _: Family, factor: float, original: int) -> float:
     return read.number("rope.scaling.attn_factor", longrope_magnitude(factor, original))
 
 
