@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import BadModelFile, ModelError, UnsupportedModel
 from paceline.core.sampling_defaults import checked
+from paceline.model.config import Rope
 from paceline.model.files.gguf_file import QUANTS, GgufTensor, open_gguf
 from paceline.model.weights import load_model, load_template, load_tokenizer
 from tests.model.helpers import byte_level_metadata, write_gguf
@@ -49,6 +50,22 @@ def test_sampling_keys_are_read(tmp_path: Path) -> None:
     found = load_model(write(tmp_path / "m.gguf", **keys)).text.sampling()
     assert checked(found) == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
     assert checked(load_model(write(tmp_path / "n.gguf")).text.sampling()) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({}, Rope()),
+        ({"rope.scale_linear": 4.0}, Rope(scaling="linear", factor=4.0)),
+        ({"rope.scaling.factor": 4.0}, Rope(scaling="linear", factor=4.0)),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, Rope(factor=4.0)),
+        ({"rope.scale_linear": 0.0}, Rope()),
+    ],
+)
+def test_a_stretch_without_a_type_is_linear(tmp_path: Path, keys: dict[str, Any], rope: Rope) -> None:
+    """As in files of 2023, whose key llama.cpp still reads."""
+    loaded = load_model(write(tmp_path / "m.gguf", **{f"llama.{key}": value for key, value in keys.items()}))
+    assert loaded.config.rope == rope
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:

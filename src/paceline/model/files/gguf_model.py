@@ -297,7 +297,8 @@ def _biases(file: GgufFile) -> frozenset[str]:
 
 
 def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
-    kind = read.word("rope.scaling.type", "none")
+    stretch = read.factor("rope.scaling.factor") or read.factor("rope.scale_linear")  # the older key
+    kind = read.word("rope.scaling.type", "linear" if stretch else "none")
     if kind not in _SCALINGS:
         raise UnsupportedModel(f"RoPE scaling {kind!r} is not supported{suggest(kind, _SCALINGS)}")
     short, long = (read.file.tensors.get(name) for name in LONGROPE_NAMES)
@@ -308,7 +309,7 @@ def _rope(read: _GgufReader, facts: Family, head_dim: int) -> Rope:
     usual = positions if scaling in _MAGNITUDES else Rope().original_context
     original = read.integer("rope.scaling.original_context_length", usual)
     is_longrope = scaling == "longrope"
-    factor = positions / max(original, 1) if is_longrope else read.number("rope.scaling.factor", 1.0)
+    factor = positions / max(original, 1) if is_longrope else stretch or 1.0
     return Rope(
         theta=read.number("rope.freq_base", facts.defaults.get(GLOBAL_THETA, 10000.0)),
         scaling=scaling,
