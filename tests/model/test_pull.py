@@ -251,17 +251,24 @@ def test_a_quantisation_is_found_in_the_hubs_cache(tmp_path: Path) -> None:
     refs = tmp_path / "hub" / "models--some--one" / "refs"
     refs.mkdir()
     (refs / "main").write_text("0" * 40)
-    for name in ("one-Q4_K_M.gguf", "one-UD-Q4_K_M.gguf", "one-q8_0.gguf"):
+    encoders = ("mmproj-BF16.gguf", "mmproj-model-q8_0.gguf")
+    for name in ("one-Q4_K_M.gguf", "one-UD-Q4_K_M.gguf", "one-q8_0.gguf", "one-of-them-BF16.gguf", *encoders):
         (snapshot / name).write_bytes(b"GGUF")
     code = (
         "from paceline.model.files.pull import resolve\nprint(resolve('some/one:q4_k_m').name)\n"
-        "print(resolve('some/one:Q8_0').name)\nresolve('some/one:Q2_K')"
+        "print(resolve('some/one:Q8_0').name)\n"
+        "print(resolve('some/one:UD-Q4_K_M').name)\nprint(resolve('some/one:BF16').name)\nresolve('some/one:Q2_K')"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["one-Q4_K_M.gguf", "one-q8_0.gguf"]
+    assert done.stdout.split() == [
+        "one-Q4_K_M.gguf",
+        "one-q8_0.gguf",
+        "one-UD-Q4_K_M.gguf",
+        "one-of-them-BF16.gguf",
+    ]
     assert "some/one has no Q2_K file; it has" in done.stderr
 
 

@@ -19,7 +19,7 @@ HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 OTHER_FORMS = ("*/*", "consolidated*.safetensors")  # of the same weights
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
-_HUB_QUANT = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w+)")
+_HUB_QUANT = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w.-]+)")
 
 
 def cache_folder() -> Path:
@@ -109,9 +109,10 @@ def _pull_quant(repo: str, quant: str) -> Path:
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["*.gguf"], local_files_only=True))
         files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
     ending = re.compile(rf"(.*[-._/])?{re.escape(quant)}\.gguf", re.IGNORECASE)
-    found = sorted((name for name in files if ending.fullmatch(name)), key=len)
+    models = [name for name in files if "mmproj" not in name.rpartition("/")[2].lower()]  # encoders of images
+    found = sorted((name for name in models if ending.fullmatch(name)), key=len)
     if not found:
-        known = ", ".join(name for name in files if name.endswith(".gguf"))[:400]
+        known = ", ".join(name for name in models if name.endswith(".gguf"))[:400]
         raise ModelNotFound(f"{repo} has no {quant} file; it has {known or 'no .gguf file'}")
     return folder / found[0] if folder else Path(huggingface_hub.hf_hub_download(repo, found[0]))
 
