@@ -177,13 +177,22 @@ def test_qwen_vl_is_read_where_its_keys_are_beside_those_of_images(tmp_path: Pat
         assert np.array_equal(flat.weights[name], nested.weights[name])
 
 
-def test_the_official_llava_config_leaves_out_the_size_of_llama() -> None:
-    inner = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+@pytest.mark.parametrize(("kind", "usual"), [("llama", "LlamaConfig"), ("mistral", "MistralConfig")])
+def test_the_official_llava_configs_leave_out_the_usual_sizes(kind: str, usual: str) -> None:
+    inner = {"model_type": kind, "rms_norm_eps": 1e-5, "vocab_size": 32064}
     config = hf.config_from_json({"model_type": "llava", "text_config": inner})
-    usual = transformers.LlamaConfig()
-    assert (config.hidden_size, config.intermediate_size) == (usual.hidden_size, usual.intermediate_size)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 32, 32, 128)
-    assert (config.vocab_size, config.max_context) == (32064, 4096)
+    theirs = getattr(transformers, usual)()
+    assert (config.hidden_size, config.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
+    assert (config.num_layers, config.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
+    assert (config.num_kv_heads, config.head_dim) == (theirs.num_key_value_heads, 128)
+    assert (config.vocab_size, config.max_context) == (32064, theirs.max_position_embeddings)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_5_vl_text"])
+def test_qwens_have_32768_positions_where_none_are_told(kind: str) -> None:
+    values = {key: value for key, value in SMALL.items() if key != "max_position_embeddings"}
+    theirs = transformers.AutoConfig.for_model(kind).max_position_embeddings
+    assert hf.config_from_json({**values, "model_type": kind}).max_context == theirs == 32768
 
 
 def test_rope_in_the_older_spelling() -> None:

@@ -70,10 +70,11 @@ class Family:
     normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
 
 
-# LLaVA 1.5 leaves them out.
+# LLaVA 1.5 and 1.6 leave them out.
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _NO_WINDOW = {"use_sliding_window": False}
-_QWEN = _NO_WINDOW | {"max_window_layers": 28}
+_QWEN = _NO_WINDOW | {"max_window_layers": 28, "max_position_embeddings": 32768}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA4: dict[str, Any] = {
     "activation": "gelu_tanh",
@@ -116,7 +117,7 @@ FAMILIES: dict[str, Family] = {
     f.name: f
     for f in (
         Family("llama", "llama", gguf_permutes_qk=True, defaults=_LLAMA),
-        Family("mistral", "llama", gguf_permutes_qk=True, defaults={"sliding_window": 4096}),
+        Family("mistral", "llama", gguf_permutes_qk=True, defaults=_MISTRAL | {"sliding_window": 4096}),
         Family("qwen2", "qwen2", biases=QKV, defaults=_QWEN),
         Family("qwen3", "qwen3", qk_norm="head", defaults=_QWEN),
         Family("qwen3_moe", "qwen3moe", qk_norm="head", defaults=_NO_WINDOW, mixture=MixtureFacts(normed=True)),
