@@ -216,3 +216,13 @@ def test_longrope_takes_the_angles_of_the_longest_text(window: int | None, in_us
     assert all(view.rope.is_long for view in (*config.views, *config.for_texts_of(65).views))
     assert not any(view.rope.is_long for view in config.for_texts_of(64).views)
     assert config.for_texts_of(64).max_context == 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "original", "positions"),
+    [("yarn", 512, 2048), ("yarn", 64, 512), ("yarn", None, 512), ("linear", 512, 512)],
+)
+def test_yarn_serves_what_it_stretches_to(kind: str, original: int | None, positions: int) -> None:
+    """The cards of Qwen add YaRN to a config.json whose positions stay as they were."""
+    scaling = {"type": kind, "factor": 4.0, "original_max_position_embeddings": original}
+    assert hf.config_from_json({**SMALL, "model_type": "qwen2", "rope_scaling": scaling}).max_context == positions

@@ -222,8 +222,12 @@ def _rope(read: JsonReader) -> Rope:
 
     It is in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`.
     """
+    return rope_of(read, _rope_table(read), read.number(GLOBAL_THETA, 10000.0))
+
+
+def _rope_table(read: JsonReader) -> dict[str, Any]:
     table = read.table("rope_parameters") or read.table("rope_scaling")
-    return rope_of(read, JsonReader(table, "").table(_FULL) or table, read.number(GLOBAL_THETA, 10000.0))
+    return JsonReader(table, "").table(_FULL) or table
 
 
 def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
@@ -355,7 +359,10 @@ def _plain_sliding(read: JsonReader) -> Sliding | None:
 
 
 def _positions(read: JsonReader) -> int:
-    return read.integer("max_position_embeddings", 2048)
+    """Return the positions that a model serves, which the config may tell without its YaRN."""
+    positions, rope = read.integer("max_position_embeddings", 2048), _rope(read)
+    stretches = rope.scaling == "yarn" and _rope_table(read).get("original_max_position_embeddings") is not None
+    return max(positions, int(rope.original_context * rope.factor)) if stretches else positions
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
