@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import BadModelFile, RequestError
 from paceline.model import template as module
-from paceline.model.files.hf import FolderText
+from paceline.model.files.tokenizer_file import FolderText
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 

@@ -31,6 +31,7 @@ from paceline.model.files.quantised import joined_tensors
 from paceline.model.files.rearranged import divide_logits
 from paceline.model.files.source_files import SourceFile, file_state, folder_sources, folder_states
 from paceline.model.files.stored import KeepsFourBits, KeepsRaw, Stored
+from paceline.model.files.tokenizer_file import FolderText
 from paceline.model.shapes import ByteText, is_shape, read_shape
 from paceline.model.tokenizer import Tokenizer
 
@@ -295,7 +296,7 @@ def _load_folder(folder: Path) -> LoadedModel:
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(tensor_shapes(config), names, hf.parts(config, whole, names), folder)
-    weights, text = LazyWeights(hf.as_used(config, stored), sources), hf.FolderText(folder)
+    weights, text = LazyWeights(hf.as_used(config, stored), sources), FolderText(folder)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
 

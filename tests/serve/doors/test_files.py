@@ -15,7 +15,7 @@ import pytest
 from paceline.control.files import read_profile
 from paceline.control.trace_files import drafter_names
 from paceline.core.errors import BadModelFile, ConfigError, ModelError, ModelNotFound, RequestError
-from paceline.model.files import hf
+from paceline.model.files.tokenizer_file import FolderText
 from paceline.model.tokenizer import Tokenizer
 from paceline.model.weights import load_model
 from tests.tiny import tiny_raw_tokenizer
@@ -33,7 +33,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def opened(folder: Path) -> Tokenizer:
-    return Tokenizer(hf.FolderText(folder).tokenizer())
+    return Tokenizer(FolderText(folder).tokenizer())
 
 
 TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import BadModelFile, ModelNotFound, UnsupportedModel
 from paceline.model.config import Heads, ModelConfig, Rope, Sliding, plain_layers, tensor_shapes
@@ -25,14 +24,10 @@ from paceline.model.files.rearranged import (
 )
 from paceline.model.files.rope_settings import rope_of
 from paceline.model.files.safetensors_file import StoredTensor, open_safetensors
-from paceline.model.files.tokenizer_file import parse_tokenizer
-from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import tokenizers
 
     from paceline.model.files.stored import Stored
 
@@ -440,59 +435,3 @@ def _inside(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise BadModelFile(f"{folder}: the index names {name!r}, which is missing")
     return folder / name
-
-
-@dataclass(frozen=True, slots=True)
-class FolderText:
-    """Tokenizer and chat template of a folder."""
-
-    folder: Path
-    is_kept: ClassVar[bool] = True
-
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
-        path = self.folder / "tokenizer.json"
-        return parse_tokenizer(read_json(path), path)
-
-    def tokenizer_digest(self) -> str:
-        """Return a digest of tokenizer.json; its place if it is not there."""
-        path = self.folder / "tokenizer.json"
-        return hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode()).hexdigest()
-
-    def sampling(self) -> Mapping[str, object]:
-        """Return what generation_config.json says. Raises `BadModelFile`."""
-        path = self.folder / "generation_config.json"
-        return read_json(path) if path.is_file() else {}
-
-    def template(self) -> TemplateSource | None:
-        """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
-
-        Raises `BadModelFile` for a file that cannot be read as text or JSON.
-        """
-        path = self.folder / "tokenizer_config.json"
-        values = read_json(path) if path.is_file() else {}
-        special = {key: _content(values.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        own = self.folder / "chat_template.jinja"
-        if own.is_file():
-            if own.stat().st_size > MAX_TEMPLATE_CHARS:
-                raise BadModelFile(f"{own} is longer than any real chat template")
-            try:
-                return TemplateSource(own.read_text(encoding="utf-8"), special)
-            except UnicodeDecodeError:
-                raise BadModelFile(f"{own} is not UTF-8 text; download it again or convert it") from None
-        text = _default_template(values.get("chat_template"))
-        return None if text is None else TemplateSource(text, special)
-
-
-def _content(token: object) -> str:
-    """Return a special token from a string, or from an object with the key `content`."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else ""
-
-
-def _default_template(value: object) -> str | None:
-    """Return a template from a string, or the one named "default" from a list."""
-    if isinstance(value, list):
-        named = (t for t in reversed(value) if isinstance(t, dict) and t.get("name") == "default")
-        value = next((t.get("template") for t in named), None)
-    return value if isinstance(value, str) else None

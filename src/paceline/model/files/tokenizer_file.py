@@ -1,18 +1,25 @@
-"""Reader of tokenizer.json that refuses what would take endless time, endless memory or the process."""
+"""Tokenizer and chat template of a folder.
+
+A tokenizer.json that would take endless time, endless memory or the process is refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tokenizers
 
 from paceline.core.errors import BadModelFile
+from paceline.model.files.hf import read_json
+from paceline.model.template_source import MAX_TEMPLATE_CHARS, TemplateSource
 from paceline.model.tokenizer import WHOLE_TEXTS, is_panic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,6 +30,62 @@ MAX_GROWTH = 64  # of a text in all steps of a part
 MAX_PATTERN_CHARS = 1 << 13
 MAX_TEMPLATE_PIECES = 64  # tokens that are put around a text
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderText:
+    """Tokenizer and chat template of a folder."""
+
+    folder: Path
+    is_kept: ClassVar[bool] = True
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
+        path = self.folder / "tokenizer.json"
+        return parse_tokenizer(read_json(path), path)
+
+    def tokenizer_digest(self) -> str:
+        """Return a digest of tokenizer.json; its place if it is not there."""
+        path = self.folder / "tokenizer.json"
+        return hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode()).hexdigest()
+
+    def sampling(self) -> Mapping[str, object]:
+        """Return what generation_config.json says. Raises `BadModelFile`."""
+        path = self.folder / "generation_config.json"
+        return read_json(path) if path.is_file() else {}
+
+    def template(self) -> TemplateSource | None:
+        """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
+
+        Raises `BadModelFile` for a file that cannot be read as text or JSON.
+        """
+        path = self.folder / "tokenizer_config.json"
+        values = read_json(path) if path.is_file() else {}
+        special = {key: _content(values.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        own = self.folder / "chat_template.jinja"
+        if own.is_file():
+            if own.stat().st_size > MAX_TEMPLATE_CHARS:
+                raise BadModelFile(f"{own} is longer than any real chat template")
+            try:
+                return TemplateSource(own.read_text(encoding="utf-8"), special)
+            except UnicodeDecodeError:
+                raise BadModelFile(f"{own} is not UTF-8 text; download it again or convert it") from None
+        text = _default_template(values.get("chat_template"))
+        return None if text is None else TemplateSource(text, special)
+
+
+def _content(token: object) -> str:
+    """Return a special token from a string, or from an object with the key `content`."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
+
+
+def _default_template(value: object) -> str | None:
+    """Return a template from a string, or the one named "default" from a list."""
+    if isinstance(value, list):
+        named = (t for t in reversed(value) if isinstance(t, dict) and t.get("name") == "default")
+        value = next((t.get("template") for t in named), None)
+    return value if isinstance(value, str) else None
 
 
 def parse_tokenizer(values: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
