@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from paceline.model import weights
 from paceline.model.files import kept_data, kept_headers
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
-from paceline.model.tokenizer import raw_spelling
+from paceline.model.files.tokenizer_file import FolderText
+from paceline.model.tokenizer import Tokenizer, raw_spelling
 from paceline.model.weights import TextSource, load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Language, Ready, Template
@@ -93,6 +95,28 @@ def test_models_with_one_tokenizer_share_it(models: list[Path]) -> None:
     del ours, theirs
     gc.collect()
     assert len(weights._TOKENIZERS) <= before
+
+
+def test_added_tokens_without_a_row_are_left_out(models: list[Path], tmp_path: Path) -> None:
+    """As that of images in Gemma 3 1B, whose tokenizer is that of the larger ones."""
+    values = json.loads(tiny_raw_tokenizer().to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"].append({"id": 320, "content": "<image>", "special": True, **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+
+    def opened(num_rows: int) -> Tokenizer:
+        model = load_model(models[0])
+        config = replace(model.config, vocab_size=num_rows, eos_ids=())
+        return load_tokenizer(replace(model, config=config, text=FolderText(tmp_path, num_rows)))
+
+    assert opened(321).encode("<image>") == [320]
+    assert opened(320).vocab_size == 320
+    assert opened(320).decode(opened(320).encode("<image>")) == "<image>"
+    with pytest.raises(BadModelFile, match="different models"):
+        opened(300)
+    (tmp_path / "chat_template.jinja").write_text("<image>{{ messages }}")
+    with pytest.raises(BadModelFile, match="template writes '<image>'"):
+        FolderText(tmp_path, 320).tokenizer()
 
 
 class CountedText:

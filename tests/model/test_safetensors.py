@@ -234,7 +234,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path)
     tiny_raw_tokenizer(320).save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(load_model(tmp_path)).vocab_size == 320
-    tiny_raw_tokenizer(321).save(str(tmp_path / "tokenizer.json"))
+    tiny_raw_tokenizer(322).save(str(tmp_path / "tokenizer.json"))  # 321 and an added one
     with pytest.raises(BadModelFile, match="321 tokens"):
         load_tokenizer(load_model(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nonsense"}}')

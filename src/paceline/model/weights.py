@@ -296,7 +296,7 @@ def _load_folder(folder: Path) -> LoadedModel:
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(tensor_shapes(config), names, hf.parts(config, whole, names), folder)
-    weights, text = LazyWeights(hf.as_used(config, stored), sources), FolderText(folder)
+    weights, text = LazyWeights(hf.as_used(config, stored), sources), FolderText(folder, config.vocab_size)
     return LoadedModel(folder, config, weights, text, hf.reads_images(values))
 
 

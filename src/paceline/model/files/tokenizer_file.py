@@ -37,17 +37,36 @@ class FolderText:
     """Tokenizer and chat template of a folder."""
 
     folder: Path
+    num_rows: int | None = None  # of the embedding; None: of any size
     is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Read tokenizer.json. Raises `ModelNotFound`, `BadModelFile`."""
+        """Read tokenizer.json without the added tokens that have no row in the embedding.
+
+        Gemma 3 270M and 1B have that of images of the larger ones. Raises `ModelNotFound`, `BadModelFile`.
+        """
         path = self.folder / "tokenizer.json"
-        return parse_tokenizer(read_json(path), path)
+        values = read_json(path)
+        if isinstance(added := values.get("added_tokens"), list):
+            values["added_tokens"] = [token for token in added if self._has_row(token)]
+        return parse_tokenizer(values, path)
+
+    def _has_row(self, token: object) -> bool:
+        """Return False for a useless token. Raises `BadModelFile` if the template writes it."""
+        number, text = (token.get("id"), token.get("content")) if isinstance(token, dict) else (None, None)
+        if self.num_rows is None or not isinstance(number, int) or number < self.num_rows:
+            return True
+        source = self.template()
+        if source is not None and str(text) in source.text:
+            raise BadModelFile(f"{self.folder}: the chat template writes {text!r}, for which the model has no row")
+        return False
 
     def tokenizer_digest(self) -> str:
-        """Return a digest of tokenizer.json; its place if it is not there."""
+        """Return a digest of tokenizer.json, or of its place, and of the rows."""
         path = self.folder / "tokenizer.json"
-        return hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode()).hexdigest()
+        found = hashlib.sha256(path.read_bytes() if path.is_file() else str(path).encode())
+        found.update(f" {self.num_rows}".encode())
+        return found.hexdigest()
 
     def sampling(self) -> Mapping[str, object]:
         """Return what generation_config.json says. Raises `BadModelFile`."""
