@@ -149,6 +149,10 @@ def test_a_template_that_is_none_is_refused(text: str) -> None:
 def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
     text = FolderText(tmp_path)
     assert text.template() is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "beside"}))
+    found = text.template()
+    assert found is not None
+    assert found.text == "beside"
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "one"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = text.template()

@@ -74,7 +74,7 @@ class FolderText:
         return read_json(path) if path.is_file() else {}
 
     def template(self) -> TemplateSource | None:
-        """Return chat_template.jinja, else the template in tokenizer_config.json, else None.
+        """Return chat_template.jinja, else what tokenizer_config.json or chat_template.json has, else None.
 
         Raises `BadModelFile` for a file that cannot be read as text or JSON.
         """
@@ -89,7 +89,9 @@ class FolderText:
                 return TemplateSource(own.read_text(encoding="utf-8"), special)
             except UnicodeDecodeError:
                 raise BadModelFile(f"{own} is not UTF-8 text; download it again or convert it") from None
-        text = _default_template(values.get("chat_template"))
+        text, beside = _default_template(values.get("chat_template")), self.folder / "chat_template.json"
+        if text is None and beside.is_file():  # of models of text and images
+            text = _default_template(read_json(beside).get("chat_template"))
         return None if text is None else TemplateSource(text, special)
 
 
