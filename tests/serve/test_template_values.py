@@ -55,3 +55,18 @@ def test_calls_are_shown_in_the_form_in_which_tools_are_told() -> None:
         '<｜assistant｜>{"name": "weather", "arguments": {"city": "Rome"}}<｜end｜>'
         "<｜user｜>The function's result:\n20<｜end｜>"
     )
+
+
+# As in LLaVA 1.5, and as in SmolVLM.
+OF_PARTS = [
+    "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{{ p['text'] + ' ' }}{% endfor %}",
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] + ' ' }}{% endif %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("parts", OF_PARTS)
+def test_a_template_that_reads_parts_alone_is_given_parts(parts: str) -> None:
+    whole = "{% for m in messages %}{{ m['role'] + ': ' }}" + parts + "{% endfor %}tools"
+    assert rendered(whole, USER) == "user: Weather? tools"
+    asks = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    assert rendered(asks + "{% endfor %}tools", USER) == "Weather?tools"

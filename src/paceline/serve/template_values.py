@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _KNOWS_TOOLS = re.compile(r"(?<!['\".])\btools\b(?!['\"])")  # the variable, no key of a message
 _KNOWS_CALLS = re.compile(r"\btool_calls\b")
+# Templates that read parts of a content, and those that ask first whether it has any.
+_READS_PARTS = re.compile(r"selectattr\(\s*['\"]type['\"]|(\[['\"]type['\"]\]|\.type)\s*==\s*['\"]text['\"]")
+_ASKS_FOR_PARTS = re.compile(r"\bis (not )?(string|iterable|sequence|mapping)\b")
 _ONE_CALL = re.compile(r"\btool_calls\s*\[\s*0\s*\]")  # templates that read a message's first call alone
 _THINKING = re.compile(r"\.thinking\b|\bthinking['\"]")
 _NO_SYSTEM = re.compile(r"[Ss]ystem role (?:is )?not supported")  # what templates say that refuse it
@@ -40,7 +43,8 @@ def template_values(conversation: Conversation) -> dict[str, Any]:
 def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | None) -> dict[str, Any]:
     """Return variables with tools and calls as text, if the template knows none.
 
-    One that reads a message's first call alone is given a message for each. template: its source.
+    One that reads a message's first call alone is given a message for each, one that reads parts alone these.
+    template: its source.
     """
     values = dict(values)
     messages = values["messages"]
@@ -56,6 +60,8 @@ def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | N
         # One that names users and no system would drop such a message, or refuse it.
         system = not _NO_SYSTEM.search(template) and ("system" in template or "user" not in template)
         messages = _with_instructions(messages, values["tools"], family, "system" if system else "user")
+    if _READS_PARTS.search(template) and not _ASKS_FOR_PARTS.search(template):
+        messages = [{**m, "content": [{"type": "text", "text": m.get("content") or ""}]} for m in messages]
     return values | {"messages": messages}
 
 
