@@ -148,6 +148,20 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes() -> None:
     assert pieces("x é") == ["▁", "<0x78>", "▁", "é"]
 
 
+@pytest.mark.parametrize("is_phi", [True, False])
+def test_white_space_behind_the_control_tokens_of_phi_3_is_dropped(is_phi: bool) -> None:
+    """Its tokenizer.json says so, for which GGUF has no field."""
+    control = ["<|endoftext|>", "<|user|>", "<|end|>", "<|placeholder1|>" if is_phi else "<|other|>"]
+    tokens, usual = [*PIECES, *control], piece_metadata()
+    more = {"scores": 4 * [0.0], "token_type": 4 * [3]}
+    changes = {f"tokenizer.ggml.{key}": usual[f"tokenizer.ggml.{key}"] + added for key, added in more.items()}
+    tokenizer = Tokenizer(tokenizer_from_gguf(usual | changes | {"tokenizer.ggml.tokens": tokens}))
+    ids = tokenizer.encode("<|user|>\nab<|end|>\n<|endoftext|>\nab", add_special=False)
+    kept = ["▁", "<0x0A>"]
+    asked, ended = (["▁ab"], []) if is_phi else ([*kept, "ab"], kept)
+    assert [tokens[i] for i in ids] == ["<|user|>", *asked, "<|end|>", *ended, "<|endoftext|>", *kept, "ab"]
+
+
 def test_half_a_surrogate_pair_is_the_requests_fault() -> None:
     with pytest.raises(RequestError, match="surrogate"):
         BYTES.encode("a\ud800")

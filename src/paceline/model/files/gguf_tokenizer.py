@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_CHARS = 1 << 10
 _CONTROL, _USER_DEFINED = 3, 4  # token types
+# Phi-3 drops white space behind its control tokens, for which GGUF has no field. Only it has the first of these,
+# and it keeps the space behind the others.
+_PHI_3, _PHI_3_KEEPS = "<|placeholder1|>", ("<unk>", "<s>", "<|endoftext|>")
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 # Ends of a turn, which many files do not name among their special tokens.
 _TURN_ENDS = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
@@ -214,8 +217,14 @@ def _add_special(raw: tokenizers.Tokenizer, tokens: list[str], metadata: dict[st
     if kinds and len(kinds) != len(tokens):
         raise BadModelFile(f"the GGUF file has {len(kinds)} token types for {len(tokens)} tokens")
     typed = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
-    raw.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in typed if k == _CONTROL])
-    raw.add_tokens([AddedToken(t, normalized=False) for t, k in typed if k == _USER_DEFINED])
+    is_phi_3 = _PHI_3 in tokens
+
+    def added(kind: int) -> list[AddedToken]:
+        own = ((token, is_phi_3 and token not in _PHI_3_KEEPS) for token, its_kind in typed if its_kind == kind)
+        return [AddedToken(t, rstrip=strips, normalized=False, special=kind == _CONTROL) for t, strips in own]
+
+    raw.add_special_tokens(added(_CONTROL))
+    raw.add_tokens(added(_USER_DEFINED))
 
 
 def _token(tokens: list[str], metadata: dict[str, Any], role: str) -> str | None:
