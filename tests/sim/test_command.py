@@ -197,6 +197,18 @@ def test_deaths_cost_answers_only_without_resume(fleet: list[str], tmp_path: Pat
     assert without["lost"] > 0
 
 
+@pytest.mark.parametrize("arrivals", ["closed", "poisson:100"])
+def test_replicas_die_until_the_last_answer_and_alike_for_each_route(
+    profile: Any, tmp_path: Path, arrivals: str
+) -> None:
+    """With the default all requests are there from the start, and none comes later."""
+    command = [*profile(slow=SLOW), "--replicas", "2", "--route", "least,round-robin", "--arrivals", arrivals]
+    found = routed([*command, "--deaths", "36000/h", "--back", "0.1"], tmp_path)
+    assert all(f["lost"] == 0 < f["moved"] for f in found.values())
+    lossy = routed([*command, "--deaths", "rack:36000/h,2", "--back", "0.1", "--resume", "off"], tmp_path)
+    assert all(0 < f["lost"] and 0 < f["replica_hours"] < 1 / 3600 for f in lossy.values())
+
+
 def test_copies_speeds_and_a_scaler(fleet: list[str], tmp_path: Path) -> None:
     fixed = routed([*fleet, "--route", "least", "--copies", "2", "--speeds", "1,0.5"], tmp_path)["least"]
     scaled = routed([*fleet, "--route", "least", "--objective", "1000,100"], tmp_path)["least"]

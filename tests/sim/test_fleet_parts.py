@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,11 +15,17 @@ from hypothesis import strategies as st
 
 from paceline.control.routing import ReplicaView, RequestView, Router
 from paceline.core.errors import ConfigError
+from paceline.sim import faults
 from paceline.sim.faults import deaths
 from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
 from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.rival_routes import any_route
 from tests.oracles.prefix_sets import PlainPrefixSets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from paceline.sim.faults import Death
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -41,18 +49,23 @@ def test_prefix_sets_are_those_of_plain_lists(num_replicas, pages, done, asked) 
     ("spec", "most"), [("60/h", 1), ("exponential:60/h", 1), ("rack:60/h,4", 4), ("waves:60/h,0.5", 32)]
 )
 def test_deaths_come_as_often_and_as_many_as_told(spec, most) -> None:
-    found = deaths(spec, 32, 20 * 3600, seed=1)
+    found = until(20 * 3600, deaths(spec, 32, seed=1))
     assert len(found) == pytest.approx(1200, rel=0.1)
     assert [d.at_s for d in found] == sorted(d.at_s for d in found)
     sizes = [len(d.replicas) for d in found]
     assert max(sizes) <= most
     assert np.mean(sizes) == pytest.approx(16 if "waves" in spec else most, rel=0.1)
     assert {r for d in found for r in d.replicas} == set(range(32))
-    assert found == deaths(spec, 32, 20 * 3600, seed=1)
+    assert found == until(20 * 3600, deaths(spec, 32, seed=1))
+
+
+def until(end_s: float, drawn: Iterator[Death]) -> list[Death]:
+    """Return the deaths before some time."""
+    return [*takewhile(lambda death: death.at_s < end_s, drawn)]
 
 
 def test_a_rack_is_neighbours_and_the_last_one_may_be_smaller() -> None:
-    found = {d.replicas for d in deaths("rack:100/h,4", 10, 3600)}
+    found = {d.replicas for d in until(3600, deaths("rack:100/h,4", 10))}
     assert found == {(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)}
 
 
@@ -61,7 +74,15 @@ def test_a_rack_is_neighbours_and_the_last_one_may_be_smaller() -> None:
 )
 def test_deaths_that_cannot_be_are_refused(spec) -> None:
     with pytest.raises(ConfigError, match="--deaths"):
-        deaths(spec, 4, 3600)
+        deaths(spec, 4)
+
+
+def test_replicas_that_die_before_they_can_answer_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "MOST_DEATHS", 2)
+    drawn = deaths("6/h", 4)
+    assert len({next(drawn).at_s, next(drawn).at_s}) == 2
+    with pytest.raises(ConfigError, match="without an answer"):
+        next(drawn)
 
 
 # Traces ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import sys
 from argparse import ArgumentParser
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,7 @@ def deaths() -> Any:
     trace, found = mooncake(), {}
     setup = FleetSetup.of(16, kind(), trace)
     for spec in DEATHS:
-        planned = deaths_of(spec, 16, float(trace.arrival_s[-1]), seed=1)
+        planned = [*takewhile(lambda d: d.at_s < trace.arrival_s[-1], deaths_of(spec, 16, seed=1))]
         for resume in (True, False):
             options = FleetOptions(deaths=planned, resume=resume, back_s=60.0)
             found[spec, resume] = figures(setup.run(trace, policy_named("seconds"), options))

@@ -10,7 +10,7 @@ import numpy as np
 from paceline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy import int64
     from numpy.typing import NDArray
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Picks = Callable[[np.random.Generator, int, float], NDArray[int64]]
 
 MOST_AN_HOUR = 1e5
+MOST_DEATHS = 1_000_000  # of a run: with more, replicas die before they can answer
 FORM = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<rate>[0-9.]+)/h(?:,(?P<size>[0-9.]+))?")
 
 
@@ -51,20 +52,23 @@ KINDS: dict[str, tuple[Picks, float | None, float]] = {  # picks, size if none i
 }
 
 
-def deaths(spec: str, num_replicas: int, until_s: float, seed: int = 0) -> list[Death]:
-    """Return the deaths of a run, in order of time. Raises `ConfigError`.
+def deaths(spec: str, num_replicas: int, seed: int = 0) -> Iterator[Death]:
+    """Return the deaths of a run, in order of time and for as long as it lasts. Raises `ConfigError`.
 
     spec: `RATE/h` or `exponential:RATE/h`, one replica of the fleet at a time; `rack:RATE/h,REPLICAS`;
     `waves:RATE/h,SHARE`. The rate is of the whole fleet. Times between deaths are exponential.
     """
-    picks, rate, size = _parsed(spec)
-    rng = np.random.default_rng(seed)
-    found: list[Death] = []
-    at_s = float(rng.exponential(3600 / rate))
-    while at_s < until_s:
-        found.append(Death(at_s, tuple(picks(rng, num_replicas, size).tolist())))
+    return _drawn(spec, num_replicas, *_parsed(spec), np.random.default_rng(seed))
+
+
+def _drawn(
+    spec: str, num_replicas: int, picks: Picks, rate: float, size: float, rng: np.random.Generator
+) -> Iterator[Death]:
+    at_s = 0.0
+    for _ in range(MOST_DEATHS):
         at_s += float(rng.exponential(3600 / rate))
-    return found
+        yield Death(at_s, tuple(picks(rng, num_replicas, size).tolist()))
+    raise ConfigError(f"--deaths {spec}: after {MOST_DEATHS} of them there are requests without an answer")
 
 
 def _parsed(spec: str) -> tuple[Picks, float, float]:

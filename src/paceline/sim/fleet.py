@@ -21,7 +21,7 @@ from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.replicas import Cut, Ends, Leg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy import bool_, float64, int64
     from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class FleetOptions:
     """Everything that happens to a fleet."""
 
     cache_pages: int = 2000  # that a replica keeps, of the trace's size
-    deaths: Sequence[Death] = ()
+    deaths: Iterable[Death] = ()  # in order of time; one is asked for when the one before has happened
     resume: bool = True  # answers go on elsewhere; otherwise those that have begun are lost
     pause_s: float = 0.2  # from a death until its requests are elsewhere
     back_s: float = 15.0  # from a death until the replica is back
@@ -182,6 +182,7 @@ class Fleet:
         self._states = states
         self._router = Router(policy)
         self._options = options
+        self._deaths = iter(options.deaths)
         self._sets = PrefixSets(count, options.cache_pages)
         self._tally = Tally(np.zeros(count, np.int64), np.zeros(count), np.zeros(count))
         self._sent = np.zeros(len(trace), np.bool_)  # [num_requests] whether it had a first leg
@@ -196,8 +197,7 @@ class Fleet:
         objective, arrivals = self._options.objective, self._trace.arrival_s
         for index in range(objective.least if objective else len(self._engines)):
             self._start(0.0, index)
-        for death in self._options.deaths:
-            self._at(death.at_s, self._die, death.replicas)
+        self._await_death()
         if objective:
             self._at(LOOK_S, self._look, Scaler(objective))
         for request, arrival_s in enumerate(arrivals.tolist()):
@@ -305,7 +305,12 @@ class Fleet:
     def _sized(self, now: float) -> None:
         self._tally.sizes.append((now, int(np.count_nonzero(self._states.alive))))
 
+    def _await_death(self) -> None:
+        if (death := next(self._deaths, None)) is not None:
+            self._at(death.at_s, self._die, death.replicas)
+
     def _die(self, now: float, replicas: Sequence[int]) -> None:
+        self._await_death()
         for index in replicas:
             if self._states.alive[index]:
                 cuts = self._end(now, index)
@@ -320,6 +325,7 @@ class Fleet:
         else:
             self._tally.lost += 1
             self._tally.wasted += cut.computed
+            self._tally.ended_s = now  # it may be the last
 
     def _drain(self, now: float) -> None:
         """Free the replica with the fewest rows, and move these."""

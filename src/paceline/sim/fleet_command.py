@@ -73,10 +73,11 @@ def run(args: Namespace, profile: Profile, rows: int, make_policy: Callable[[], 
     for name in routes:
         any_route(name)  # a wrong name is refused before anything runs
     trace = _trace(args)
-    setup, options = _setup(args, profile, rows, make_policy, trace), _options(args, trace)
+    setup = _setup(args, profile, rows, make_policy, trace)
+    asked = [(name, _options(args)) for name in routes]  # each draws the same deaths
     found: list[dict[str, Any]] = []
     with progress("simulating") as update:
-        for number, name in enumerate(routes):
+        for number, (name, options) in enumerate(asked):
             told = partial(_told, update, number, len(routes))
             found.append({"route": name} | figures(setup.run(trace, any_route(name), options, told)))
     title = f"{args.replicas} replicas, {len(trace)} requests, simulated on {args.profile}"
@@ -166,14 +167,13 @@ def _setup(
     return FleetSetup.of(args.replicas, kind, trace, speeds=speeds, step_exact=exact)
 
 
-def _options(args: Namespace, trace: FleetTrace) -> FleetOptions:
+def _options(args: Namespace) -> FleetOptions:
     from paceline.sim.faults import deaths
     from paceline.sim.fleet import FleetOptions
 
-    until_s = float(trace.arrival_s[-1])
     return FleetOptions(
         args.cache_pages,
-        deaths(args.deaths, args.replicas, until_s, args.seed) if args.deaths else (),
+        deaths(args.deaths, args.replicas, args.seed) if args.deaths else (),
         resume=args.resume == "on",
         back_s=args.back,
         objective=_objective(args),
