@@ -197,6 +197,18 @@ def test_deaths_cost_answers_only_without_resume(fleet: list[str], tmp_path: Pat
     assert without["lost"] > 0
 
 
+@pytest.mark.parametrize("clock", ["fluid", "steps"])
+@pytest.mark.parametrize("policy", ["static:3", "average", "table"])
+def test_drafts_deeper_than_acceptance_is_known_are_not_kept_in_a_fleet(
+    fleet: list[str], tmp_path: Path, policy: str, clock: str
+) -> None:
+    command = [*fleet, "--acceptance", "1,0.9", "--route", "least", "--clock", clock]
+    deep, known = (
+        routed([*command, "--policy", name], tmp_path)["least"]["tpot_mean_s"] for name in (policy, "static:2")
+    )
+    assert known < deep < 2 * known, "drafts that are not kept take time, and nothing else happens"
+
+
 @pytest.mark.parametrize("arrivals", ["closed", "poisson:100"])
 def test_replicas_die_until_the_last_answer_and_alike_for_each_route(
     profile: Any, tmp_path: Path, arrivals: str

@@ -160,9 +160,9 @@ def _expected(chances: NDArray[float64], ks: NDArray[int64]) -> tuple[float, flo
     ks: drafts of rows and steps. Steps overshoot a far boundary as renewals do: by half of E[x^2] / E[x] - 1.
     """
     depth = np.arange(1, len(chances) + 1)
-    alive = np.cumprod(chances)
-    kept = np.concatenate(([0.0], np.cumsum(alive)))[ks].mean()
-    kept_squared = np.concatenate(([0.0], np.cumsum((2 * depth - 1) * alive)))[ks].mean()
+    alive, known = np.cumprod(chances), np.minimum(ks, len(chances))  # deeper drafts are never kept
+    kept = np.concatenate(([0.0], np.cumsum(alive)))[known].mean()
+    kept_squared = np.concatenate(([0.0], np.cumsum((2 * depth - 1) * alive)))[known].mean()
     tokens, squared = 1 + kept, 1 + 2 * kept + kept_squared
     return float(tokens), float((squared / tokens - 1) / 2)
 
