@@ -116,6 +116,7 @@ def test_next_to_nothing_is_kept_behind_a_share_of_0(profile: Any, tmp_path: Pat
         (["--acceptance", ",".join(["0.5"] * 17)], "at most 16"),
         (["--policy", "static:17"], "known are"),
         (["--policy", "off", "--policy", "statc:3"], "known are"),
+        (["--requests", "0"], "--requests must be between"),
         (["--seed", "-1"], "--seed must be between"),
         (["--seed", str(1 << 64)], "--seed must be between"),
         (["--json", "/nonexistent/x.json"], "cannot write into the folder"),
@@ -221,6 +222,20 @@ def test_replicas_die_until_the_last_answer_and_alike_for_each_route(
     assert all(0 < f["lost"] and 0 < f["replica_hours"] < 1 / 3600 for f in lossy.values())
 
 
+def test_scale_and_seed_are_of_a_fleet_too(fleet: list[str], tmp_path: Path) -> None:
+    command = [*fleet, "--policy", "static:5", "--route", "least"]
+    for clock in ("fluid", "steps"):
+        often, seldom = (
+            routed([*command, "--clock", clock, "--scale", x], tmp_path)["least"]["tpot_mean_s"]
+            for x in ("1", "0.3")
+        )
+        assert often < 0.8 * seldom
+    first, other = (
+        routed([*command, "--clock", "steps", "--seed", x], tmp_path)["least"]["tpot_mean_s"] for x in ("0", "1")
+    )
+    assert first != other
+
+
 def test_copies_speeds_and_a_scaler(fleet: list[str], tmp_path: Path) -> None:
     fixed = routed([*fleet, "--route", "least", "--copies", "2", "--speeds", "1,0.5"], tmp_path)["least"]
     scaled = routed([*fleet, "--route", "least", "--objective", "1000,100"], tmp_path)["least"]
@@ -228,7 +243,10 @@ def test_copies_speeds_and_a_scaler(fleet: list[str], tmp_path: Path) -> None:
 
 
 def test_a_trace_of_a_service_serves_one_engine_too(fleet: list[str], tmp_path: Path) -> None:
-    assert simulated([*fleet, "--rows", "4", "--policy", "off"], tmp_path)["off"]["steps"] > 100
+    """As far as --requests says, as with a fleet."""
+    command = [*fleet, "--replicas", "1", "--rows", "4", "--policy", "off"]
+    all_of_it, some = (simulated([*command, "--requests", n], tmp_path)["off"]["steps"] for n in ("99", "16"))
+    assert 100 < some < 0.5 * all_of_it
 
 
 @pytest.mark.parametrize(
@@ -238,6 +256,7 @@ def test_a_trace_of_a_service_serves_one_engine_too(fleet: list[str], tmp_path: 
         (["--route", "least", "--policy", "off", "--policy", "ours"], "one --policy"),
         (["--route", "least", "--rows", "1,2"], "one number of --rows"),
         (["--route", "least", "--overlap", "on"], "no --overlap"),
+        (["--route", "least", "--spread", "0.5"], "no --spread"),
         (["--route", "least", "--deaths", "often"], "--deaths often: write"),
         (["--route", "least", "--speeds", "1,x"], "--speeds 1,x: write"),
         (["--route", "least", "--speeds", "0"], "--speeds 0: write"),

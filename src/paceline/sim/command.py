@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--policy", action="append", metavar="NAME", help=f"one of {POLICIES}; may be repeated (default: all)")
     add("--rows", default=USUAL_ROWS, metavar="N[,N...]", help="requests that run at once, on each replica")
     add("--replicas", type=int, default=1, metavar="N", help="engines that share the requests")
-    add("--requests", type=int, metavar="N", help="requests in all (default: 16 for every row)")
+    add("--requests", type=int, metavar="N", help="requests in all (default: 16 for every row; all of a trace)")
     add("--arrivals", default="closed", metavar="SPEC", help="closed, poisson:RATE or bursts:RATE,SIZE")
     add("--trace", metavar="FILE", help="requests of a file instead, perhaps compressed (.gz)")
     add(
@@ -129,8 +129,8 @@ def run(args: Namespace) -> int:
 def _run_fleet(args: Namespace, profile: Profile, sizes: tuple[int, ...]) -> int:
     """Simulate a fleet of one policy; rows are 64 where they are not given."""
     rows, policies = (64,) if args.rows == USUAL_ROWS else sizes, args.policy or ["ours"]
-    if len(rows) != 1 or len(policies) != 1 or args.overlap != "off":
-        raise ConfigError("--route: give one number of --rows and one --policy, and no --overlap")
+    if len(rows) != 1 or len(policies) != 1 or args.overlap != "off" or args.spread:
+        raise ConfigError("--route: give one number of --rows and one --policy, no --overlap and no --spread")
     return fleet_command.run(args, profile, rows[0], partial(policy_of, policies[0], profile, rows[0]))
 
 
@@ -145,7 +145,7 @@ def _check(args: Namespace) -> None:
     check_file("--json", args.json)
     for name, value, low, high in (
         ("--replicas", args.replicas, 1, MAX_REPLICAS),
-        ("--requests", args.requests or 1, 1, MAX_REQUESTS),
+        ("--requests", 1 if args.requests is None else args.requests, 1, MAX_REQUESTS),
         ("--prompt-tokens", args.prompt_tokens, 1, MAX_REQUEST_TOKENS),
         ("--output-tokens", args.output_tokens, 1, MAX_REQUEST_TOKENS),
         ("--tail", args.tail, 0, 5),
@@ -269,7 +269,8 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
     if args.trace:
-        return workloads.read_trace(Path(args.trace), args.trace_format, chances, args.spread, args.seed)
+        path = Path(args.trace)
+        return workloads.read_trace(path, args.trace_format, args.requests, chances, args.spread, args.seed)
     sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
     number = args.requests or 16 * rows * args.replicas
     return workloads.make(args.arrivals, number, sizes, chances, args.spread, args.seed)

@@ -161,10 +161,10 @@ def _setup(
 
     if isinstance(profile.cost, TableCost) and not args.prefill_rate:
         raise ConfigError("this profile does not know what prompts cost; give --prefill-rate")
-    kind = kind_of(profile, SimulatedReplica(rows), make_policy, args.prefill_rate)
+    kind = kind_of(profile, SimulatedReplica(rows), make_policy, args.prefill_rate, args.scale)
     speeds = _numbers("--speeds", args.speeds, 1e-3, 1e3)
     exact = args.clock == "steps"
-    return FleetSetup.of(args.replicas, kind, trace, speeds=speeds, step_exact=exact)
+    return FleetSetup.of(args.replicas, kind, trace, speeds=speeds, step_exact=exact, seed=args.seed)
 
 
 def _options(args: Namespace) -> FleetOptions:

@@ -29,6 +29,7 @@ class FleetSetup:
     mean_length: float  # tokens of a row, as the router takes it
     speeds: tuple[float, ...] = (1.0,)  # of the replicas, in turn
     step_exact: bool = False
+    seed: int = 0  # of which drafts are kept, where every step is simulated
 
     @classmethod
     def of(cls, num_replicas: int, kind: ReplicaKind, trace: FleetTrace, **others: Any) -> FleetSetup:
@@ -55,7 +56,7 @@ class FleetSetup:
 
     def _engine(self, trace: FleetTrace, ends: Ends, index: int) -> SimulatedEngine:
         if self.step_exact:
-            return StepReplica(self.kind, trace, ends, self.speed(index))
+            return StepReplica(self.kind, trace, ends, self.speed(index), self.seed)
         return FluidReplica(self.rates, trace, ends, self.speed(index))
 
     def states(self) -> ReplicaStates:

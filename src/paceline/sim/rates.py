@@ -53,13 +53,18 @@ class ReplicaKind:
 
 
 def kind_of(
-    profile: Profile, limits: SimulatedReplica, make_policy: Callable[[], Policy], prefill_rate: float | None
+    profile: Profile,
+    limits: SimulatedReplica,
+    make_policy: Callable[[], Policy],
+    prefill_rate: float | None,
+    scale: float = 1.0,
 ) -> ReplicaKind:
     """Return the kind of replica with a profile's costs.
 
-    prefill_rate: prompt tokens a second, for a profile of whole steps, which does not know it.
+    prefill_rate: prompt tokens a second, for a profile of whole steps, which does not know it. scale: drafts are
+    kept so many times as often as the profile says.
     """
-    chances = np.clip(conditional(profile.accepted_at), 0.001, 0.999)
+    chances = np.clip(conditional(profile.accepted_at) * scale, 0.001, 0.999)
     cost = profile.cost
     if isinstance(cost, TableCost):
         priced = TableWithPrefill(cost.ks, cost.by_rows, 1 / prefill_rate if prefill_rate else 0.0)

@@ -251,11 +251,11 @@ class _Head:
 class StepReplica(Simulator):
     """The step-exact simulator of one engine, a step for each event."""
 
-    def __init__(self, kind: ReplicaKind, trace: FleetTrace, ends: Ends, speed: float) -> None:
+    def __init__(self, kind: ReplicaKind, trace: FleetTrace, ends: Ends, speed: float, seed: int) -> None:
         """Take how much faster it is than its kind."""
         chances = np.broadcast_to(mixed_ease(kind.chances, np.zeros(1)), (len(trace), 1, len(kind.chances)))
         workload = Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, chances)
-        super().__init__(workload, kind.limits, kind.make_cost(), kind.make_policy())
+        super().__init__(workload, kind.limits, kind.make_cost(), kind.make_policy(), seed)
         self.next_s = inf
         self._first, self._end = ends.first_s, ends.end_s
         self._queue.clear()

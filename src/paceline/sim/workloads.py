@@ -67,9 +67,12 @@ def make(
     return Workload(times, np.full(num_requests, sizes.prompt_tokens), lens, mixed_ease(chances, ease))
 
 
-def read_trace(path: Path, form: str, chances: NDArray[float64], spread: float, seed: int = 0) -> Workload:
-    """Read a trace for one engine, see `fleet_traces.py`. Raises `ConfigError`."""
+def read_trace(
+    path: Path, form: str, most: int | None, chances: NDArray[float64], spread: float, seed: int = 0
+) -> Workload:
+    """Read a trace for one engine, see `fleet_traces.py`. most: requests. Raises `ConfigError`."""
     trace = read_fleet_trace(path, form)
+    trace = trace.first(most) if most else trace
     ease = np.random.default_rng(seed).normal(0, spread, len(trace))
     return Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, mixed_ease(chances, ease))
 
