@@ -240,6 +240,7 @@ def test_copies_speeds_and_a_scaler(fleet: list[str], tmp_path: Path) -> None:
     fixed = routed([*fleet, "--route", "least", "--copies", "2", "--speeds", "1,0.5"], tmp_path)["least"]
     scaled = routed([*fleet, "--route", "least", "--objective", "1000,100"], tmp_path)["least"]
     assert scaled["replica_hours"] < 0.5 * fixed["replica_hours"]
+    assert scaled["busiest"] == 1, "one replica was enough, and the others are no part of the mean"
 
 
 def test_a_trace_of_a_service_serves_one_engine_too(fleet: list[str], tmp_path: Path) -> None:

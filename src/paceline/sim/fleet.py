@@ -158,8 +158,8 @@ class FleetResult:
 
     @property
     def busiest(self) -> float:
-        """Requests of the busiest replica to the mean."""
-        return float(self.tally.requests.max() / self.tally.requests.mean())
+        """Requests of the busiest replica to the mean of those that were ever on."""
+        return float(self.tally.requests.max() / self.tally.requests[self.tally.on_s > 0].mean())
 
 
 class Fleet:
