@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.measure import (
-    MeasuredAnswer,
-    Run,
-    acceptance_length,
-    busy_until,
-    kept_per_position,
-    record,
-)
+from paceline.bench.measure import MeasuredAnswer, Run, acceptance_length, kept_per_position, record
 from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
 from paceline.control.online_cost import Predictions
@@ -42,20 +35,13 @@ def test_tpot_is_end_minus_first_over_the_gaps():
     assert answer(times=(1.0,)).tpot_s is None
 
 
-def test_the_tail_is_apart():
+@pytest.mark.parametrize("concurrency", [2, None])
+def test_a_rate_is_of_the_whole_run(concurrency):
     """Two in flight: 0-4 and 0-2, then 2-6. From 4 s on only one is left."""
     answers = [answer(0, (1, 2, 3, 4)), answer(0, (1, 2)), answer(2, (3, 4, 5, 6))]
-    assert busy_until(answers, 2) == 4
-    figures = record(run(answers, concurrency=2))
-    assert figures["output_tokens_per_s"] == 8 / 4
-    assert figures["tail_s"] == 2.0
+    figures = record(run(answers, concurrency=concurrency))
     assert figures["wall_s"] == 6.0
-
-
-@pytest.mark.parametrize(("concurrency", "until"), [(1, 9), (3, 3), (8, 3), (None, 1)])
-def test_busy_until(concurrency, until):
-    answers = [answer(0, (1, 3)), answer(0, (1, 5)), answer(1, (2, 9))]
-    assert busy_until(answers, concurrency) == until
+    assert figures["output_tokens_per_s"] == 10 / 6
 
 
 def test_acceptance_length_is_per_request_and_pass():
@@ -98,7 +84,7 @@ def test_record_has_the_keys_of_the_contract():
     figures = record(run([answer(tokens=(1, 2, 3))], stats=stats))
     keys = """draft concurrency repeat overlap requests prompt_tokens output_tokens wall_s output_tokens_per_s
         ttft_ms tpot_ms e2e_ms steps drafted_tokens verified_tokens accepted_tokens acceptance_length
-        kept_per_position without_loops repeat_share peak_rss_mb by_category tail_s
+        kept_per_position without_loops repeat_share peak_rss_mb by_category
         accepted_per_position k_histogram draft_ms target_ms host_ms hidden_ms control_ms"""
     assert set(keys.split()) <= set(figures)
     assert set(figures["ttft_ms"]) == set(figures["tpot_ms"]) == set(figures["e2e_ms"]) == {"mean", "p50", "p99"}

@@ -27,7 +27,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from paceline.bench.interleave import SLICE_S, SlicedRun, interleave, make_questions
-from paceline.bench.measure import Run, record
 from paceline.bench.prompt_file import read_prompts
 from paceline.bench.session import SPARE_TOKENS
 from paceline.bench.statistics import median_interval, paired_ratios
@@ -302,7 +301,7 @@ def in_engines(args: Namespace, names: Sequence[str], sizes: Sequence[int]) -> R
             for repeat in range(args.repeat):
                 done = repeat * count * len(names)
                 tell = _advance(progress, task, done)
-                for name, rate in _repeat(engines, asked, size, repeat, tell).items():
+                for name, rate in _repeat(engines, asked, size, tell).items():
                     rates.setdefault((name, size), []).append(rate)
     return rates
 
@@ -312,18 +311,14 @@ def _advance(progress: Progress, task: Any, done: int) -> Callable[[int], None]:
 
 
 def _repeat(
-    engines: Mapping[str, Engine], asked: Sequence[Question], size: int, repeat: int, tell: Callable[[int], None]
+    engines: Mapping[str, Engine], asked: Sequence[Question], size: int, tell: Callable[[int], None]
 ) -> dict[str, float]:
     """Return the tokens per second of each engine, all cold at the start."""
     for engine in engines.values():
         engine.forget()
     runs = {name: SlicedRun(engine, asked, size) for name, engine in engines.items()}
     interleave(list(runs.values()), SLICE_S, tell)
-    found = {}
-    for name, sliced in runs.items():
-        run = Run(name, size, repeat, tuple(sliced.in_order()), stats=None, peak_rss_mb=None)
-        found[name] = float(record(run)["output_tokens_per_s"] or np.nan)
-    return found
+    return {name: run.rate for name, run in runs.items()}
 
 
 # In the simulator --------------------------------------------------------------------------------

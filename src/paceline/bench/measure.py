@@ -66,14 +66,6 @@ class Run:
     warm: bool = False
 
 
-def busy_until(answers: Sequence[MeasuredAnswer], concurrency: int | None) -> float:
-    """Return when fewer than `concurrency` requests were left; None: the last arrival."""
-    if concurrency is None:
-        return max(a.start_s for a in answers)
-    ends = sorted(a.end_s for a in answers)
-    return ends[max(0, len(ends) - concurrency)]
-
-
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
     """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
     passes = sum(a.decode_passes for a in answers)
@@ -83,9 +75,8 @@ def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
 def record(run: Run) -> Json:
     """Return a run's record with the keys of the bench contract."""
     answers = run.answers
-    start_s, end_s = min(a.start_s for a in answers), max(a.end_s for a in answers)
-    busy_s = busy_until(answers, run.concurrency)
-    tokens_while_busy = sum(tokens for a in answers for arrived_s, tokens in a.arrivals if arrived_s <= busy_s)
+    output_tokens = sum(a.output_tokens for a in answers)
+    wall_s = max(a.end_s for a in answers) - min(a.start_s for a in answers)
     return {
         "draft": run.draft,
         "concurrency": run.concurrency,
@@ -94,10 +85,9 @@ def record(run: Run) -> Json:
         "warm": run.warm,
         "requests": len(answers),
         "prompt_tokens": sum(a.prompt_tokens for a in answers),
-        "output_tokens": sum(a.output_tokens for a in answers),
-        "wall_s": end_s - start_s,
-        "tail_s": end_s - busy_s,
-        "output_tokens_per_s": _rate(tokens_while_busy, busy_s - start_s),
+        "output_tokens": output_tokens,
+        "wall_s": wall_s,
+        "output_tokens_per_s": _rate(output_tokens, wall_s),
         **_latencies(answers),
         **_speculation(answers),
         **_steps(run.stats),
