@@ -9,10 +9,13 @@ from statistics import fmean
 import pytest
 
 from paceline import cli
+from paceline.bench import session
 from paceline.bench.load import DrivenServer, answer_of, arrival_times, drive, driven_server
 from paceline.bench.measure import Run, record
 from paceline.bench.prompt_file import Prompt, read_prompts
+from paceline.bench.session import Session
 from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.params import SamplingParams
 from paceline.serve.terminal.running_server import RunningServer
 from tests.serve.conftest import running
 
@@ -136,11 +139,24 @@ def test_a_real_server(model, prompts, tmp_path):
         assert cli.main(["bench", *flags, "--concurrency", "1,3", "--json", str(out)]) == 0
         runs = json.loads(out.read_text())["runs"]
         assert [(r["draft"], r["concurrency"], r["warm"]) for r in runs] == [
-            ("server", 1, True),
-            ("server", 3, True),
+            ("server", 1, False),
+            ("server", 3, False),
         ]
         assert all(r["output_tokens"] == 8 * len(asked) for r in runs)
         assert cli.main(["bench", *flags, "--request-rate", "100", "--draft", "ngram:k=3"]) == 0
+
+
+def test_a_run_against_a_server_finds_no_prompt_of_another_unless_it_may(monkeypatch):
+    bodies = []
+    monkeypatch.setattr(session, "drive", lambda target, *_: bodies.append(target.body) or [])
+    target = DrivenServer(RunningServer("http://127.0.0.1:1"), {"model": "m"})
+    for warm in (False, True):
+        asked = Session(drafts=("s",), concurrencies=(1, 4), params=SamplingParams(), repeat=2, warm=warm)
+        runs = list(session.run_there(target, asked, None, [PROMPT], lambda _: None))
+        assert [r.warm for r in runs] == 4 * [warm]
+    of_warmup, *cold, _, a, b, c, d = bodies
+    assert of_warmup == a == b == c == d == target.body
+    assert len({body["cache_salt"] for body in cold}) == 4
 
 
 def test_nothing_to_ask_is_no_error():

@@ -47,7 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--repeat", type=int, default=1, metavar="R", help="runs of each draft, interleaved")
     how.add_argument("--warmup", type=int, default=1, metavar="W", help="requests that do not count, per draft")
-    how.add_argument("--warm", action="store_true", help="keep caches and history from run to run")
+    how.add_argument(
+        "--warm",
+        action="store_true",
+        help="keep caches and history from run to run; of a server by sending no cache_salt, which not all take",
+    )
     how.add_argument("--url", metavar="U", help="drive the server at U rather than an engine in this process")
     how.add_argument("--request-rate", type=float, metavar="R", help="with --url: Poisson arrivals per second")
     out = parser.add_argument_group("output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.interleave import SlicedRun, interleave, make_questions
@@ -118,14 +119,20 @@ def run_there(
     prompts: Sequence[Prompt],
     on_progress: OnProgress,
 ) -> Iterator[Run]:
-    """Yield the runs against a server of fixed drafter; its caches are not emptied."""
+    """Yield the runs against a server of fixed drafter.
+
+    Its caches cannot be emptied. Unless they should stay warm, each run has a salt of its own, and finds nothing
+    that another has left there.
+    """
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
     drive(target, prompts[: session.warmup], 1, None, session.seed)
     done = 0
     for concurrency in concurrencies:
         for repeat in range(session.repeat):
-            answers = drive(target, prompts, concurrency, rate_per_s, session.seed, _offset(done, on_progress))
-            yield Run(session.drafts[0], concurrency, repeat, tuple(answers), None, None, warm=True)
+            salt = {} if session.warm else {"cache_salt": token_hex(8)}
+            asked = replace(target, body={**target.body, **salt})
+            answers = drive(asked, prompts, concurrency, rate_per_s, session.seed, _offset(done, on_progress))
+            yield Run(session.drafts[0], concurrency, repeat, tuple(answers), None, None, session.warm)
             done += len(prompts)
 
 
