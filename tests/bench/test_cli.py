@@ -66,6 +66,7 @@ def test_help_does_not_wait_for_torch():
         (["bench", "--prompts", "missing.jsonl"], "hemingkx/Spec-Bench"),
         (["doctor", "--draft-device", "cpu:x"], "cpu:2-3"),
         (["bench", "--request-rate", "3"], "--url"),
+        (["bench", "--url", "x", "--request-rate", "3", "--concurrency", "4"], "leave out --concurrency"),
         (["bench", "--limit", "0"], "--limit"),
         (["doctor", "--draft", "ngrm"], "did you mean 'ngram'?"),
         (["doctor", "--kv", "float16"], "--kv"),

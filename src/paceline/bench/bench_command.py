@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     what.add_argument("--prompts", default=BUILTIN, metavar=PROMPTS_METAVAR, help=PROMPTS_HELP)
     what.add_argument("--limit", type=int, metavar="N", help="only N prompts, evenly spaced over the file")
     what.add_argument("--max-tokens", type=int, default=128, metavar="M", help="tokens of an answer at most")
-    what.add_argument("--concurrency", default="1", metavar="C[,C...]", help="requests in flight")
+    what.add_argument("--concurrency", metavar="C[,C...]", help="requests in flight (default: 1)")
     what.add_argument(
         "--draft",
         action="append",
@@ -105,6 +105,8 @@ def _check_server(args: Namespace) -> None:
     rate = args.request_rate
     if rate is not None and not (args.url and math.isfinite(rate) and 0.0 < rate <= MAX_RATE_PER_S):
         raise ConfigError(f"--request-rate needs --url, and a number above 0 and at most {MAX_RATE_PER_S}")
+    if rate is not None and args.concurrency is not None:
+        raise ConfigError("--request-rate: requests come when they come; leave out --concurrency")
     if args.url and len(args.draft or ()) > 1:
         raise ConfigError("--url: the server has one drafter; --draft can only be the name it gets in the table")
     if args.url and args.save_tokens:
@@ -117,7 +119,7 @@ def _session(args: Namespace) -> Session:
     usual = ["server"] if args.url else ["off", DEFAULT_DRAFT]
     return Session(
         drafts=tuple(dict.fromkeys(args.draft or usual)),
-        concurrencies=numbers_of("--concurrency", args.concurrency, 1, MAX_ROWS),
+        concurrencies=numbers_of("--concurrency", args.concurrency or "1", 1, MAX_ROWS),
         params=SamplingParams(
             temperature=args.temperature,
             top_p=args.top_p,
