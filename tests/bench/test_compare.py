@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentParser
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.bench.scenarios.rollout import Rollout
 from paceline.bench.scenarios.varying_load import LoadPhase, VaryingLoad, parse_phases, windows
 from paceline.core.errors import ConfigError
 from paceline.core.params import SamplingParams
+from paceline.engine.assembly.cli_options import add_target_arguments
 
 
 def test_policies_are_spelt_as_draft_has_them():
@@ -132,9 +134,13 @@ def test_runs_of_other_builds_machines_and_settings_are_not_mixed(tmp_path):
         ResultFile(file, {}, head)
 
 
-def test_limits_of_the_engine_are_settings_of_a_comparison():
+def test_flags_of_the_engine_are_settings_of_a_comparison():
     """A run under another of them is another comparison."""
-    assert {"max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "draft_device"} <= set(SETTINGS)
+    parser = ArgumentParser(add_help=False)
+    add_target_arguments(parser)
+    told_by_the_head = {"device", "numerics"}
+    without_effect = {"packed_cache_bytes", "kv_disk_bytes", "max_rows", "max_queued_tokens"}
+    assert {a.dest for a in parser._actions} - set(SETTINGS) == told_by_the_head | without_effect
 
 
 def test_the_time_of_a_rollout_is_set_against_the_best_that_was_chosen_by_hand(tmp_path):

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # Options that a file of runs is for: with other values it is another comparison.
 SETTINGS: tuple[str, ...] = (
     *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen"),
-    *("repeat", "requests", "temperature", "seed", "model", "law", "backend", "weights", "kv", "threads"),
-    *("max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "draft_device"),
+    *("repeat", "requests", "temperature", "seed", "model", "law", "law_budget", "backend", "weights", "kv"),
+    *("threads", "max_len", "prefill_tokens", "prefix_cache", "kv_tokens", "kv_disk", "draft_device"),
     *("tensor_parallel", "draft_tensor_parallel"),
 )
 OVERLAP_SETTINGS = ("k",)  # further options of the comparison of loops
