@@ -14,10 +14,12 @@ from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.core.system import RestartBackoff
 from paceline.engine.assembly.config import EngineConfig, Settled
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import Stats
 from paceline.serve.engines import NOT_READY, STOPPING, Answers
 from paceline.serve.worker import client as client_module
 from paceline.serve.worker.client import EngineClient, EngineProcess
-from paceline.serve.worker.messages import Draining, Ready
+from paceline.serve.worker.messages import Draining, Ready, Snapshot
 from tests.serve.fleet.fake_engines import READY
 
 if TYPE_CHECKING:
@@ -45,6 +47,22 @@ def test_a_bug_while_a_process_is_heard_ends_no_supervisor(monkeypatch: pytest.M
         client = Scripted(EngineConfig(model="reference"))
         while not client.restarts:
             await asyncio.sleep(0.005)
+        client.kill()
+        await client.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+def test_an_engine_that_died_counted_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads its gauges, until the next process tells its own."""
+    monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
+
+    async def scenario() -> None:
+        client, told = Scripted(EngineConfig(model="reference")), []
+        client.snapshot, client.on_snapshot = Snapshot(Stats(steps=9), Gauges(16, 2, 70, 9, 5, 1, 4)), told.append
+        while not client.restarts:
+            await asyncio.sleep(0.005)
+        assert told == [client.snapshot] == [Snapshot(Stats(steps=9), Gauges.none())]
         client.kill()
         await client.stop()
 

@@ -126,7 +126,7 @@ class Member:
     def num_pages(self) -> int:
         """Pages of its pool."""
         snapshot = self.engines.snapshot
-        return USUAL_PAGES if snapshot is None else snapshot.gauges.num_pages
+        return USUAL_PAGES if snapshot is None else snapshot.gauges.num_pages or USUAL_PAGES
 
     @property
     def costs(self) -> Costs:

@@ -18,6 +18,7 @@ from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError
 from paceline.core.system import RestartBackoff
 from paceline.core.watchdog import SHOW_THREADS, TICK_S, WATCHDOG_S, Watchdog
+from paceline.engine.gauges import Gauges
 from paceline.engine.wire import BAD_MESSAGE, Failed, Submit, encode, error_of
 from paceline.serve.engines import NOT_READY, RESTARTING, STOPPING, Answers
 from paceline.serve.worker.child import EngineChild
@@ -231,6 +232,8 @@ class EngineClient:
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
+            if self.snapshot is not None:  # its counters stay, and nothing of what it held
+                self._snapshot(Snapshot(self.snapshot.stats, Gauges.none()))
             await asyncio.sleep(back_off.wait_s(time.monotonic() - start_s))
             self.restarts += 1
 
