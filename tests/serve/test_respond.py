@@ -43,7 +43,7 @@ class Events:
         pass
 
 
-def answered(events: list[Event], **extra: Any) -> str:
+def answered(events: list[Event], metrics: Metrics | None = None, **extra: Any) -> str:
     """The body a client reads. Whole answers get their events before `submit` returns, one more than they need."""
     serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",))
     job = completion_job(json.dumps(BODY | extra).encode(), serving, 0.0)
@@ -62,7 +62,8 @@ def answered(events: list[Event], **extra: Any) -> str:
         sent.append(message.get("body", b""))
 
     client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
-    asyncio.run(Responder(job, Metrics(EngineCollector(client))).run(client, {"type": "http"}, receive, send))
+    metrics = metrics or Metrics(EngineCollector(client))
+    asyncio.run(Responder(job, metrics).run(client, {"type": "http"}, receive, send))
     return b"".join(sent).decode()
 
 
@@ -98,6 +99,18 @@ def test_a_whole_answer_has_all_its_events() -> None:
     body = json.loads(answered([outcome("the", 1), outcome(" cat", 2), last], stream=False))
     assert body["choices"][0]["text"] == "the cat in"
     assert body["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ids", [(), (1,)])
+def test_only_an_answer_with_tokens_has_a_time_to_the_first(ids: tuple[int, ...], stream: bool) -> None:
+    """Not one that was aborted while it waited, nor one of no tokens."""
+    metrics = Metrics(EngineCollector(SimpleNamespace(ready=None, restarts=0, num_open=0, snapshot=None)))
+    ended = outcome("", *ids, finish_reason="abort", figures=Figures(2, len(ids), 0, 0, 0, 0, 0, 0, seed=1))
+    answered([ended], metrics, stream=stream)
+    text = metrics.text().decode()
+    assert f"paceline_time_to_first_token_seconds_count {len(ids)}.0" in text
+    assert 'paceline_requests_total{finish_reason="abort"} 1.0' in text
 
 
 def test_an_answer_that_breaks_off_is_no_whole_one() -> None:

@@ -168,12 +168,12 @@ class Responder:
 
     def _add(self, index: int, outcome: Outcome) -> None:
         elapsed_s = time.monotonic() - self.job.arrival_s
-        if index not in self._first_s:
+        if outcome.token_ids and index not in self._first_s:
             self._first_s[index] = elapsed_s
             self._metrics.first_token(elapsed_s)
         self.answers[index].add(outcome)
         if outcome.finish_reason is not None:
-            first_s, num_told = self._first_s[index], len(self.job.requests[index].told)
+            first_s, num_told = self._first_s.get(index, elapsed_s), len(self.job.requests[index].told)
             self._metrics.finished(outcome.finish_reason, first_s, outcome.figures, elapsed_s, num_told)
 
     def _note(self, record: RequestRecord | None) -> None:
