@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from paceline.serve.api.errors import ApiError
 from paceline.serve.api.parse import Serving, completion_job
 from paceline.serve.api.respond import Responder
 from paceline.serve.engines import Disconnected
+from paceline.serve.observe.access import RECORD, RequestRecord
 from paceline.serve.observe.metrics import EngineCollector, Metrics
 from paceline.serve.prompts import Prompts
 from tests.tiny import tiny_tokenizer
@@ -43,10 +45,12 @@ class Events:
         pass
 
 
-def answered(events: list[Event], metrics: Metrics | None = None, **extra: Any) -> str:
+def answered(
+    events: list[Event], metrics: Metrics | None = None, record: RequestRecord | None = None, **extra: Any
+) -> str:
     """The body a client reads. Whole answers get their events before `submit` returns, one more than they need."""
     serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",))
-    job = completion_job(json.dumps(BODY | extra).encode(), serving, 0.0)
+    job = completion_job(json.dumps(BODY | extra).encode(), serving, time.monotonic())
     sent: list[bytes] = []
 
     async def submit(_: object, on_event: OnEvent | None = None) -> Any:
@@ -63,7 +67,8 @@ def answered(events: list[Event], metrics: Metrics | None = None, **extra: Any) 
 
     client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
     metrics = metrics or Metrics(EngineCollector(client))
-    asyncio.run(Responder(job, metrics).run(client, {"type": "http"}, receive, send))
+    scope = {"type": "http", RECORD: record}
+    asyncio.run(Responder(job, metrics).run(client, scope, receive, send))
     return b"".join(sent).decode()
 
 
@@ -111,6 +116,17 @@ def test_only_an_answer_with_tokens_has_a_time_to_the_first(ids: tuple[int, ...]
     text = metrics.text().decode()
     assert f"paceline_time_to_first_token_seconds_count {len(ids)}.0" in text
     assert 'paceline_requests_total{finish_reason="abort"} 1.0' in text
+
+
+def test_the_time_in_which_a_body_comes_is_none_of_decoding() -> None:
+    """Its upload took 60 s; the request begins before that, and its first token comes after."""
+    record = RequestRecord("POST", "/v1/completions", "r", begin_s=0.0, begun_s=time.monotonic() - 60)
+    figures = Figures(2, 1, 0, 9, 99, 0, 0, 0, seed=1)
+    answered([outcome("the", 1, finish_reason="stop", figures=figures)], None, record)
+    assert record.first_token_s is not None
+    record.end_s = record.first_token_s + 1
+    assert 60 <= record.first_token_s < 120
+    assert record.fields["tokens_per_s"] == 99
 
 
 def test_an_answer_that_breaks_off_is_no_whole_one() -> None:

@@ -180,7 +180,9 @@ class Responder:
         if record is not None:
             ends = [answer.last for answer in self.answers if answer.last is not None]
             record.model, record.reason = self.job.meta.model, self._reason
-            record.answered(ends, self.job.n, min(self._first_s.values(), default=None))
+            since_begin_s = self.job.arrival_s - record.begun_s  # the body has been read then
+            first_s = [since_begin_s + first_s for first_s in self._first_s.values()]
+            record.answered(ends, self.job.n, min(first_s, default=None))
 
     def _count_failed(self, error: ApiError) -> None:
         """Count the answers that a fault of the server cut short, not a client's mistake."""

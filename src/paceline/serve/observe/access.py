@@ -47,13 +47,14 @@ class RequestRecord:
     request_id: str
     traceparent: str | None = None  # header of W3C's trace context
     begin_s: float = field(default_factory=time.time)
+    begun_s: float = field(default_factory=time.monotonic)  # the same, by the clock of jobs
     end_s: float = 0.0
     status: int = 0  # 0: the client left before an answer
     reason: str | None = None  # of a refusal
     key: str | None = None  # name of the key that it came with
     model: str | None = None
     response_id: str | None = None
-    first_token_s: float | None = None  # from arrival on
+    first_token_s: float | None = None  # from `begin_s` on, so with the time in which the body came
     figures: list[Figures] = field(default_factory=list)  # of its answers
     n: int = 1  # answers to each prompt
     finish_reasons: list[str] = field(default_factory=list)
