@@ -29,3 +29,31 @@ def test_what_counts_as_decoding_does_not_depend_on_how_the_prompt_was_computed(
         assert (figures.decode_passes, figures.decoded_tokens) == (passes, 6)
         assert (gained.decode_passes, gained.decoded_tokens) == (passes, 6)
         assert gained.prefilled_tokens == 33 - 32 * number
+
+
+@pytest.mark.parametrize("types", ["f64", "cuda"])
+@pytest.mark.parametrize("draft", ["draft-model:model=same,k=5", "ngram:min=1,k=3"])
+def test_the_engine_counts_what_its_answers_count(draft: str, types: str) -> None:
+    """Also of passes in which an answer ended, and of those that ran when it had (`cuda` is a step late)."""
+    engine, ends = make_engine(draft, Settings(), types=types), list[Outcome]()
+    for number in range(16):
+        params = SamplingParams(max_tokens=5 + number, stop_token_ids=tuple(range(number, 300, 12)))
+        engine.add(Request(str(number), (40, 41, 40 + number), params, seed=number))
+    while engine.has_work:
+        ends += [o for o in engine.step() if o.finish_reason is not None]
+        engine.check()
+    stats, told = engine.stats(), [end.figures for end in ends if end.figures is not None]
+    counts = stats.drafters.values()
+    assert {end.finish_reason for end in ends} == {"stop", "length"}
+    assert len(told) == 16
+    assert (stats.decode_passes, stats.decoded_tokens, stats.output_tokens) == (
+        sum(f.decode_passes for f in told),
+        sum(f.decoded_tokens for f in told),
+        sum(f.completion_tokens for f in told),
+    )
+    assert (sum(c.drafted for c in counts), sum(c.verified for c in counts), sum(c.accepted for c in counts)) == (
+        sum(f.drafted_tokens for f in told),
+        sum(f.verified_tokens for f in told),
+        sum(f.accepted_tokens for f in told),
+    )
+    assert sum(stats.k_histogram) == stats.decode_passes

@@ -11,9 +11,9 @@ from paceline.engine.count_sums import difference
 from paceline.engine.kv_disk import DiskCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from paceline.core.nouns import Batch, Draft, RowDraft, Verdict
+    from paceline.core.nouns import RowDraft
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Stats:
     target_s: float = 0.0  # time of passes, packing of their tokens included
     overlapped_s: float = 0.0  # of `target_s` and `draft_s`: also counted for host or drafters, at work beside it
     control_s: float = 0.0  # controller's part of the host time: planning, trimming, learning
-    decode_passes: int = 0  # rows summed over the steps in which they decoded
+    decode_passes: int = 0  # rows summed over the steps in which they decoded, answers that had ended left out
     decoded_tokens: int = 0  # committed by decode passes, without tokens behind a stop
     requests: int = 0  # that got a row
     prompt_tokens: int = 0  # of these requests
@@ -112,18 +112,8 @@ class Stats:
             self.decoded_tokens += num_tokens
             self.output_tokens += num_tokens
 
-    def count_pass(
-        self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, places: Iterable[int]
-    ) -> None:
-        """Add prefill tokens and drafts of some rows. draft: what was verified of `proposed`."""
-        for index in places:
-            r, kept = batch.rows[index], draft.rows[index]
-            if r.decodes:
-                self._count_row(proposed.rows[index], kept, verdict.rows[index].num_accepted)
-            else:
-                self.prefilled_tokens += r.num_known
-
-    def _count_row(self, proposed: RowDraft, draft: RowDraft, num_accepted: int) -> None:
+    def count_pass(self, proposed: RowDraft, draft: RowDraft, num_accepted: int) -> None:
+        """Add one row's decode pass, as its answer does. draft: what was verified of `proposed`."""
         self.decode_passes += 1
         _bump_at(self.k_histogram, len(draft), 1)
         if proposed.drafter is not None:

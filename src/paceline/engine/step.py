@@ -316,10 +316,7 @@ class Verbs:
     # Of commit -----------------------------------------------------------------------------------
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in, in one call, rows whose answers only grow; count all drafts.
-
-        Returns the indices of all others.
-        """
+        """Take in and count, in one call, rows whose answers only grow. Returns the indices of all others."""
         batch, proposed, draft, scheduler = drafted.batch, drafted.proposed, drafted.draft, self.scheduler
         rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
         left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(
@@ -329,14 +326,16 @@ class Verbs:
         for state, _, _ in filled:
             self._mark_stores(state)
         self._stats.count_taken_in(num_passes, num_tokens)
-        counted = [*left, *with_drafts]
-        self._stats.count_pass(batch, proposed, draft, verdict, counted)
+        for i in with_drafts:
+            self._stats.count_pass(proposed.rows[i], draft.rows[i], verdict.rows[i].num_accepted)
         return left
 
     def _commit_row(self, r: BatchRow, verdict: RowVerdict, proposed: RowDraft, draft: RowDraft) -> int | None:
         """Take in a row's outcome; return its kept tokens, None if it had ended."""
         state = self.scheduler.requests[r.request_id]
         response = self.outputs.responses.get(r.request_id)
+        if not r.decodes:
+            self._stats.prefilled_tokens += r.num_known
         if response is None:  # it ended while this pass ran
             self.scheduler.reveal(r, state, ())
             return None
@@ -344,7 +343,9 @@ class Verbs:
         count, ends = check.num_tokens, check.finish_reason is not None
         token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            response.count_pass(proposed, draft, min(verdict.num_accepted, count), count)
+            num_accepted = min(verdict.num_accepted, count)  # not behind the answer's end
+            response.count_pass(proposed, draft, num_accepted, count)
+            self._stats.count_pass(proposed, draft, num_accepted)
             self._stats.decoded_tokens += count
         self._stats.output_tokens += count
         if verdict.mismatches is not None:
