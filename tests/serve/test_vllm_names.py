@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.engine.gauges import Gauges
+from paceline.engine.stats import DraftCounts, Stats
+from paceline.serve.observe.vllm_names import VllmNames
+from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
 
 if TYPE_CHECKING:
@@ -32,6 +37,15 @@ def test_a_router_finds_queue_pages_and_hits(model: Path, replicas: str) -> None
     assert found["vllm:prefix_cache_hits_total"].value == 32
     assert found["vllm:prefix_cache_queries_total"].value == 80
     assert "paceline_steps_total" in text, "our own names are there in any case"
+
+
+def test_drafts_are_those_that_were_scored() -> None:
+    """As in vLLM, whose share of accepted drafts is of these; others were trimmed before."""
+    stats = Stats(drafters={"a": DraftCounts(100, [30, 20], [25, 15])})
+    engines: Any = SimpleNamespace(snapshot=Snapshot(stats, Gauges.none()))
+    found = {family.name: family.samples[0].value for family in VllmNames(engines, lambda: "tiny").collect()}
+    assert found["vllm:spec_decode_num_draft_tokens"] == 50
+    assert found["vllm:spec_decode_num_accepted_tokens"] == 40
 
 
 def test_without_the_flag_there_are_none(http) -> None:

@@ -31,12 +31,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_preemptions", "Requests sent back to the queue", lambda s: s.preemptions),
     (
         "vllm:spec_decode_num_draft_tokens",
-        "Tokens proposed by drafters",
-        lambda s: sum(counts.drafted for counts in s.drafters.values()),
+        "Drafts scored by the target",
+        lambda s: sum(counts.verified for counts in s.drafters.values()),
     ),
     (
         "vllm:spec_decode_num_accepted_tokens",
-        "Proposed tokens that were kept",
+        "Drafts kept",
         lambda s: sum(counts.accepted for counts in s.drafters.values()),
     ),
 )
