@@ -49,6 +49,7 @@ def test_every_metric_of_the_board_is_one_that_the_server_has(server: Server) ->
     for expr in exprs:
         assert expr.count("(") == expr.count(")")
         assert expr.count("{") == expr.count("}")
+        assert " - sum(" not in expr, "of a series that is not there yet, it leaves nothing of the difference"
 
 
 # Docker ----------------------------------------------------------------------------------------------
