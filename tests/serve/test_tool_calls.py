@@ -95,6 +95,8 @@ INDENTED = f'{{\n  "name": "weather",\n  "arguments": {SPREAD[1]}\n}}'
 NOW_JSON = '{"name": "now", "arguments": {}}'
 ESCAPED = '{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 2}"}'
 TURNED = '{"arguments": {"city": "Rome", "days": 2}, "name": "weather"}'
+RESULT = '{"temperature": 20, "name": "Rome"}'  # that a model invents
+UNKNOWN = '{"name": "get_time", "arguments": {"tz": 7}}'  # of no tool
 CITY, DAYS = "<parameter=city>\nRome\n</parameter>\n", "<parameter=days>\n2\n</parameter>\n"
 SEVEN = "<parameter=city>\n7\n</parameter>\n"
 
@@ -140,6 +142,8 @@ GOLDEN = [
         ("", '```json\n{"name": "Ann", "arguments": 1}\n```', []),
     ),
     ("hermes", f"{{{WEATHER_JSON}}}\n```json\n{{{NOW_JSON}}}\n```", ("", "", [ROME, NOW])),
+    ("hermes", f"So:\n```json\n{WEATHER_JSON}\n```\n\nThis `x` tells.", ("", "So:\n\nThis `x` tells.", [ROME])),
+    ("hermes", f"[{WEATHER_JSON},\n {NOW_JSON}] Both.", ("", "Both.", [ROME, NOW])),
     ("hermes", "x[0] ``y`` {", ("", "x[0] ``y`` {", [])),
     ("harmony", message("final", "Hello <b>", ""), ("", "Hello <b>", [])),
     ("harmony", "Hello", ("", "Hello", [])),
@@ -151,6 +155,9 @@ GOLDEN = [
     ("json", WEATHER_JSON, ("", "", [ROME])),
     ("json", f"[{WEATHER_JSON}]", ("", "", [ROME])),
     ("json", '{"temperature": 20}', ("", '{"temperature": 20}', [])),
+    ("json", f"{WEATHER_JSON}\n{RESULT}", ("", RESULT, [ROME])),
+    ("json", f"```json\n{WEATHER_JSON}\n```\n```json\n{RESULT}\n```", ("", f"```json\n{RESULT}\n```", [ROME])),
+    ("json", f"{WEATHER_JSON}\n{UNKNOWN}", ("", UNKNOWN, [ROME])),
 ]
 
 

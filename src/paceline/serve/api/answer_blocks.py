@@ -106,9 +106,12 @@ class AnswerBlocks:
                 self._close(changes)
 
     def _more(self, kind: BlockKind, text: str, changes: list[Change]) -> None:
+        begins = self._open is None or self._open.kind != kind
+        if begins and self.blocks:
+            text = text.lstrip()  # an empty line before it is for answers told as one text
         if not text:
             return
-        if self._open is None or self._open.kind != kind:
+        if begins:
             self._begin(AnswerBlock(kind, len(self.blocks)), changes)
         assert self._open is not None
         self._open.pieces.append(text)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 MAX_HEAD_CHARS = 4096  # of a call's object in which name and arguments are looked for while it arrives
 _BETWEEN = " \t\r\n,;[]"  # what may stand between the objects of several calls
-_FENCE = "```json"
+_BEHIND = " \t\r\n,;]}"  # what may stand behind a call in free text
+_FENCE = "```"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -118,14 +119,13 @@ def _whole_call(text: str, sink: CallSink) -> None:
 class ObjectsBody:
     """One or more calls written as JSON objects, up to a closing marker."""
 
-    def __init__(self, opener: str, closer: str = "", fenced: bool = False) -> None:
+    def __init__(self, opener: str, closer: str = "") -> None:
         """Keep the opener, to show it again if no object follows.
 
-        closer: empty if the body ends with its last object. fenced: fences of code may stand between objects.
+        closer: empty if the body ends with its last object.
         """
         self._opener = opener
         self._closer = closer
-        self._fenced = fenced
         self._call: _ObjectCall | None = None
         self._held = ""
         self._any = False  # an object was found
@@ -135,10 +135,8 @@ class ObjectsBody:
         text, self._held = self._held + text, ""
         while True:
             if self._call is None:
-                ahead = self._skipped(text)
-                if self._fenced and ahead.startswith("{{"):  # as some templates show calls
-                    ahead = ahead[1:]
-                if not ahead.startswith("{") or (self._fenced and ahead == "{"):
+                ahead = text.lstrip(_BETWEEN)
+                if not ahead.startswith("{"):
                     return self._after(text, ahead, sink)
                 self._call, self._any, text = _ObjectCall(), True, ahead
             rest = self._call.feed(text, sink)
@@ -146,27 +144,16 @@ class ObjectsBody:
                 return None
             self._call, text = None, rest
 
-    def _skipped(self, text: str) -> str:
-        """Return a text without what may stand between objects."""
-        between = _BETWEEN + "}" if self._fenced and self._any else _BETWEEN
-        ahead = text.lstrip(between)
-        while self._fenced and ahead.startswith("```") and not _FENCE.startswith(ahead):
-            ahead = ahead.removeprefix(_FENCE).removeprefix("```").lstrip(between)
-        return ahead
-
     def _after(self, text: str, ahead: str, sink: CallSink) -> str | None:
         """Return what follows text between or behind objects, None if more has to come first."""
         if self._closer and ahead.startswith(self._closer) and self._any:
             return ahead[len(self._closer) :]
-        if not ahead or (self._closer and self._closer.startswith(ahead)) or self._may_be_fence(ahead):
+        if not ahead or (self._closer and self._closer.startswith(ahead)):
             self._held = text
             return None
         if not self._any:
             sink.content(self._opener)
         return ahead if self._any else text
-
-    def _may_be_fence(self, ahead: str) -> bool:
-        return self._fenced and (_FENCE.startswith(ahead) or ahead == "{")
 
     def finish(self, sink: CallSink) -> None:
         """Show what was no call; a call that was cut short stays."""
@@ -174,6 +161,34 @@ class ObjectsBody:
             sink.content(self._call.raw)
         elif not self._any:
             sink.content(self._opener + self._held)
+
+
+class BareBody:
+    """One call written as an object in free text, to the end of its block."""
+
+    def __init__(self) -> None:
+        self._call: _ObjectCall | None = _ObjectCall()
+        self._held = ""
+
+    def feed(self, text: str, sink: CallSink) -> str | None:
+        """Take more text; return what follows the block, where further calls are looked for anew."""
+        if self._call is not None:
+            rest = self._call.feed(text, sink)
+            if rest is None:
+                return None
+            self._call, text = None, rest
+        self._held += text
+        ahead = self._held.lstrip(_BEHIND)
+        if _FENCE.startswith(ahead):
+            return None
+        if ahead.startswith(_FENCE) and not ahead[len(_FENCE)].isalpha():  # else it opens the next block
+            return ahead[len(_FENCE) :]
+        return ahead
+
+    def finish(self, sink: CallSink) -> None:
+        """Show a call that was cut short and has not begun."""
+        if self._call is not None:
+            sink.content(self._call.raw)
 
 
 class NamedBody:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.serve.api.tool_calls.bodies import CallSink, ObjectsBody
+from paceline.serve.api.tool_calls.bodies import BareBody, CallSink
 from paceline.serve.api.tool_calls.channels import ChannelReader
 from paceline.serve.api.tool_calls.events import ContentText
 from paceline.serve.api.tool_calls.harmony import MARKERS
@@ -59,7 +59,7 @@ class _CallSplit:
             if self._sink.num_calls == self._calls_before:  # it was no call
                 self._content.go_on()
             else:
-                self._content = TrimmedText()
+                self._content.next_paragraph()
         return rest
 
     def _text(self, text: str) -> str | None:
@@ -69,7 +69,7 @@ class _CallSplit:
         bare = None if self._bare is None else self._bare.split(before if marker else text)
         if bare is not None and bare.found:
             self._sink.content(self._content.push(bare.before))
-            self._begin(ObjectsBody(self._content.held, fenced=True))
+            self._begin(BareBody())
             return text[bare.at :]
         if not marker and bare is not None and len(bare.before) < len(before):
             before, rest = bare.before, text[len(bare.before) :]

@@ -69,10 +69,16 @@ class TrimmedText:
         """started: text was given out before."""
         self.held = ""  # white space that only counts if text follows
         self._started = started
+        self._before = ""  # the next text
 
     def go_on(self) -> None:
         """Take the held white space as given out: text follows elsewhere."""
-        self.held, self._started = "", True
+        self.held, self._started, self._before = "", True, ""
+
+    def next_paragraph(self) -> None:
+        """Begin again, behind an empty line if text was given out before."""
+        self._before = "\n\n" if self._started else self._before
+        self.held, self._started = "", False
 
     def push(self, text: str) -> str:
         """Return the text that is certain."""
@@ -80,6 +86,8 @@ class TrimmedText:
         kept = text.rstrip()
         self._started = self._started or bool(kept)
         self.held = text[len(kept) :] if self._started else ""
+        if kept:
+            kept, self._before = self._before + kept, ""
         return kept
 
 
