@@ -47,19 +47,29 @@ class LarkText:
         not_first: a marker with which it does not begin.
         """
         excluded = "".join(f" & ~/{_ANY}{each}{_ANY}/" for each in without)
-        if not_first is not None:
-            excluded += f" & ~/\\s*{escaped(not_first)}{_ANY}/"
-        return self.rule(name, f"/{_ANY}/{excluded}")
+        return self.rule(name, f"/{_ANY}/{excluded}{_not_beginning(not_first)}")
 
     def until(self, name: str, marker: str, text: str = _ANY) -> str:
         """Add text of a regex up to the first `marker`, included; return the expression."""
         if marker in self.tokens:
             return f"{self.free(name.upper(), (escaped(marker),))} {self.mark(marker)}"
-        return self.rule(name, f"/{text}{escaped(marker)}/", "[lazy]")
+        return self.until_match(name, escaped(marker), text=text)
+
+    def until_match(self, name: str, regex: str, not_first: str | None = None, text: str = _ANY) -> str:
+        """Add text up to the first match of a regex, included; return the name.
+
+        not_first: as in `free`. text: regex of what comes before.
+        """
+        self.rule(name.upper(), f"/{text}{regex}/{_not_beginning(not_first)}")
+        return self.rule(name, name.upper(), "[lazy]")
 
     def arguments(self, name: str, tool: Tool, loose: bool = False) -> str:
         """Add the JSON of arguments, loose: with any white space; return the name."""
         return self.rule(name, json_rule(closed(tool), not tool.strict, loose))
+
+
+def _not_beginning(marker: str | None) -> str:
+    return "" if marker is None else f" & ~/\\s*{escaped(marker)}{_ANY}/"
 
 
 def literal(text: str) -> str:

@@ -66,7 +66,8 @@ class AnswerForms:
         if use is not None and tools:
             answer = self._with_calls(lark, use, answer)
         assert answer is not None
-        lark.rule("start", self._behind_reasoning(lark, answer, opened))
+        free = content is None and use is not None and use.choice == "auto"
+        lark.rule("start", self._behind_reasoning(lark, answer, opened, free))
         return _checked(lark.text(), "tools" if tools else "structured_outputs")
 
     def _channels(self, lark: LarkText, use: ToolUse | None, content: str | None, opened: bool) -> str:
@@ -89,31 +90,42 @@ class AnswerForms:
         return self._free_or_calls(lark, use, calls)
 
     def _free_or_calls(self, lark: LarkText, use: ToolUse, calls: str) -> str:
-        """Return the expression of free text that may end in calls."""
+        """Return the expression of free text that may end in calls.
+
+        Whatever may begin together must be told apart by text: a lexer goes on as long as one of them may.
+        """
         family = self.family
+        not_first = self.marks.open if self.marks else None
         excluded = [escaped(opener) for opener in family.openers]
         if family.bare_key is not None:
             excluded.append(NAME_REGEX)
-        plain = lark.free("PLAIN", excluded, self.marks.open if self.marks else None)
+        plain = lark.free("PLAIN", excluded, not_first)
         ways = [plain]
         if family.openers and family.openers[0] in lark.tokens:
             ways.append(f"{plain} {lark.mark(family.openers[0])} {calls}")
         elif family.openers:
-            ways.append(f"{lark.until('opened', family.openers[0])} {calls}")
+            ways.append(f"{lark.until_match('opened', escaped(family.openers[0]), not_first)} {calls}")
         if family.bare_key is None:
             return f"({' | '.join(ways)})"
-        call, other = _bare_calls(lark, use, family.bare_key)
+        call, other = _bare_calls(lark, use, family.bare_key, not_first)
         further = f"({call} | {other}){{0,{MAX_CALLS}}}" if use.parallel else ""
         return f"({other})* ({' | '.join(ways)} | {call} {further} TAIL)"
 
-    def _behind_reasoning(self, lark: LarkText, answer: str, opened: bool) -> str:
-        """Return the expression of an answer with the reasoning before it."""
+    def _behind_reasoning(self, lark: LarkText, answer: str, opened: bool, free: bool) -> str:
+        """Return the expression of an answer with the reasoning before it.
+
+        free: the answer may be any text, so white space may stand before the marker as well.
+        """
         if self.marks is None:
             return answer
         thoughts = f"{lark.until('thoughts', self.marks.close)} {_GAP}"
         if opened:
             return f"{thoughts} {answer}"
-        return f"({lark.mark(self.marks.open)} {thoughts})? {answer}"
+        opener = lark.mark(self.marks.open)
+        if free:
+            known = self.marks.open in lark.tokens
+            opener = f"/\\s*/ {opener}" if known else f"/\\s*{escaped(self.marks.open)}/"
+        return f"({opener} {thoughts})? {answer}"
 
 
 def _checked(text: str, param: str) -> Grammar:
@@ -124,11 +136,11 @@ def _checked(text: str, param: str) -> Grammar:
     return Grammar("lark", text)
 
 
-def _bare_calls(lark: LarkText, use: ToolUse, key: str) -> tuple[str, str]:
+def _bare_calls(lark: LarkText, use: ToolUse, key: str, not_first: str | None) -> tuple[str, str]:
     """Add the rules of objects in free text; return calls, and others with a name."""
     lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
     lark.rule("TAIL", r"/[ \t\r\n`\]}]{0,40}/")
-    lark.rule("named", f"/(?s:.)*{NAME_REGEX}/", "[lazy]")
+    lark.until_match("named", NAME_REGEX, not_first)
     choices = []
     for index, tool in enumerate(use.callable):
         arguments = lark.arguments(f"loose_{index}", tool, loose=True)
