@@ -99,6 +99,9 @@ def closed(tool: Tool) -> dict[str, Any]:
     return schema
 
 
-def repeated(first: str, further: str, parallel: bool) -> str:
-    """Return the expression of one call or several."""
-    return f"{first} ({further}){{0,{MAX_CALLS - 1}}}" if parallel else first
+def repeated(first: str, further: str, parallel: bool, tail: str = "") -> str:
+    """Return the expression of one call or several.
+
+    tail: what may end the last one although a further one might begin with it.
+    """
+    return f"{first} ({further}){{0,{MAX_CALLS - 1}}} {tail}" if parallel else first

@@ -73,7 +73,7 @@ class HermesCalls(JsonCalls):
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
         """Add the rules of calls behind the first opener and return their expression."""
         call = f"{self._form.rule(lark, tools)} {lark.mark(CLOSE)}"
-        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel)
+        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel, '"\\n"?')
 
     def written(self, name: str, arguments: str) -> str:
         """Return a call as text."""
@@ -95,7 +95,7 @@ class GemmaCalls(JsonCalls):
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
         """Add the rules of calls behind the first opener and return their expression."""
         call = self._form.rule(lark, tools)
-        return repeated(call, f"{literal(chr(10) + CODE)} {call}", parallel)
+        return repeated(call, f'"\\n" {literal(CODE)} {call}', parallel, '"\\n"?')
 
     def written(self, name: str, arguments: str) -> str:
         """Return a call as text."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
 
 _GAP = '("\\n" | "\\n\\n")?'
+_TAIL = r"/[ \t\r\n`\]}]{0,40}/"  # behind the only call: of the text around it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,11 +106,13 @@ class AnswerForms:
             ways.append(f"{plain} {lark.mark(family.openers[0])} {calls}")
         elif family.openers:
             ways.append(f"{lark.until_match('opened', escaped(family.openers[0]), not_first)} {calls}")
+        free = f"({' | '.join(ways)})"
         if family.bare_key is None:
-            return f"({' | '.join(ways)})"
+            return free
         call, other = _bare_calls(lark, use, family.bare_key, not_first)
-        further = f"({call} | {other}){{0,{MAX_CALLS}}}" if use.parallel else ""
-        return f"({other})* ({' | '.join(ways)} | {call} {further} TAIL)"
+        if not use.parallel:
+            return f"({other})* ({free} | {call} {_TAIL})"
+        return f"({other})* ({call} ({call} | {other}){{0,{MAX_CALLS}}})? {free}"
 
     def _behind_reasoning(self, lark: LarkText, answer: str, opened: bool, free: bool) -> str:
         """Return the expression of an answer with the reasoning before it.
@@ -139,7 +142,6 @@ def _checked(text: str, param: str) -> Grammar:
 def _bare_calls(lark: LarkText, use: ToolUse, key: str, not_first: str | None) -> tuple[str, str]:
     """Add the rules of objects in free text; return calls, and others with a name."""
     lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
-    lark.rule("TAIL", r"/[ \t\r\n`\]}]{0,40}/")
     lark.until_match("named", NAME_REGEX, not_first)
     choices = []
     for index, tool in enumerate(use.callable):

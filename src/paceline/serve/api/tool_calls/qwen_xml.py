@@ -48,7 +48,7 @@ class QwenXmlCalls(HermesCalls):
         """Add the rules of calls behind the first opener and return their expression."""
         functions = [self._function(lark, index, tool) for index, tool in enumerate(tools)]
         call = lark.rule("call", f'"\\n" ({" | ".join(functions)}) "</function>\\n"') + f" {lark.mark(CLOSE)}"
-        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel)
+        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel, '"\\n"?')
 
     def _function(self, lark: LarkText, index: int, tool: Tool) -> str:
         root = closed(tool)
