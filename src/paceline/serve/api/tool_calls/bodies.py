@@ -262,8 +262,8 @@ class MessageBody:
 class XmlBody:
     """A call as Qwen3-Coder writes it: values between tags of function and parameters."""
 
-    def __init__(self, opener: str, closer: str, is_text: Callable[[str, str], bool]) -> None:
-        """is_text: (function, parameter) -> True if the value is a text, not JSON."""
+    def __init__(self, opener: str, closer: str, is_text: Callable[[str, str, str], bool]) -> None:
+        """is_text: (function, parameter, value) -> True if the value is a text, not JSON."""
         self._opener = opener
         self._closer = closer
         self._is_text = is_text
@@ -308,7 +308,7 @@ class XmlBody:
     def _value(self, raw: str, sink: CallSink) -> None:
         value = raw.removeprefix("\n").removesuffix("\n")
         function, name = self._function or "", self._parameter or ""
-        as_json = not self._is_text(function, name) and _is_json(value)
+        as_json = not self._is_text(function, name, value) and _is_json(value)
         written = value if as_json else json.dumps(value, ensure_ascii=False)
         comma = ", " if self._num_parameters else ""
         sink.arguments(f"{comma}{json.dumps(name, ensure_ascii=False)}: {written}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from paceline.model.json_schema import resolved
+from paceline.model.json_schema import FORMATS, resolved
 from paceline.serve.api.tool_calls.bodies import XmlBody
 from paceline.serve.api.tool_calls.lark import closed, json_rule, literal, repeated
 from paceline.serve.api.tool_calls.object_families import CLOSE, OPEN, HermesCalls
@@ -36,11 +36,15 @@ class QwenXmlCalls(HermesCalls):
 
     def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:
         """Return the reader of what follows an opener."""
-        roots = {tool.name: tool.parameters or {} for tool in tools}
+        by_name = {tool.name: tool for tool in tools}
 
-        def is_text(function: str, parameter: str) -> bool:
-            root = roots.get(function, {})
-            return _is_text(_properties(root).get(parameter), root)
+        def is_text(function: str, parameter: str, value: str) -> bool:
+            tool = by_name.get(function)
+            if tool is None:
+                return True
+            root = tool.parameters or {}
+            ways = _ways(_properties(root).get(parameter), root)
+            return _is_text(ways, tool.strict) and not (value == "null" and any(None in _listed(w) for w in ways))
 
         return XmlBody(opener, CLOSE, is_text)
 
@@ -55,7 +59,7 @@ class QwenXmlCalls(HermesCalls):
         required = root.get("required") or ()
         parts = [literal(f"<function={tool.name}>\n")]
         for number, (name, schema) in enumerate(_properties(root).items()):
-            value = _value(lark, f"value_{index}_{number}", schema, root, not tool.strict)
+            value = _value(lark, f"value_{index}_{number}", schema, root, tool.strict)
             parameter = f"{literal(f'<parameter={name}>' + chr(10))} {value}"
             parts.append(parameter if name in required else f"({parameter})?")
         return " ".join(parts)
@@ -75,40 +79,58 @@ def _properties(root: Schema) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
-def _is_text(schema: Any, root: Schema) -> bool:
-    """Return True if a parameter's value is written without quotes: it may be a text.
+def _ways(schema: Any, root: Schema) -> list[Any]:
+    """Return the alternatives of a parameter's schema; itself if it names none.
 
     root: schema of all parameters, to which references refer.
     """
     known = resolved(schema, root)
-    if not isinstance(known, dict) or known.get("type"):
-        return _may_be_text(known)
+    if not isinstance(known, dict) or known.get("type") or _listed(known):
+        return [known]
     ways = [way for key in _WAYS if isinstance(known.get(key), list) for way in known[key]]
-    return any(_may_be_text(resolved(way, root)) for way in ways or [known])
+    return [resolved(way, root) for way in ways] or [known]
+
+
+def _is_text(ways: Sequence[Any], strict: bool) -> bool:
+    """Return True if a value is written without quotes: it may be a text.
+
+    strict: a text with rules that only JSON's grammar holds is written as JSON.
+    """
+    return any(_may_be_text(way) and not (strict and _has_rules(way)) for way in ways)
+
+
+def _has_rules(schema: Any) -> bool:
+    return isinstance(schema, dict) and ("pattern" in schema or str(schema.get("format")) in FORMATS)
 
 
 def _may_be_text(schema: Any) -> bool:
     """Return True if neither type nor listed values of a schema are others than texts."""
-    if not isinstance(schema, dict):
-        return True
-    if kind := schema.get("type"):
+    if isinstance(schema, dict) and (kind := schema.get("type")):
         return bool(kind == "string")
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return not isinstance(values, list) or all(isinstance(value, str) for value in values)
+    return all(isinstance(value, str) for value in _listed(schema))
 
 
-def _value(lark: LarkText, name: str, schema: Any, root: Schema, lenient: bool) -> str:
+def _listed(schema: Any) -> list[Any]:
+    """Return the only values of a schema; none if it lists none."""
+    if not isinstance(schema, dict):
+        return []
+    values = [None] if schema.get("type") == "null" else schema.get("enum")
+    values = [schema["const"]] if "const" in schema else values
+    return values if isinstance(values, list) else []
+
+
+def _value(lark: LarkText, name: str, schema: Any, root: Schema, strict: bool) -> str:
     """Add the rule of a value with its closing tag; return its name."""
-    closing = "\n</parameter>\n"
-    if not _is_text(schema, root):
+    closing, ways = "\n</parameter>\n", _ways(schema, root)
+    if not _is_text(ways, strict):
         if '"$ref"' in json.dumps(schema):
             schema = {**_led_to_root(schema), "$defs": {"root": _led_to_root(root)}}
-        return lark.rule(name, f"{json_rule(schema, lenient)} {literal(closing)}")
-    known = resolved(schema, root)
-    choices = known.get("enum") if isinstance(known, dict) else None
-    if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-        return lark.rule(name, f"({' | '.join(map(literal, choices))}) {literal(closing)}")
-    return f'{lark.until(name, closing[:-1], _length(known))} "\\n"'
+        return lark.rule(name, f"{json_rule(schema, not strict)} {literal(closing)}")
+    if all(map(_listed, ways)):
+        values = [value for way in ways for value in _listed(way)]
+        choices = (literal(v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)) for v in values)
+        return lark.rule(name, f"({' | '.join(choices)}) {literal(closing)}")
+    return f'{lark.until(name, closing[:-1], _length(resolved(schema, root)))} "\\n"'
 
 
 def _led_to_root(schema: Any) -> Any:
