@@ -302,6 +302,10 @@ def test_a_page_of_another_site_cannot_empty_the_cache(rl: httpx.Client, method:
         ),
         ({"input_ids": PROMPT, "answer_ids": [9999]}, "vocabulary"),
         ({"input_ids": PROMPT, "logprob_start_len": 5}, "logprob_start_len"),
+        (
+            {"input_ids": PROMPT, "answer_ids": [1], "return_logprob": True, "logprob_start_len": 0},
+            "scores of a prompt",
+        ),
         ({"input_ids": [9999]}, "vocabulary"),
     ],
 )

@@ -71,8 +71,8 @@ def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:
     """Raise `RequestError` for scores of a prompt beside an answer that has begun."""
     if any(told) and scores:
         raise RequestError(
-            "scores of a prompt come with the beginning of its answer; leave out prompt_logprobs, and logprobs "
-            "with echo, or leave out answer_ids",
+            "scores of a prompt come with the beginning of its answer; leave out prompt_logprobs, "
+            "logprob_start_len, and logprobs with echo, or leave out answer_ids",
             "answer_ids",
         )
 

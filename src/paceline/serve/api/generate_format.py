@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_BIASED, Grammar, SamplingParams
 from paceline.engine.wire import Salt, TokenId
-from paceline.serve.api.continuation import check_told, text_so_far
+from paceline.serve.api.continuation import check_scores, check_told, text_so_far
 from paceline.serve.api.fields import NEUTRAL_VALUES, WITHOUT_EFFECT, Body
 from paceline.serve.api.openai_format import ResponseMeta, changed_usage
 from paceline.serve.api.parse import Job
@@ -268,6 +268,7 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         prompts.check_room(ids, own.max_tokens)
     n, seed, name = params[0].n, seed_of(params[0]), secrets.token_hex(12)
     told, names = body.told(len(all_ids), n), body.names(len(all_ids))
+    check_scores(told, scores=first is not None)
     seeds, salt = seeds_of_prompts(seed, all_ids), body.cache_salt or ""
     speculation = body.speculation.checked() if body.speculation else None
     unique = [f"{PREFIX}{one}-{secrets.token_hex(6)}" for one in names]  # a rid may be sent again
