@@ -108,6 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"grammar": "root ::= ("}, "grammar", "GBNF"),
     ({"grammar": "start: nowhere"}, "grammar", "nowhere"),
+    ({"grammar": 'root ::= start\nstart ::= "a"'}, "grammar", "already exists"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "one of them"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "exclude"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_TAGS = 64
 MAX_CHECKED = 256  # grammars remembered as good
 MAX_GBNF_CHARS = 64 << 10  # converting chains of rules takes time that grows as their square: 2 s
-_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")  # llguidance's own mark of Lark, in linear time
+_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:(?!:=))")  # llguidance's mark of Lark, in linear time
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 Short = Annotated[str, Meta(max_length=1024)]
