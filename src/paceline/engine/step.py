@@ -316,7 +316,7 @@ class Verbs:
     # Of commit -----------------------------------------------------------------------------------
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in and count, in one call, rows whose answers only grow. Returns the indices of all others."""
+        """Take in and count rows whose answers only grow; return the indices of others."""
         batch, proposed, draft, scheduler = drafted.batch, drafted.proposed, drafted.draft, self.scheduler
         rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
         left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(

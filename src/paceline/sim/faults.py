@@ -53,7 +53,9 @@ KINDS: dict[str, tuple[Picks, float | None, float]] = {  # picks, size if none i
 
 
 def deaths(spec: str, num_replicas: int, seed: int = 0) -> Iterator[Death]:
-    """Return the deaths of a run, in order of time and for as long as it lasts. Raises `ConfigError`.
+    """Return the deaths of a run in order of time. Raises `ConfigError`.
+
+    They come for as long as the run lasts.
 
     spec: `RATE/h` or `exponential:RATE/h`, one replica of the fleet at a time; `rack:RATE/h,REPLICAS`;
     `waves:RATE/h,SHARE`. The rate is of the whole fleet. Times between deaths are exponential.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from paceline.serve.api.keys import KeyRing
 
-OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", "/ping"})  # routes that a load balancer may ask without a key
+OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", "/ping"})  # for load balancers, without a key
 _HOST = re.compile(
     r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?"
 )  # an IPv6 address or a name, and a port

@@ -60,6 +60,7 @@ def _server(args: Namespace) -> Speaker:
     usual = engine_config(args)
     if args.draft or usual.model != "default":
         raise ConfigError(
-            "--url: the server has its own model and drafter; leave out --model and --draft, in the environment too"
+            "--url: the server has its own model and drafter; leave out --model and --draft "
+            "(and PACELINE_MODEL, PACELINE_DRAFT)"
         )
     return ServerSpeaker(args.url, args.api_key)
