@@ -15,7 +15,6 @@ from paceline.serve.api.keys import KeyRing, new_key
 from paceline.serve.app import make_app
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
-from paceline.serve.fleet.member import TICK_S
 from paceline.serve.observe.engine_log import tell_doings
 from paceline.serve.tokenizer_cache import TokenizerCache
 from paceline.serve.worker.messages import Snapshot
@@ -72,15 +71,20 @@ def test_the_speeds_of_replicas_add_up(caplog: pytest.LogCaptureFixture) -> None
         for name, engines in enumerate(replicas):
             fleet.add(str(name), engines)
         _, state = make_app(fleet, TokenizerCache(), page=False)
-        telling = asyncio.create_task(tell_doings(state.metrics.recent, every_s=0.01))
-        await asyncio.sleep(0)
         predictions = Predictions(step_s=3.0, plain_s=6.0)
         worked = Stats(steps=60, step_s=3.0, output_tokens=120, predictions=predictions)
-        for stats in (Stats(), worked):
+
+        async def tell(stats: Stats) -> None:
             for engines in replicas:
                 engines.snapshot = Snapshot(stats, Gauges.none())
                 engines.on_snapshot(engines.snapshot)
-            await asyncio.sleep(2 * TICK_S)  # the fleet sums at looks
+            while (whole := state.metrics.recent.newest) is None or whole.stats.steps != 2 * stats.steps:
+                await asyncio.sleep(0.01)  # the fleet sums at looks
+
+        await tell(Stats())
+        telling = asyncio.create_task(tell_doings(state.metrics.recent, every_s=1.0))
+        await asyncio.sleep(0.1)  # the window is later than the wait by its own time
+        await tell(worked)
         while not caplog.records:
             await asyncio.sleep(0.01)
         telling.cancel()
