@@ -344,6 +344,7 @@ class Tally:
     cases: int = 0
     stats: Stats = field(default_factory=Stats)
     endings: set[object] = field(default_factory=set)
+    num_stopped: int = 0  # answers that ended before their limit
     verified_at: list[int] = field(default_factory=lambda: [0] * 8)
     accepted_at: list[int] = field(default_factory=lambda: [0] * 8)
     preemptions: int = 0
@@ -360,6 +361,7 @@ class Tally:
         self.stats.drafters |= stats.drafters
         self.ks |= {k for k, count in enumerate(stats.k_histogram) if count}
         self.endings |= {a.ending[0] for a in answers.values()}
+        self.num_stopped += sum(a.ending[0] == "stop" for a in answers.values())
         for counts in stats.drafters.values():
             for i, count in enumerate(counts.verified_at):
                 self.verified_at[i] += count

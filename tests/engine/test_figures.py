@@ -37,7 +37,7 @@ def test_the_engine_counts_what_its_answers_count(draft: str, types: str) -> Non
     """Also of passes in which an answer ended, and of those that ran when it had (`cuda` is a step late)."""
     engine, ends = make_engine(draft, Settings(), types=types), list[Outcome]()
     for number in range(16):
-        params = SamplingParams(max_tokens=5 + number, stop_token_ids=tuple(range(number, 300, 12)))
+        params = SamplingParams(max_tokens=9 + number, stop_token_ids=tuple(range(number, 256, 16)))
         engine.add(Request(str(number), (40, 41, 40 + number), params, seed=number))
     while engine.has_work:
         ends += [o for o in engine.step() if o.finish_reason is not None]

@@ -109,6 +109,13 @@ def assert_lengths_met(tally: Tally) -> None:
     assert min(tally.times_accepted) > 10, tally.times_accepted
 
 
+def assert_all_accepted(tally: Tally) -> None:
+    """Kept drafts behind an answer's end are not counted; a first draft is never behind it."""
+    assert tally.accepted_at[0] == tally.verified_at[0]
+    behind = [verified - accepted for verified, accepted in zip(tally.verified_at, tally.accepted_at, strict=True)]
+    assert all(0 <= count <= tally.num_stopped for count in behind), (behind, tally.num_stopped)
+
+
 def assert_accepted_whole(tally: Tally) -> None:
     assert tally.verified_at[7] > 100
 
@@ -148,7 +155,7 @@ def test_the_native_backend_keeps_every_bit(draft: str, types: str) -> None:
 
 def test_drafting_for_itself_accepts_every_draft() -> None:
     tally = suite(ITSELF, EXAMPLES, assert_accepted_whole, grammars=False)  # it drafts without their masks
-    assert tally.accepted_at == tally.verified_at
+    assert_all_accepted(tally)
 
 
 def assert_controlled(tally: Tally) -> None:
@@ -213,7 +220,7 @@ def test_a_renumbered_target_accepts_every_draft() -> None:
     """Shared pages, drafts drawn by the target's ids: at any temperature both choose the same."""
     draft = "draft-model:model=renumbered,vocabulary=tokens"
     tally = suite(draft, EXAMPLES // 2, assert_accepted_whole, grammars=False)  # what they force may be refused
-    assert tally.accepted_at == tally.verified_at
+    assert_all_accepted(tally)
 
 
 def test_choices_of_one_request_differ() -> None:

@@ -151,7 +151,7 @@ class SharedReplica(StepReplica):
 
     def __init__(self, kind: ReplicaKind, trace: FleetTrace, ends: Ends, crowded: StepCost | None) -> None:
         """crowded: prices while another engine works."""
-        super().__init__(kind, trace, ends, 1.0)
+        super().__init__(kind, trace, ends, 1.0, seed=0)
         self._crowded = crowded or self.cost
         self._trace = trace
         self.written: list[int] = []  # requests with a token of the last step
