@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, kernels
 from paceline.core.errors import BadModelFile, ConfigError, EngineDied, ModelNotFound, RequestError
 from paceline.core.request_nouns import Request
 from paceline.core.weight_source import WeightSource
@@ -186,6 +186,22 @@ def test_memory_is_given_back_and_the_weights_return(llm: LLM, models: tuple[Pat
     llm.resume_memory(("kv_cache",))
     llm.update_weights(models[0], "woken")  # in place of weights that were given back
     assert llm.generate([PROMPT], SCORED)[0].figures.weights == ((0, "woken"),)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_of_kv_is_given_back_while_the_weights_stay(
+    models: tuple[Path, Path], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Store(kernels.KVStore):
+        """One that weak references take."""
+
+    monkeypatch.setattr(kernels, "KVStore", Store)
+    with opened(models[0], threads=threads) as llm:
+        llm.generate([PROMPT], SCORED)
+        kv = ref(llm.built.engine.target.kv)
+        assert kv() is not None
+        llm.release_memory(("kv_cache",))
+        assert kv() is None
 
 
 def test_memory_that_was_freed_is_returned_once_the_engine_is_gone(

@@ -102,6 +102,7 @@ class NativeDecoder:
     def _finish(self, request: PassRequest, result: PassResult) -> PassResult:
         with self.alone:
             self.compiled.finish()
+            self._begun = None  # or its KV would stay as long as the weights
             touched = self._touched()
         return self._padded(request, replace(result, touched=touched) if touched else result)
 
