@@ -50,6 +50,8 @@ def test_tokens_that_are_asked_for_decide(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen(16, monkeypatch, kv_tokens=60_000) == ("i16", "")
     assert chosen(16, monkeypatch, kv_tokens=70_000)[0] == "i8"
     assert chosen(16, monkeypatch, kv_tokens=70_000, weights="int4") == ("i16", "")
+    assert chosen(16, monkeypatch, kv_tokens=15_000, sharers=4) == ("i16", "")
+    assert chosen(16, monkeypatch, kv_tokens=16_000, sharers=4)[0] == "i8", "each has a quarter"
 
 
 def test_heads_that_integers_do_not_take_have_floats() -> None:

@@ -53,7 +53,7 @@ def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tu
         return wide, f"integers take heads of {MAX_INT_KV_HEAD} numbers, not {dim}"
     tokens = config.kv_tokens or min(config.limits.max_len, model.max_context)
     free = config.free_bytes() - num_weights(model) * NUM_BYTES[config.weight_type]
-    most = max(free, 0) * (1.0 if config.kv_tokens else share)
+    most = max(free, 0) * (1 / config.sharers if config.kv_tokens else share)
     needed = _numbers(config, model, tokens) * NUM_BYTES[usual]
     if needed <= most:
         return usual, ""
