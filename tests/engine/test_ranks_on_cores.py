@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from paceline.backend.native.ranked import load_decoder
+from paceline.core.nouns import PAGE_TOKENS
 from paceline.draft.drafter import DraftWeights, Vocabulary
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
+from paceline.engine.assembly.kv_choices import kv_room, row_bytes
 from paceline.engine.request_table import Limits
 from paceline.model.heads.config import read_config
 from tests.draft.heads import drafter_of, head_values, random_weights, write_head
@@ -104,3 +107,15 @@ def test_texts_with_a_head_on_rank_0(tmp_path: Path) -> None:
     values = head_values("eagle3", CONFIG)
     head = write_head(tmp_path, values, CONFIG, random_weights(read_config(values, CONFIG)))
     assert_texts(engine_of(f"{drafter_of('eagle3')}:model={head},k=3", 2), drafted=False)
+
+
+def test_kv_of_all_ranks_counts_as_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGE_TOKENS * target(1).decoder.new_kv(1).bytes_per_token
+    monkeypatch.setattr("paceline.backend.registry.available_bytes", lambda: 40 * page)
+    drafter, of_rows = cast("Any", SimpleNamespace(row_numbers=lambda *_: 1000)), set[int]()
+    for ranks in (1, 2):
+        config = EngineConfig(backend="native", kv="i16", limits=Limits(7, MAX_LEN), tensor_parallel=ranks)
+        assert kv_room(config, config.limits, target(ranks).decoder).num_pages == 20
+        assert engine_of("off", ranks).kv_bytes == FEW_PAGES * page
+        of_rows.add(row_bytes(config, target(ranks).decoder, "", [drafter], 7))
+    assert len(of_rows) == 1

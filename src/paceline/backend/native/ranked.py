@@ -251,9 +251,16 @@ def _close_files(files: list[int]) -> None:
 class RankedKV(kernels.KVStore):
     """Rank 0's part of a store, and its number among ranks."""
 
-    def __init__(self, kv_type: str, num_pages: int, heads: Sequence[tuple[int, int]], number: int) -> None:
+    def __init__(
+        self, kv_type: str, num_pages: int, heads: Sequence[tuple[int, int]], number: int, num_ranks: int
+    ) -> None:
         super().__init__(kv_type, num_pages, heads)
-        self.number = number
+        self.number, self.num_ranks = number, num_ranks
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of all parts together: they lie in one memory."""
+        return self.num_ranks * super().bytes_per_token
 
 
 class RankedDecoder(NativeDecoder):
@@ -284,7 +291,7 @@ class RankedDecoder(NativeDecoder):
         """Return an empty store, see `NativeDecoder.new_kv`; every rank has the keys of its heads."""
         heads = [(num_kv // self.num_ranks, dim) for num_kv, dim in self.config.kv_heads(num_layers)]
         number = self.ranks.new_kv(num_pages, num_layers or self.config.num_layers)
-        kv = RankedKV(self.kv_type, num_pages, heads, number)
+        kv = RankedKV(self.kv_type, num_pages, heads, number, self.num_ranks)
         finalize(kv, self.ranks.drop_kv, number)
         return kv
 

@@ -108,7 +108,8 @@ def row_bytes(
     """
     if config.device_defaults is not None and config.placement.apart:
         return 0
-    model, own = target.config, target.new_kv(1).bytes_per_token * config.tensor_parallel
+    parts = 1 if config.device_defaults is None else config.tensor_parallel  # each on a device of its own
+    model, own = target.config, target.new_kv(1).bytes_per_token * parts
     keepers = [one for one in drafters if isinstance(one, KeepsForRows)]
     numbers = sum(one.row_numbers(model, fingerprint, num_rows) for one in keepers)
     return ceil(numbers * own / (2 * sum(heads.kv_size for heads in model.kv_heads())))
