@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -575,6 +577,22 @@ def test_tokens_asked_for_take_free_memory_and_equals_have_as_much(monkeypatch: 
     free = 0
     equal = whole.settled(asked, decoder.new_kv(1)).pin(halves)
     assert kv_room(equal, equal.limits, decoder) == whole
+
+
+def test_kv_goes_with_the_engine_and_whoever_reads_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with some later collection: a worker whose memory was given back hardly does a thing."""
+    made = engine("native", monkeypatch, kv_tokens=TIGHT)
+    pool = made.scheduler.pool
+    log, gone = pool.tell(), ref(pool)
+    made.close()
+    del made
+    gc.collect()
+    gc.disable()
+    try:
+        del log, pool
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def resident_bytes() -> int:

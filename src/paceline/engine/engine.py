@@ -215,6 +215,7 @@ class Engine(Verbs):
         self.stop_keeping()
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()
+        self.scheduler.pool.events = None  # some refer to the pool: a cycle would keep its KV
 
     def check(self) -> None:
         """Assert every invariant. Tests call this after each step."""
