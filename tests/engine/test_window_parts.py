@@ -35,7 +35,7 @@ from paceline.engine.kv_disk import Reading
 from paceline.engine.pages import pages_for
 from paceline.engine.request_table import Limits
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sliding_pages import most_pages
+from paceline.engine.sliding_pages import SlidingPool, most_pages
 from paceline.engine.window_parts import PartedPool
 from paceline.model.config import Heads, Rope, Sliding
 from tests.engine.same_text import KV_TYPES, Answer, make_decoder
@@ -325,6 +325,17 @@ def test_reading_leaves_what_rows_need_and_goes_on_when_parts_have_gone() -> Non
     assert sum(disk.counts) == 39
     assert admitted.cached_len == 39 * PAGE_TOKENS
     assert dropped
+
+
+def test_a_window_is_all_that_is_read_where_all_layers_slide() -> None:
+    pool, disk = SlidingPool(40, window=100), AllOnDisk()
+    scheduler = Scheduler(Limits(num_rows=2, prefill_tokens=16), pool)
+    pool.disk = disk  # type: ignore[assignment]
+    scheduler.add(Request("long", tuple(range(1, 16 * 40)), SamplingParams(max_tokens=4), 0))
+    admissions = [one for _ in range(2) for one in scheduler.schedule(Plan()).admissions]
+    assert [one.cached_len for one in admissions] == [39 * PAGE_TOKENS]
+    assert disk.counts == [39 - pool.first_page(39)]
+    scheduler.check()
 
 
 # Engines -----------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from hypothesis.stateful import initialize, rule
 from paceline.core.nouns import PAGE_TOKENS, BatchRow
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
-from paceline.engine import sliding_pages
+from paceline.engine import kv_disk, sliding_pages
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.prefix_cache import chain_hash, root_hash
 from paceline.engine.request_table import Limits
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sliding_pages import SlidingPool
-from tests.engine.test_kv_disk import written
+from tests.engine.test_kv_disk import DiskMachine, written
 from tests.engine.test_scheduler import BruteForceBackend, LateSchedulerMachine, SchedulerMachine
 
 if TYPE_CHECKING:
@@ -82,6 +82,31 @@ TestWindows = WindowMachine.TestCase
 TestWindows.settings = _SETTINGS
 TestLateWindows = LateWindowMachine.TestCase
 TestLateWindows.settings = _SETTINGS
+
+
+class WindowDiskMachine(WindowMachine, DiskMachine):
+    """Likewise, with pages that come back from disk."""
+
+
+def test_what_windows_read_from_disk_is_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_disk, "LEAST_PAGES", 1)
+    firsts: list[int] = []
+    for seed in range(8):
+        random, machine = Random(seed), WindowDiskMachine()
+        window, spare = random.randint(1, 100), random.randint(0, 10)
+        machine.start(num_rows=2, window=window, spare=spare, prefill_tokens=40, caching=True, seed=seed)
+        machine.attach()
+        machine.disk.files.max_bytes *= 8
+        for _ in range(8):
+            length, max_tokens = random.randint(100, 600), random.randint(1, 40)
+            machine.arrive(length=length, stem=seed % 2, max_tokens=max_tokens, salt=False)
+            for _ in range(random.randint(5, 40)):
+                machine.run(max_k=2, steps=1)
+                firsts += [machine.disk.reading.first] if machine.disk.reading else []
+            machine.evict_all()
+            machine.adds_up()
+        machine.teardown()
+    assert any(firsts), "what is behind a window is not read"
 
 
 # The prefix cache --------------------------------------------------------------------------------

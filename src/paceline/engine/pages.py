@@ -57,6 +57,10 @@ class PagePool(PrefixCache):
     # What a row takes, which windows change. `past`: leading entries of its page table, behind its window;
     # `num_bare`: last ones, which lack their window part.
 
+    def first_page(self, num_pages: int) -> int:
+        """Return the first page that tokens behind so many full pages may read."""
+        return 0
+
     def needed(self, total: int, past: int, found: int, most: int) -> tuple[int, int]:
         """Return the pages that a row takes when admitted, and those without window part.
 

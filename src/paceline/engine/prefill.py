@@ -90,13 +90,14 @@ class Prefiller(RequestTable):
         num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
         hashes = state.page_hashes(num_pages)
         past, pages = self.pool.match_window(hashes)
-        held, left = self.pool.held(pages, past), hashes[len(pages) :]
+        held = self.pool.held(pages, past)
         need, num_bare = self.pool.needed(pages_for(known_len), past, len(pages), self._most_pages)
         reserve = max(0, min(len(self.running), self.pool.num_pages - need - num_bare - sum(p >= 0 for p in held)))
         if not self.pool.fits(need + reserve, num_bare):  # the reserve is for rows to grow
             self.pool.give_back(reversed(held))
             return None
-        if self._read(state, len(pages), held, left, min(need + num_bare, self.pool.num_available - reserve)):
+        room = min(need + num_bare, self.pool.num_available - reserve)
+        if self._read(state, hashes, len(pages), held, room):
             return None
         self._dequeue(state)
         state.row, state.group = self._free_rows.pop(), group or 0
@@ -109,14 +110,20 @@ class Prefiller(RequestTable):
         self._num_asking += state.asks
         return state
 
-    def _read(self, state: RequestState, first: int, hits: list[int], left: list[bytes], room: int) -> bool:
-        """Begin to read up to `room` further pages from disk, if it pays."""
+    def _read(self, state: RequestState, hashes: list[bytes], first: int, hits: list[int], room: int) -> bool:
+        """Begin to read up to `room` pages from disk if it pays, from `first` on."""
         disk = self.pool.disk
-        count = 0 if disk is None or state.was_read else disk.worth(left[:room])
-        if disk is None or not count:
+        if disk is None or state.was_read:
             return False
+        end = first + disk.worth(hashes[first:])
+        if end == first:
+            return False
+        window = 0 if self.pool.budget else self.pool.first_page(end)  # a budget is of pools that need all pages
+        if first < window and end - window <= room:
+            first = window
+        count = min(end - first, room)
         state.was_read = count < room  # or there may be more than fits now
-        disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), left[:count])
+        disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), hashes[first : first + count])
         return True
 
     def end_reading(self, wait_s: float = 0.0) -> bool:

@@ -32,7 +32,7 @@ class SlidingPool(PagePool):
         return not self._valid
 
     def first_page(self, num_pages: int) -> int:
-        """Return the first page that tokens behind so many full pages may read."""
+        """See `PagePool`."""
         first_key = num_pages * PAGE_TOKENS - self.window + 1
         return max(first_key, 0) // WINDOW_STEP * (WINDOW_STEP // PAGE_TOKENS) if self.slides else 0
 
