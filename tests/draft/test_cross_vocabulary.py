@@ -195,7 +195,7 @@ def test_a_row_whose_pages_were_short_drafts_again_once_another_has_ended(monkey
         return draft
 
     monkeypatch.setattr(drafter, "propose", noted)
-    del drafter._foreign._free[5:]  # pages for one of these texts, not for two
+    del drafter._foreign._rows.free[5:]  # pages for one of these texts, not for two
     prompt = tuple(TARGET.tokenizer.encode("xyz" * 14))
     requests = [
         Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True), seed=0)
@@ -205,4 +205,13 @@ def test_a_row_whose_pages_were_short_drafts_again_once_another_has_ended(monkey
     assert {"first"} in drafted
     assert {"second"} in drafted
     engine.release_rows()
-    assert len(drafter._foreign._free) == 5
+    assert len(drafter._foreign._rows.free) == 5
+
+
+def test_a_device_has_as_many_pages_as_the_target() -> None:
+    """It gives their memory at once."""
+    for types, factor in (("f64", 2), ("cuda", 1)):
+        (drafter,) = make_engine("draft-model:model=other,k=2", PLAIN, types=types).drafting.drafters.values()
+        assert isinstance(drafter, ForeignDraftModel)
+        assert len(drafter._foreign._rows.free) == factor * PLAIN.num_pages
+        assert drafter.needs.kv_bytes_per_token == factor * drafter._kv.bytes_per_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,17 +90,16 @@ class Text:
     def tokens(self, row: int) -> NDArray[np.int64]:
         return self.rows.tokens(row)
 
-    def grow(self, count: int) -> None:
-        length = self.known_len(1)
-        self.rows.put_tokens(1, length, range(length, length + count))
-        self.rows.set_len(1, length + count)
+    def grow(self, count: int, row: int = 1) -> None:
+        length = self.known_len(row)
+        self.rows.put_tokens(row, length, range(length, length + count))
+        self.rows.set_len(row, length + count)
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(MIN_WINDOW, 200))
 def test_a_window_is_the_end_of_its_text(counts: list[int], max_len: int) -> None:
     text = Text()
     window = TextWindow(text, max_len)  # type: ignore[arg-type]
-    window.admit(1)
     first = 0
     for count in counts:
         text.grow(count)
@@ -109,11 +109,53 @@ def test_a_window_is_the_end_of_its_text(counts: list[int], max_len: int) -> Non
         held = window.known_len(1)
         assert held == length - first
         assert held + MAX_K <= max_len
-        packed = window.pack([(1, 0, held, [7])], [1], ahead=MAX_K)
+        assert window.has_room(1)
+        packed = window.pack([(1, 0, held, [7])], [1], ahead=MAX_K - 1)
         assert packed.token_ids.tolist() == [*range(first, length), 7]
         assert packed.positions.tolist() == [*range(held + 1)]
-        assert set(packed.pages[0].tolist()) <= set(range(window.pages_per_row, window.num_pages))
+        assert len(set(packed.pages[0].tolist())) == packed.pages.shape[1] <= window.pages_per_row
+        window._rows.check(window.num_pages)
         assert not window.follow(1), "nothing is new"
+
+
+def test_rows_take_pages_as_their_texts_grow() -> None:
+    text = Text()
+    window = TextWindow(text, 64, 5)  # type: ignore[arg-type]
+    for row, count in ((1, 40), (0, 20)):
+        text.grow(count, row)
+        window.follow(row)
+    assert window.has_room(1)
+    assert not window.has_room(0), "one page is left, and it needs three"
+    assert len(window._rows.free) == 1
+    window.release(1)
+    window.follow(0)
+    assert window.has_room(0)
+    window._rows.check(5)
+
+
+def test_rows_without_pages_wait_for_their_drafts() -> None:
+    engine = make_engine(f"{ITSELF},max_len=64", PLAIN)
+    drafter = engine.drafting.drafters["draft-model"]
+    assert isinstance(drafter, DraftModel)
+    assert drafter._window
+    del drafter._window._rows.free[5:]  # for one row, not for all
+    assert_same(plain_answers(REQUESTS), run(engine, REQUESTS))
+    assert 20 < engine.stats().drafters["draft-model"].drafted
+    engine.release_rows()
+    assert len(drafter._window._rows.free) == 5
+
+
+def test_a_device_has_no_more_pages_for_windows_than_for_texts() -> None:
+    """It gives their memory at once, however many rows there may be."""
+    pages, few = {}, replace(PLAIN, num_pages=20)
+    for types in ("f64", "cuda"):
+        engine = make_engine(f"{ITSELF},max_len=128", few, types=types)
+        drafter = engine.drafting.drafters["draft-model"]
+        assert isinstance(drafter, DraftModel)
+        assert drafter._window
+        pages[types] = drafter._window.num_pages
+    num_rows = few.num_rows
+    assert pages == {"f64": 8 * num_rows, "cuda": min(8 * num_rows, 20 + num_rows)}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +176,7 @@ def test_its_memory_does_not_grow_with_texts() -> None:
     whole = make_engine(ITSELF, PLAIN).drafting.drafters["draft-model"].needs
     needs = drafter.needs
     assert needs.request_bytes(1 << 20) == needs.request_bytes(1)
-    assert needs.bytes_per_row == 8 * PAGE_TOKENS * whole.kv_bytes_per_token  # 64 tokens, and room for overshoot
+    assert needs.bytes_per_row == 4 * PAGE_TOKENS * whole.kv_bytes_per_token
     assert whole.request_bytes(1000) == 1000 * whole.kv_bytes_per_token
     before = engine.gauges()
     assert before.drafter_bytes == {"draft-model": 0}

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.backend.rows import SLACK_TOKENS, TokenRows
 from paceline.backend.sampling import draw
 from paceline.backend.seam import PassRequest
-from paceline.core.nouns import NO_DRAFT, PAGE_TOKENS, WHOLE_TEXT, Draft, RowDraft
+from paceline.core.nouns import NO_DRAFT, WHOLE_TEXT, Draft, RowDraft
 from paceline.draft.autoregressive import catch_up_tokens, share_out
 from paceline.draft.drafter import Needs
 from paceline.draft.model.id_map import GREEDY_KIND
+from paceline.draft.model.text_window import OwnedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.draft.model.id_map import IdMap
     from paceline.draft.model.retokenize import Retokenizer
 
-PAGES_PER_PAGE = 2  # of the target's: a drafter may need more tokens for a text, and memory is taken as it is used
+PAGES_PER_PAGE = 2  # of the target's: a text may have more tokens here, and hosts give memory as it is used
 
 
 class _Guesses:
@@ -87,12 +87,13 @@ class ForeignDraftModel:
         self._report = report
         self._rows = target.rows
         self._dense = target.law_needs_probs
-        num_pages, max_len = PAGES_PER_PAGE * target.num_pages, PAGES_PER_PAGE * target.rows.max_len
+        pages_per_page = 1 if decoder.capabilities.device else PAGES_PER_PAGE  # a device gives it all at once
+        num_pages, max_len = pages_per_page * target.num_pages, PAGES_PER_PAGE * target.rows.max_len
         self._kv = decoder.new_kv(num_pages, num_layers)
         self._foreign = ForeignRows(target.rows.num_rows, num_pages, min(max_len, decoder.config.max_context))
         self._retokenizers: dict[int, Retokenizer] = {}  # of rows whose text the drafter can follow
         self._waiting: set[int] = set()  # rows whose pages were short, for another row to end
-        kv_bytes = PAGES_PER_PAGE * self._kv.bytes_per_token
+        kv_bytes = pages_per_page * self._kv.bytes_per_token
         self.needs = Needs(
             pages="own", kv_bytes_per_token=kv_bytes, reads=WHOLE_TEXT, reads_per_step=self._allowance
         )
@@ -207,12 +208,10 @@ class ForeignRows:
     """Rows in the drafter's own tokens: texts, pages, and how much is stored."""
 
     def __init__(self, num_rows: int, num_pages: int, max_len: int) -> None:
-        self._rows = TokenRows(num_rows, max_len + SLACK_TOKENS)
+        self._rows = OwnedRows(num_rows, max_len, num_pages)
         self.max_len = self._rows.max_len
         self._valid = [0] * num_rows  # leading tokens of each row in the store, guesses included
         self._written = [0] * num_rows  # tokens of each row that were written, guesses included
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._num_held = [0] * num_rows  # pages of each row
 
     def known_len(self, row: int) -> int:
         """Return the length of a row's text."""
@@ -232,7 +231,7 @@ class ForeignRows:
         Keys and values stay up to the first token that changed: the last border that both texts have.
         """
         length = first + len(token_ids)
-        if not self._reserve(row, length + room):
+        if not self._rows.reserve(row, length + room):
             return False
         known = self._rows.written_tokens(row, first, self._written[row])
         same = next((i for i, (a, b) in enumerate(zip(token_ids, known, strict=False)) if a != b), None)
@@ -259,21 +258,10 @@ class ForeignRows:
 
     def release(self, row: int) -> None:
         """Forget a row and take its pages back."""
-        self._free.extend(self._rows.page_ids(row, 0, self._num_held[row]))
-        self._num_held[row] = self._valid[row] = self._written[row] = 0
-        self._rows.set_len(row, 0)
-
-    def _reserve(self, row: int, length: int) -> bool:
-        held, wanted = self._num_held[row], -(-length // PAGE_TOKENS)
-        if length > self.max_len or wanted - held > len(self._free):
-            return False
-        if wanted > held:
-            self._rows.put_pages(row, held, [self._free.pop() for _ in range(held, wanted)])
-            self._num_held[row] = wanted
-        return True
+        self._rows.release(row)
+        self._valid[row] = self._written[row] = 0
 
     def check(self, num_pages: int) -> None:
         """Assert that no page is lost or held twice."""
-        held = [page for row, n in enumerate(self._num_held) for page in self._rows.page_ids(row, 0, n)]
-        assert sorted([*held, *self._free]) == list(range(num_pages))
+        self._rows.check(num_pages)
         assert all(valid <= written for valid, written in zip(self._valid, self._written, strict=True))

@@ -253,7 +253,10 @@ class DraftModelConfig:
         most = decoder.config.max_context
         if self.max_len > most:
             raise ConfigError(f"{self.name}:max_len={self.max_len}: the model was made for {most} tokens")
-        window = TextWindow(target.rows, self.max_len)
+        most_pages = None
+        if decoder.capabilities.device:  # it gives all memory at once: for the target's texts, and drafts behind
+            most_pages = target.num_pages + target.rows.num_rows
+        window = TextWindow(target.rows, self.max_len, most_pages)
         kv = decoder.new_kv(window.num_pages, self.layers)
         state, stops = window_bytes(window, kv.bytes_per_token), not target.law_needs_probs
         needs = Needs(pages="own", bytes_per_row=state, reads=self.max_len, stops=stops, trained_to=kept)
@@ -326,7 +329,7 @@ class DraftModel:
         """Start with what the store already holds of the row's cached pages."""
         self._valid[row] = valid_lens.get(self.name, 0)
         if self._window:
-            self._window.admit(row)
+            self._window.release(row)
 
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Catch up and draft the first token in one pass, then one step per token."""
@@ -365,6 +368,8 @@ class DraftModel:
             self._vocabulary.release(row)
         self.hints.release(row)
         self._seen.pop(row, None)
+        if self._window:
+            self._window.release(row)
 
     def forget(self) -> None:
         """Nothing is learnt across requests."""
@@ -386,9 +391,11 @@ class DraftModel:
 
     def _catch_up(self, rows: list[int]) -> list[int]:
         """Return the rows whose unseen tokens fit this step's allowance; bring the others nearer."""
-        for row in rows if self._window else ():
-            if self._window and self._window.follow(row):
+        if self._window:
+            moved, fit = (set(filter(of, rows)) for of in (self._window.follow, self._window.has_room))
+            for row in moved | (set(rows) - fit):
                 self._valid[row] = 0
+            rows = [row for row in rows if row in fit]
         behind = {row: self._rows.known_len(row) - self._start(row) for row in rows}
         ready, nearer = share_out(behind, self._allowance)
         if nearer:
