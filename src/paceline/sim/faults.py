@@ -53,9 +53,7 @@ KINDS: dict[str, tuple[Picks, float | None, float]] = {  # picks, size if none i
 
 
 def deaths(spec: str, num_replicas: int, seed: int = 0) -> Iterator[Death]:
-    """Return the deaths of a run in order of time. Raises `ConfigError`.
-
-    They come for as long as the run lasts.
+    """Return the deaths of a run as they come, without end. Raises `ConfigError`.
 
     spec: `RATE/h` or `exponential:RATE/h`, one replica of the fleet at a time; `rack:RATE/h,REPLICAS`;
     `waves:RATE/h,SHARE`. The rate is of the whole fleet. Times between deaths are exponential.

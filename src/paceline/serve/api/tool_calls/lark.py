@@ -100,8 +100,5 @@ def closed(tool: Tool) -> dict[str, Any]:
 
 
 def repeated(first: str, further: str, parallel: bool, tail: str = "") -> str:
-    """Return the expression of one call or several.
-
-    tail: what may end the last one although a further one might begin with it.
-    """
+    """Return the expression of one call or several; `tail` may end the last one."""
     return f"{first} ({further}){{0,{MAX_CALLS - 1}}} {tail}" if parallel else first
