@@ -397,8 +397,10 @@ def _print_interrupted(words: Sequence[str]) -> None:
 
 def _print_error(message: str) -> None:
     """Write one line to stderr, red on a terminal."""
+    from paceline.serve.terminal.display import is_screen
+
     line = f"error: {' '.join(message.split())}"
-    red = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    red = is_screen(sys.stderr) and not os.environ.get("NO_COLOR")
     sys.stderr.write(f"\033[31m{line}\033[0m\n" if red else f"{line}\n")
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from paceline.core import logs
 from paceline.core.errors import ConfigError, EngineDied, PacelineError
-from paceline.core.system import end_with_parent
+from paceline.core.system import end_with_parent, leave_to_parent
 from paceline.core.watchdog import Watchdog, process_work
 
 if TYPE_CHECKING:
@@ -298,8 +298,7 @@ def serve_rank(run: Callable[[RankLine], None]) -> NoReturn:
     `sys.argv` has the descriptor of its end of the line.
     """
     logs.configure("rank")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group; the engine answers
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     end_with_parent()
     line = RankLine(socket.socket(fileno=int(sys.argv[1])))
     with suppress(LineEnded):

@@ -356,6 +356,12 @@ def file_size(path: Path) -> int:
     return found.st_size
 
 
+def leave_to_parent(*signals: signal.Signals) -> None:
+    """Ignore signals that come to the whole process group: the parent answers them."""
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def wake_with_parent() -> None:
     """Ask to be woken, if stopped, when the parent ends: Linux does so.
 

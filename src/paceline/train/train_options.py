@@ -203,12 +203,9 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
 
 def mask_token(args: Namespace, material: TrainMaterial) -> int:
     """Return the mask token: that of `--start-from`, or else the rarest of the data."""
-    target = material.target
-    if args.start_from is not None:
-        known = head_config(args.start_from, target.config).mask_token_id
-        if known is not None:
-            return known
-    return rarest_token(material.corpus.texts, target.config.vocab_size)
+    config = material.target.config
+    known = None if args.start_from is None else head_config(args.start_from, config).mask_token_id
+    return rarest_token(material.corpus.texts, config.vocab_size) if known is None else known
 
 
 def features_of(

@@ -489,13 +489,19 @@ def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_sam
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def fleet_of_two() -> tuple[EngineFleet, list[FakeEngines], list[FakeCommands]]:
+    """Return a fleet of two replicas, and what these are made of."""
+    fleet, engines = EngineFleet(ReplicaOptions(replicas=2)), [FakeEngines(), FakeEngines()]
+    commands = [FakeCommands(), FakeCommands()]
+    for i, engine in enumerate(engines):
+        engine.commands = commands[i]
+        fleet.add(str(i), engine)
+    return fleet, engines, commands
+
+
 def test_a_replica_that_is_down_holds_up_no_command_but_to_give_memory_back() -> None:
     async def scenario() -> None:
-        fleet = EngineFleet(ReplicaOptions(replicas=2))
-        engines, commands = [FakeEngines(), FakeEngines()], [FakeCommands(), FakeCommands()]
-        for i, engine in enumerate(engines):
-            engine.commands = commands[i]
-            fleet.add(str(i), engine)
+        fleet, engines, commands = fleet_of_two()
         update, member = UpdateWeights(WeightSource(model="newer"), "v7"), fleet.members["1"]
         engines[1].die()
         await fleet.commands.send(Pause())
@@ -565,11 +571,7 @@ def test_a_replica_that_comes_later_gives_back_the_same_memory() -> None:
 
 def test_a_replica_that_missed_the_end_of_a_pause_is_told_again() -> None:
     async def scenario() -> None:
-        fleet = EngineFleet(ReplicaOptions(replicas=2))
-        engines, commands = [FakeEngines(), FakeEngines()], [FakeCommands(), FakeCommands()]
-        for i, engine in enumerate(engines):
-            engine.commands = commands[i]
-            fleet.add(str(i), engine)
+        fleet, engines, commands = fleet_of_two()
         await fleet.commands.send(Pause())
         commands[1].errors = [EngineDied("before it replied")]
         with pytest.raises(PartlyObeyed):

@@ -21,7 +21,7 @@ from paceline.core import logs
 from paceline.core.errors import PacelineError
 from paceline.core.nouns import Batch, BatchRow, Plan, RowPlan, RowVerdict, Scores, Verdict
 from paceline.core.request_nouns import Admission
-from paceline.core.system import end_with_parent, stay_on
+from paceline.core.system import end_with_parent, leave_to_parent, stay_on
 from paceline.engine.assembly.build import build_apart
 from paceline.engine.remote.protocol import (
     BeginDrafter,
@@ -164,8 +164,7 @@ def serve(channel: Channel) -> None:
 def main() -> None:
     """Run the process."""
     logs.configure("drafter")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the process group; the engine answers
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     end_with_parent()
     line, memory = map(int, sys.argv[1:])
     with suppress(ChannelClosed):

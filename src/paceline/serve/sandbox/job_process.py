@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.core.errors import PacelineError, RequestError
-from paceline.core.system import wake_with_parent
+from paceline.core.system import leave_to_parent, wake_with_parent
 from paceline.model.template import ChatTemplate
 from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox.jobs import (
@@ -86,8 +86,7 @@ def main() -> None:
     """Work through jobs until the server closes its end."""
     memory, seconds = int(sys.argv[1]), float(sys.argv[2])
     wake_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group; the server answers them
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -59,5 +59,5 @@ def _local(args: Namespace, stack: ExitStack) -> Speaker:
 def _server(args: Namespace) -> Speaker:
     usual = engine_config(args)
     if args.draft or usual.model != "default":
-        raise ConfigError("--url: the server has its own: leave out --model, --draft (PACELINE_MODEL, _DRAFT)")
+        raise ConfigError("--url: the server has its own; leave out --model and --draft, also in the environment")
     return ServerSpeaker(args.url, args.api_key)

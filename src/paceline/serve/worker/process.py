@@ -26,7 +26,7 @@ from paceline.core import logs
 from paceline.core.errors import EngineDied, PacelineError, RequestError
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Outcome, Request
-from paceline.core.system import end_with_parent, give_memory_back, stay_on, wake_with_parent
+from paceline.core.system import end_with_parent, give_memory_back, leave_to_parent, stay_on, wake_with_parent
 from paceline.core.watchdog import SHOW_THREADS
 from paceline.engine.assembly.owner import load_engine
 from paceline.engine.assembly.promise_key import self_test
@@ -428,8 +428,7 @@ def run(address: str) -> int:
 
 def main() -> int:
     """Entry point of the process."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # sent to the whole process group; the parent answers them
-        signal.signal(number, signal.SIG_IGN)
+    leave_to_parent(signal.SIGINT, signal.SIGHUP)
     wake_with_parent()
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # reads nothing beyond the line
         line = stdin.readline()
