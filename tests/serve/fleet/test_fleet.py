@@ -25,7 +25,7 @@ from paceline.serve.fleet import member as member_module
 from paceline.serve.fleet import tail as tail_module
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
-from paceline.serve.fleet.hedging import MIN_SAMPLES, Hedging
+from paceline.serve.fleet.hedging import MIN_SAMPLES, MOST_LEFT, Hedging
 from paceline.serve.fleet.journal import MOST_UNSTARTED, AnswerLeg
 from paceline.serve.fleet.legs import MOST_STRIKES
 from paceline.serve.fleet.local import start_fleet
@@ -553,7 +553,7 @@ def ready_to_hedge(bench: Bench) -> Hedging:
     assert hedging is not None
     for _ in range(MIN_SAMPLES):
         hedging.first_token(1.0, 0.001)
-    hedging.num_requests = 1000
+    hedging.came(1000)
     return hedging
 
 
@@ -567,7 +567,7 @@ def test_two_replicas_write_a_late_answer_and_the_one_ahead_is_heard(ahead: int)
             first = bench.writer("r")
             second = bench.fakes[1 - bench.fakes.index(first)]
             await until(lambda: "r" in second.rows)
-            assert hedging.num_hedged == 1
+            assert hedging.left == MOST_LEFT - 1
             order = [first, second] if ahead == 0 else [second, first]
             order[1].say("r", 2)
             order[0].say("r", 5)
@@ -647,13 +647,25 @@ def test_hedging_keeps_to_its_budget() -> None:
     hedging = Hedging(0.02)
     for _ in range(MIN_SAMPLES):
         hedging.first_token(0.1, 0.1)
-    hedging.num_requests = 49
+    hedging.came(49)
     assert not hedging.due(0.1, 10.0)
-    hedging.num_requests = 50
+    hedging.came(1)
     assert hedging.due(0.1, 10.0)
     assert not hedging.due(0.1, 0.09)
-    hedging.num_hedged = 1
+    hedging.left -= 1
     assert not hedging.due(0.1, 10.0)
+
+
+def test_hedging_in_a_bad_hour_does_not_spend_what_calm_months_saved() -> None:
+    hedging = Hedging(0.02)
+    for _ in range(MIN_SAMPLES):
+        hedging.first_token(0.1, 0.1)
+    hedging.came(1_000_000)
+    hedged = 0
+    while hedging.due(0.1, 10.0) and hedged < 1000:
+        hedging.left -= 1
+        hedged += 1
+    assert hedged == MOST_LEFT
 
 
 # Audits --------------------------------------------------------------------------------------------------

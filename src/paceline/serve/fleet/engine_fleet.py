@@ -139,7 +139,7 @@ class EngineFleet:
         answers = Answers(self, {r.request_id: i for i, r in enumerate(requests)}, on_event)
         promise = self._dispatch.key_for_new(ready)
         begun = [self._legs.journal.begin(request, answers, promise) for request in requests]
-        self._hedging.num_requests += len(begun)
+        self._hedging.came(len(begun))
         try:
             for answer in begun:
                 await self._place(answer)
@@ -454,7 +454,7 @@ class EngineFleet:
         for answer, leg in self._hedging.late(self._legs.journal.open.values()):
             found = self._dispatch.second(answer, leg)
             if found is not None and await self._begin_leg(answer, found[0], None):
-                self._hedging.num_hedged += 1
+                self._hedging.left -= 1
 
     # Messages of replicas ----------------------------------------------------------------------------
 

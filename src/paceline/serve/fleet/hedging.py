@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
 BUDGET = 0.02  # of all requests
+MOST_LEFT = 20.0  # hedges that calm times save: a bad hour must not spend what a month left over
 MIN_SAMPLES = 20  # of lateness, before anything is hedged
 MOST_SAMPLES = 512
 QUANTILE = 0.95
@@ -26,8 +27,11 @@ class Hedging:
         self._budget = budget
         self._late: deque[float] = deque(maxlen=MOST_SAMPLES)  # waited / predicted
         self._factor: float | None = None  # quantile of it
-        self.num_requests = 0
-        self.num_hedged = 0
+        self.left = 0.0  # hedges that may begin
+
+    def came(self, count: int) -> None:
+        """Note requests that begin: each brings its share of a hedge."""
+        self.left = min(self.left + self._budget * count, MOST_LEFT)
 
     def first_token(self, predicted_s: float, waited_s: float) -> None:
         """Note when a first token came."""
@@ -38,20 +42,15 @@ class Hedging:
         """Yield the answers that should be hedged now, and their only legs."""
         now_s = time.monotonic()
         for answer in tuple(answers) if self._budget else ():
-            leg = answer.legs[0] if len(answer.legs) == 1 and not (answer.told or answer.aborted) else None
-            if (
-                leg is not None
-                and not leg.spoke
-                and answer.request.keeps_text
-                and self.due(leg.wait_s, now_s - leg.began_s)
-            ):
+            if len(answer.legs) != 1 or answer.told or answer.aborted or not answer.request.keeps_text:
+                continue
+            leg = answer.legs[0]
+            if not leg.spoke and self.due(leg.wait_s, now_s - leg.began_s):
                 yield answer, leg
 
     def due(self, predicted_s: float, waited_s: float) -> bool:
         """True if a request that waits so long should be hedged, and may be."""
-        if waited_s < LEAST_WAIT_S or self.num_hedged + 1 > self._budget * self.num_requests:
-            return False
-        if len(self._late) < MIN_SAMPLES:
+        if waited_s < LEAST_WAIT_S or self.left < 1 or len(self._late) < MIN_SAMPLES:
             return False
         if self._factor is None:
             self._factor = sorted(self._late)[int(QUANTILE * (len(self._late) - 1))]
