@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox import keeper
 from paceline.serve.sandbox.jobs import CheckGrammar, JobDone, SetTokenizer
 from paceline.serve.sandbox.keeper import Sandbox, SandboxedTemplate
+from paceline.serve.tokenizer_cache import TokenizerCache
 from tests.core.test_system import stop, until_it_has_ended
 from tests.tiny import tiny_raw_tokenizer
 
@@ -37,7 +39,8 @@ BOMBS = {
 
 @pytest.fixture
 def sandbox() -> Iterator[Sandbox]:
-    made = Sandbox("chat template", param="messages", limit_s=1.5, memory_bytes=1 << 30)
+    made = Sandbox("chat template", param="messages", limit_s=1.5)
+    made._memory_bytes = 1 << 30
     yield made
     made.close()
 
@@ -159,8 +162,24 @@ def test_closing_ends_the_process_and_what_it_does(sandbox: Sandbox) -> None:
 
 
 def test_grammars_are_checked_there(sandbox: Sandbox) -> None:
+    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str().encode(), (319,), None, 320))  # starts it
     assert sandbox.call(CheckGrammar("regex", "a+", False)) == JobDone()
     with pytest.raises(RequestError, match="cannot be used"):
         sandbox.call(CheckGrammar("regex", "a(", False))
-    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str().encode(), (319,), None, 320))
     assert sandbox.call(CheckGrammar("lark", 'start: "a" <[319]>', True)) == JobDone()
+
+
+def test_the_start_of_its_process_takes_no_time_of_a_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine each grammar was refused, and ended the process that was about to be ready."""
+    slow = tmp_path / "python"
+    slow.write_text(f'#!/bin/sh\nsleep 4\nexec {shlex.quote(sys.executable)} "$@"\n')
+    slow.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    sandbox = TokenizerCache()._grammars
+    sandbox._limit_s = 3.0
+    try:
+        assert sandbox.call(CheckGrammar("regex", "a+", with_tokens=False)) == JobDone()
+    finally:
+        sandbox.close()

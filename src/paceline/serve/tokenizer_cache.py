@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import Ready, Template
 
 WARM_UP_TEXT = "Hello"
+WARM_UP_GRAMMAR = CheckGrammar("lark", 'start: "a"', with_tokens=False)
 NO_LIMIT = 1 << 30  # of tokens
 # Comments, texts and regexes; each may end with its line, so that no quote makes the search begin anew.
 _LITERAL = re.compile(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"?|/(?:[^/\\\n]|\\.)*/?')
@@ -44,7 +45,7 @@ class TokenizerCache:
         self._lock = asyncio.Lock()
         self._expected: tuple[Language, asyncio.Future[Prompts]] | None = None
         self._templates = Sandbox("chat template", param="messages")
-        self._grammars = Sandbox("grammar", param="grammar")
+        self._grammars = Sandbox("grammar", param="grammar", first=WARM_UP_GRAMMAR)
 
     async def of(self, ready: Ready) -> Prompts:
         """Return the prompts of the engine that sent `ready`."""

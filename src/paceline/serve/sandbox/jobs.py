@@ -65,7 +65,7 @@ class JobRefused(Message, frozen=True):
     ends: bool = False  # the process ends, as its memory ran out
 
 
-SetupJob = SetTemplate | SetTokenizer
+SetupJob = SetTemplate | SetTokenizer | CheckGrammar
 SandboxJob = SetTemplate | SetTokenizer | RenderPrompts | CheckGrammar
 JobResult = Rendered | JobDone | JobRefused
 

@@ -47,14 +47,15 @@ class Sandbox:
     """One process for jobs, one at a time. Safe to use from several threads."""
 
     def __init__(
-        self, what: str, *, param: str, limit_s: float = JOB_LIMIT_S, memory_bytes: int = MEMORY_BYTES
+        self, what: str, *, param: str, limit_s: float = JOB_LIMIT_S, first: SetupJob | None = None
     ) -> None:
-        """what: name of the work in error messages, which blame the field `param`."""
-        self._what = what
-        self._param = param
-        self._limit_s = limit_s
-        self._memory_bytes = memory_bytes
-        self._setups: dict[type, SetupJob] = {}
+        """what: name of the work in error messages, which blame the field `param`.
+
+        first: a small job for a process that starts, so that its imports take no time of a client's job.
+        """
+        self._what, self._param = what, param
+        self._limit_s, self._memory_bytes = limit_s, MEMORY_BYTES
+        self._setups: dict[type, SetupJob] = {} if first is None else {type(first): first}
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
@@ -157,8 +158,7 @@ class Sandbox:
         return result
 
     def _end(self) -> None:
-        process, self._process = self._process, None
-        link, self._link = self._link, None
+        process, link, self._process, self._link = self._process, self._link, None, None
         if link is not None:
             link.close()
         if process is not None:
