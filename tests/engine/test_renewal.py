@@ -217,6 +217,21 @@ def test_memory_that_was_freed_is_returned_once_the_engine_is_gone(
     assert alive == [False, False]
 
 
+def test_freed_memory_goes_to_the_system_behind_an_update_and_a_release(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C library would keep it: 60 MB more with each update of 135 million weights, and all of a release."""
+    seen: list[tuple[str, bool]] = []
+    with opened(models[0]) as llm:
+        engine = ref(llm.built.engine)
+        monkeypatch.setattr(
+            owner, "give_memory_back", lambda: seen.append((llm.weight_version, engine() is not None))
+        )
+        llm.update_weights(models[1], "newer")
+        llm.release_memory()
+    assert seen == [("newer", True), ("newer", False)]
+
+
 def test_memory_stays_while_an_answer_is_open(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SCORED)
     next(stream)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from paceline.core.errors import ConfigError, EngineDied, RequestError
+from paceline.core.system import give_memory_back
 from paceline.core.weight_source import ASLEEP, FIRST_VERSION, TAGS, WEIGHTS, check_version
 from paceline.engine.assembly.build import assemble, load
 from paceline.engine.renewal import Renewal, rebuild, renew, versioned
@@ -147,9 +148,11 @@ class EngineOwner:
         def take() -> Renewal:
             if built is None:
                 put()
-                return self._woken()
-            report = renew(built.engine, put, version, versioned(built.fingerprint, mark), drafters)
-            log.warning("weights are now version %s; drafters: %s", version, describe(report))
+                report = self._woken()
+            else:
+                report = renew(built.engine, put, version, versioned(built.fingerprint, mark), drafters)
+                log.warning("weights are now version %s; drafters: %s", version, describe(report))
+            give_memory_back()  # or each update leaves room for weights that no later one fills
             return report
 
         return take
@@ -194,6 +197,7 @@ class EngineOwner:
         if WEIGHTS in tags:
             self._loaded = None
         gc.collect()  # engine, loop and drafters refer to each other
+        give_memory_back()
         self.config.backend_spec.return_memory()
 
     def resume(self, tags: Collection[str], progress: Progress | None = None) -> None:

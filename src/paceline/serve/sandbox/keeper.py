@@ -94,8 +94,7 @@ class Sandbox:
     def close(self) -> None:
         """End the process."""
         self._closed = True
-        process = self._process
-        if process is not None:
+        if (process := self._process) is not None:
             process.kill()  # ends a job that holds the lock
         with self._lock:
             self._end()
