@@ -1049,6 +1049,28 @@ def test_replicas_that_are_only_slow_are_no_strikes() -> None:
     run(scenario)
 
 
+def test_deaths_of_replicas_that_spoke_again_are_no_strikes_for_what_had_left_them() -> None:
+    """On a busy machine all replicas are silent now and then; later deaths ended requests with status 500."""
+
+    async def scenario() -> None:
+        async with fleet_of(4) as bench:
+            heard = await bench.ask(request := request_of("r"))
+            slow = []
+            for _ in range(3):
+                slow.append(await silenced(bench, "r"))
+                await until(lambda: any("r" in fake.rows for fake in bench.fakes))
+                slow[-1].beat()
+            for one in slow:
+                one.die()
+                one.revive()
+            await until(lambda: all(member.ready for member in bench.fleet.members.values()))
+            await asyncio.sleep(4 * TICK_S)
+            assert heard.last is None
+            await bench.finish(request)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("started", [True, False])
 def test_a_request_that_hangs_every_replica_is_a_poison_pill(started: bool) -> None:
     """One that only waited at replicas that hang is not."""

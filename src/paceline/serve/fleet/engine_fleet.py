@@ -416,10 +416,10 @@ class EngineFleet:
 
     def _look_at(self, member: Member) -> None:
         self._level(member)
-        gone = (member.name, member.incarnation)
+        gone, heard_s = (member.name, member.incarnation), member.heard_s
         if member.note_replaced():
             self._dispatch.forget(member.name)
-            self._legs.blame(gone)
+            self._legs.blame(gone, heard_s)
         if member.leaves:
             self._move_all(member, "drain")
         if not member.num_legs:
@@ -452,8 +452,7 @@ class EngineFleet:
     async def _hedge(self) -> None:
         """Give answers whose first token is late to a second replica, too."""
         for answer, leg in self._hedging.late(self._legs.journal.open.values()):
-            found = self._dispatch.second(answer, leg)
-            if found is not None and await self._begin_leg(answer, found[0], None):
+            if (found := self._dispatch.second(answer, leg)) and await self._begin_leg(answer, found[0], None):
                 self._hedging.left -= 1
 
     # Messages of replicas ----------------------------------------------------------------------------

@@ -44,8 +44,7 @@ async def hand_over(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, g
     leg: the part that is still written. It is kept where it is if the reading fails.
     """
     try:
-        found = dispatch.choose(answer, {leg.replica})
-        if found is None:
+        if (found := dispatch.choose(answer, {leg.replica})) is None:
             await asyncio.sleep(AGAIN_S)
         else:
             await AheadReading(dispatch, answer, leg, found[0]).run(give)
@@ -104,8 +103,7 @@ class AheadReading:
         answer, member = self.answer, self.member
         if not self.holds:
             return False
-        hashes = page_hashes(answer.request, answer.told)
-        if not hashes:
+        if not (hashes := page_hashes(answer.request, answer.told)):
             return True
         heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         request = answer.continued(answer.new_leg(member.name, member.promise))

@@ -44,8 +44,7 @@ class Hedging:
         for answer in tuple(answers) if self._budget else ():
             if len(answer.legs) != 1 or answer.told or answer.aborted or not answer.request.keeps_text:
                 continue
-            leg = answer.legs[0]
-            if not leg.spoke and self.due(leg.wait_s, now_s - leg.began_s):
+            if not (leg := answer.legs[0]).spoke and self.due(leg.wait_s, now_s - leg.began_s):
                 yield answer, leg
 
     def due(self, predicted_s: float, waited_s: float) -> bool:

@@ -7,6 +7,7 @@ speaks again, its words are equal to those that were sent, and counted off by th
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -94,7 +95,7 @@ class OngoingAnswer:
     )  # (replica, its restarts) that must not have it again
     strikes: int = 0  # replicas that ended in a step of it since it last gained anything
     num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
-    hung: set[tuple[str, int]] = field(default_factory=set)  # silent since then; no strikes while they live
+    hung: dict[tuple[str, int], float] = field(default_factory=dict)  # silent since; they may speak again
     broken: bool = False  # a replica found no finite logit
     aborted: bool = False  # its replicas were told to end it
     refused: PacelineError | None = None  # by a replica that is full
@@ -150,7 +151,7 @@ class OngoingAnswer:
         self.num_unstarted = 0 if started else self.num_unstarted + 1
         counts = started or self.num_unstarted > MOST_UNSTARTED
         if counts and why == HANG:
-            self.hung.add(process)
+            self.hung[process] = time.monotonic()
         elif counts:
             self.strikes += 1
 

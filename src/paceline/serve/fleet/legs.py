@@ -57,8 +57,7 @@ class Legs:
 
     def drop(self, answer: OngoingAnswer, leg: AnswerLeg) -> None:
         """Forget a leg, and cancel it at its replica."""
-        at_replica = self.end(answer, leg)
-        if at_replica is not None:
+        if (at_replica := self.end(answer, leg)) is not None:
             self._spawn(at_replica.close())
 
     def settle(self, answer: OngoingAnswer, ahead: AnswerLeg, tokens_ahead: int) -> None:
@@ -118,11 +117,13 @@ class Legs:
         log.error("request %s: %s", name, POISON)
         self.fail(answer, Outcome(name, (), "", finish_reason="error", error=POISON, start=answer.num_tokens))
 
-    def blame(self, process: tuple[str, int]) -> None:
-        """Count a strike for answers that a process, now replaced, hung with."""
+    def blame(self, process: tuple[str, int], heard_s: float) -> None:
+        """Count a strike for answers that a process, now replaced, hung with.
+
+        heard_s: when it last spoke. What left it before did not end it.
+        """
         for answer in tuple(self.journal.open.values()):
-            if process in answer.hung:
-                answer.hung.remove(process)
+            if answer.hung.pop(process, heard_s) > heard_s:
                 answer.strikes += 1
                 if answer.strikes >= MOST_STRIKES:
                     self.give_up(answer)

@@ -64,6 +64,7 @@ class Member:
     freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
     silent_s: float = 0.0  # since its last message, in ticks of this process
     silent: bool = False  # it seems to hang
+    heard_s: float = 0.0  # time.monotonic() of the last counters of an engine that works
     incarnation: int = 0  # restarts that the fleet has seen
     num_legs: int = 0  # answers that it writes
     backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
@@ -160,6 +161,8 @@ class Member:
     def take(self, snapshot: Snapshot) -> None:
         """Take a snapshot of its counters, which is a sign of life, too."""
         self._beat()
+        if snapshot.gauges.num_pages and self.engines.restarts == self.incarnation:  # else its process has ended
+            self.heard_s = time.monotonic()
         last = self.recent.newest
         if last is not None and snapshot.stats.steps < last.stats.steps:
             self.ended = _sum_of(self.ended, last.stats)
