@@ -83,7 +83,8 @@ class Dispatch:
         hits = self._index.hits(self._hashes(answer)) if len(members) > 1 else {}
         view = RequestView(answer.length, answer.page_hashes or (), frozenset(banned.union(without)), promise)
         views = [member.view(hits.get(name, 0), alive=fits(member)) for name, member in members.items()]
-        return None if (choice := self._router.choose(view, views)) is None else (members[choice.replica], choice)
+        choice = self._router.choose(view, views)
+        return None if choice is None else (members[choice.replica], choice)
 
     def fresh_tokens(self, answer: OngoingAnswer, member: Member) -> int:
         """Return the tokens that a replica would have to prefill."""

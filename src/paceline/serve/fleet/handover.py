@@ -44,7 +44,8 @@ async def hand_over(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, g
     leg: the part that is still written. It is kept where it is if the reading fails.
     """
     try:
-        if (found := dispatch.choose(answer, {leg.replica})) is None:
+        found = dispatch.choose(answer, {leg.replica})
+        if found is None:
             await asyncio.sleep(AGAIN_S)
         else:
             await AheadReading(dispatch, answer, leg, found[0]).run(give)
@@ -103,7 +104,8 @@ class AheadReading:
         answer, member = self.answer, self.member
         if not self.holds:
             return False
-        if not (hashes := page_hashes(answer.request, answer.told)):
+        hashes = page_hashes(answer.request, answer.told)
+        if not hashes:
             return True
         heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         request = answer.continued(answer.new_leg(member.name, member.promise))

@@ -124,7 +124,8 @@ class EngineClient:
     @property
     def ready(self) -> Ready | None:
         """Message of the ready engine; None while it loads, hangs or restarts."""
-        return engine.ready if (engine := self._engine) is not None and not engine.watchdog.late else None
+        engine = self._engine
+        return engine.ready if engine is not None and not engine.watchdog.late else None
 
     @property
     def num_open(self) -> int:

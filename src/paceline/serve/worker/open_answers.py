@@ -41,14 +41,16 @@ class OpenAnswers:
     def bring(self, batch: OutcomeBatch) -> None:
         """Bring outcomes to their answers. Those of cancelled requests are dropped."""
         for outcome in batch.outcomes:
-            if (answers := self._by_id.get(outcome.request_id)) is not None:
+            answers = self._by_id.get(outcome.request_id)
+            if answers is not None:
                 answers.put((answers.index[outcome.request_id], outcome))
                 if outcome.finish_reason is not None:
                     self._forget(outcome.request_id)
 
     def reject(self, rejected: Rejected) -> None:
         """End the answer to a refused request with its error."""
-        if (answers := self._by_id.get(rejected.request_id)) is not None:
+        answers = self._by_id.get(rejected.request_id)
+        if answers is not None:
             self._forget(rejected.request_id)
             answers.put(error_of(rejected.kind, rejected.message, rejected.param))
 
