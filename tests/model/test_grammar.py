@@ -126,6 +126,15 @@ def test_a_grammar_that_cannot_be_kept_is_refused_by_name(grammar: Grammar, word
             refuses(grammar)
 
 
+@pytest.mark.parametrize(
+    "grammar", [Grammar.json_schema({"$ref": "#"}), Grammar.regex(r"[^\s\S]"), Grammar.lark('start: a\na: a "x"')]
+)
+@pytest.mark.parametrize("tokenizer", [None, tiny_tokenizer(VOCAB)])
+def test_a_grammar_that_no_text_fits_is_refused(grammar: Grammar, tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="nothing may begin"):
+        check(grammar, tokenizer)
+
+
 A, B = {"type": "string"}, {"type": "integer"}
 REWRITTEN: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"type": "string", "format": "colour"}, ["red"], [1]),

@@ -39,9 +39,7 @@ def matcher_of(forms: AnswerForms, *, opened: bool, parallel: bool = True) -> LL
     grammar = forms.grammar(ToolUse(TOOLS, parallel=parallel), None, opened)
     assert grammar is not None
     vocabulary = grammars._vocabulary(forms.tokenizer, forms.tokenizer.vocab_size)
-    matcher = LLMatcher(vocabulary, grammars.source(grammar), log_level=0, limits=grammars._limits())
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
+    return grammars._matcher(vocabulary, grammar)
 
 
 def reads(matcher: LLMatcher, tokenizer: Tokenizer, text: str) -> None:

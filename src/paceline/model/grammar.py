@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
@@ -48,14 +48,6 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
-MAX_REASON_CHARS = 300
-
-
-@cache
-def _limits() -> llguidance.LLParserLimits:
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(**LIMITS)
 
 
 def source(grammar: Grammar) -> str:
@@ -84,16 +76,27 @@ def json_source(text: str) -> str:
 
 
 def check(grammar: Grammar, tokenizer: Tokenizer | None = None) -> None:
-    """Raise `RequestError`, which names the keyword, if a grammar is ill-formed or not supported.
+    """Raise `RequestError` for a grammar that is ill-formed, not supported, or that no text fits.
 
     tokenizer: for grammars that name special tokens.
     """
-    from llguidance import LLMatcher
+    from llguidance import LLTokenizer
 
-    vocabulary = None if tokenizer is None else _vocabulary(tokenizer, tokenizer.vocab_size)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(source(grammar), vocabulary, limits=_limits())
-    if failed:
-        raise _refusal(grammar, messages[0])
+    vocabulary = _vocabulary(tokenizer, tokenizer.vocab_size) if tokenizer else LLTokenizer("byte")
+    matcher = _matcher(vocabulary, grammar)
+    matcher.compute_bitmask()
+    if matcher.is_error():  # compiling does not find out whether anything may begin
+        raise RequestError("the grammar cannot be used: nothing may begin it, or too much work does", "grammar")
+
+
+def _matcher(vocabulary: llguidance.LLTokenizer, grammar: Grammar) -> llguidance.LLMatcher:
+    """Return a grammar's matcher before the first token. Raises `RequestError`, which names a keyword."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    found = LLMatcher(vocabulary, source(grammar), log_level=0, limits=LLParserLimits(**LIMITS))
+    if found.is_error():
+        raise _refusal(grammar, found.get_error())
+    return found
 
 
 def _refusal(grammar: Grammar, message: str) -> RequestError:
@@ -102,7 +105,7 @@ def _refusal(grammar: Grammar, message: str) -> RequestError:
     if found := _KEYS.search(message):
         keys = ", ".join(json.loads(f"[{found[1]}]"))
         return RequestError(f"the JSON schema uses {keys}, which is not supported", "grammar")
-    reason = message.partition("<state>")[0].strip()[:MAX_REASON_CHARS]
+    reason = message.partition("<state>")[0].strip()[:300]
     return RequestError(f"the {what} cannot be used: {reason}", "grammar")
 
 
@@ -144,10 +147,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
-        """The vocabulary as llguidance reads it.
-
-        Of 150,000 tokens it takes 70 MB, so it is made once a grammar comes.
-        """
+        """The vocabulary as llguidance reads it, which takes 70 MB of 150,000 tokens."""
         return _vocabulary(self._tokenizer, self.vocab_size)
 
     @cached_property
@@ -158,16 +158,10 @@ class Grammars:
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
         """Return a grammar's matcher before the first token, which stays so. Raises `RequestError`."""
-        from llguidance import LLMatcher
-
-        found = self._compiled.pop(grammar, None)
-        if found is None:
-            found = LLMatcher(self._vocabulary, source(grammar), log_level=0, limits=_limits())
-            if found.is_error():
-                raise _refusal(grammar, found.get_error())
-            if len(self._compiled) == MAX_COMPILED:
-                self._compiled.popitem(last=False)
+        found = self._compiled.pop(grammar, None) or _matcher(self._vocabulary, grammar)
         self._compiled[grammar] = found
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
         return found
 
     def begin(self, grammar: Grammar, answer: Sequence[int] = ()) -> GrammarState:
@@ -222,9 +216,7 @@ class Grammars:
                 found.unsafe_compute_mask_ptr(mask[index].ctypes.data, mask[index].nbytes)
             if found is None or found.is_error():
                 mask[index:] = 0
-                log.warning(
-                    "a grammar's matcher gave up: %s", found.get_error() if found else "token out of place"
-                )
+                log.warning("a grammar's matcher gave up: %s", found.get_error() if found else "misplaced token")
                 break
         state.matcher = state.again(()) or state.matcher
 
