@@ -111,6 +111,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": 'root ::= start\nstart ::= "a"'}, "grammar", "already exists"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "one of them"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "structural_tag: "),
+    ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing may begin"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "exclude"),
     ({"guided_regex": "a" * 300_000}, "guided_regex", "<= 262144"),
 ]
@@ -128,6 +130,16 @@ def test_what_cannot_be_kept_is_refused_by_name(
 
 
 # Work in the server's own process ------------------------------------------------------------------
+
+
+def test_a_structural_tag_may_be_the_text_of_its_json() -> None:
+    parts = [{"begin": "<f>", "schema": {}, "end": "</f>"}]
+    tag = {"type": "structural_tag", "triggers": ["<f"], "structures": parts}
+    found = []
+    for given in (tag, json.dumps(tag)):
+        asked = {"prompt": "a", "structured_outputs": {"structural_tag": given, "whitespace_pattern": " "}}
+        found.append(CompletionBody.decode(json.dumps(asked).encode())[0].structure)
+    assert found[0] == found[1] is not None
 
 
 def test_a_grammar_is_read_once_for_all_prompts() -> None:

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import DecodeError, Meta, Struct, field, json
 
 from paceline.core.errors import QueueFull, RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
+from paceline.serve.api.fields import read_once
 from paceline.serve.sandbox.keeper import MAX_WAITING
 
 if TYPE_CHECKING:
@@ -78,9 +79,10 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: ResponseFormat | None = None
+    structural_tag: ResponseFormat | Text | None = None  # the text is its JSON, as vLLM's own type has it
     # Accepted without effect: white space is fixed, and nothing falls back to another library.
     disable_any_whitespace: bool | None = None
+    whitespace_pattern: Short | None = None
     disable_fallback: bool | None = None
     backend: Short | None = field(default=None, name="_backend")
 
@@ -92,7 +94,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
             ("choice", self.choice, Grammar.choice),
             ("grammar", self.grammar, from_grammar),
             ("json_object", self.json_object or None, lambda _: Grammar.json_object()),
-            ("structural_tag", self.structural_tag, ResponseFormat.grammar),
+            ("structural_tag", self.structural_tag, _tag),
         ]
         found = _only("structured_outputs", ways)
         return None if found is None else found[0]
@@ -162,14 +164,21 @@ def from_grammar(text: str) -> Grammar:
     if len(text) > MAX_GBNF_CHARS:
         raise RequestError(f"a grammar in GBNF may have {MAX_GBNF_CHARS} characters; send it in Lark", "grammar")
     try:
-        return Grammar.lark(gbnf_to_lark(text))
-    except RequestError:
-        raise
+        lark = gbnf_to_lark(text)
     except RecursionError:
         raise RequestError("the grammar is nested too deeply", "grammar") from None
     except Exception as error:
-        reason = str(error)[:300]
-        raise RequestError(f"the grammar is neither Lark nor GBNF: {reason}", "grammar") from None
+        raise RequestError(f"the grammar is neither Lark nor GBNF: {str(error)[:300]}", "grammar") from None
+    return Grammar.lark(lark)
+
+
+def _tag(given: ResponseFormat | str) -> Grammar | None:
+    if isinstance(given, str):
+        try:
+            given = json.decode(given, type=read_once(ResponseFormat))
+        except DecodeError as error:
+            raise RequestError(f"structural_tag: {error}") from None
+    return given.grammar()
 
 
 def _tags(structures: list[_Structure], triggers: list[str]) -> Grammar:
