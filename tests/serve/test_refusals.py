@@ -109,7 +109,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": None}, "prompt", "Expected"),
     ({"prompt": {"a": 1}}, "prompt", "Expected"),
     ({"prompt": "word " * 20000}, "prompt", "tokens"),
-    ({}, None, "prompt"),
+    ({}, "prompt", "prompt"),
     ({"messages": []}, "messages", "length"),
     ({"messages": "hi"}, "messages", "array"),
     ({"messages": [{"role": "user"}]}, "messages", "needs content"),

@@ -214,7 +214,7 @@ def _same(value: Any, known: Any) -> bool:
 
 # Unknown fields --------------------------------------------------------------------------------------
 
-_AT = re.compile(r" - at `\$\.(\w+)[^`]*`$")
+_AT = re.compile(r"(?: - at `\$\.(\w+)[^`]*|required field `(\w+))`$")
 _PATH = re.compile(r" - at `\$([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 
@@ -235,7 +235,7 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
     if unknown and not _PATH.search(message):
         return _unknown_field(unknown[1], kind)
     text = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-    return RequestError(text, at[1][:64] if at else None)
+    return RequestError(text, (at[1] or at[2])[:64] if at else None)
 
 
 def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
