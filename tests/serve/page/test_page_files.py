@@ -67,7 +67,6 @@ def test_every_answer_has_strict_headers():
         assert "unsafe" not in policy
         assert "http" not in policy
         assert "frame-ancestors 'none'" in policy
-        assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["cross-origin-opener-policy"] == "same-origin"
 

@@ -82,7 +82,6 @@ def _file(name: str, data: bytes, policy: str, caching: str) -> PageFile:
         "cross-origin-resource-policy": "same-origin",
         "referrer-policy": "no-referrer",
         "vary": "accept-encoding",
-        "x-content-type-options": "nosniff",
         "x-frame-options": "DENY",
     }
     etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'.encode()
