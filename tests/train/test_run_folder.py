@@ -181,6 +181,20 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     assert (stat.st_ino, stat.st_size, there) == (path.stat().st_ino, path.stat().st_size, False)
 
 
+def test_whoever_may_read_the_folder_may_read_its_weights(tmp_path: Path) -> None:
+    """A server often runs as another user than training did."""
+    before = os.umask(0o027)
+    try:
+        run_folder.save_whole(tmp_path / "model.safetensors", {"w": torch.ones(8)})
+        run_folder.write_json(tmp_path / "config.json", {})
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {
+        "model.safetensors": "0o640",
+        "config.json": "0o640",
+    }
+
+
 @pytest.mark.parametrize("full", ["features", "out"])
 def test_a_full_disk_is_told_and_the_run_goes_on_later(
     full: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

@@ -39,9 +39,7 @@ class Resumable(Protocol):
 def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> None:
     """Write weights, moments and the number of the next step, atomically."""
     about = json.dumps({"step": trainer.step, "settings": settings}, sort_keys=True)
-    save_whole(
-        folder / CHECKPOINT, trainer.state(), {ABOUT: about}
-    )  # one entry: the order of several is not fixed
+    save_whole(folder / CHECKPOINT, trainer.state(), {ABOUT: about})  # one entry: the order of several varies
 
 
 def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> bool:
@@ -93,7 +91,10 @@ def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[s
     """Write a safetensors file atomically. Raises `PacelineError`, for a full disk too."""
     whole = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     with _replacing(path) as partial:
+        partial.touch()
+        mode = partial.stat().st_mode
         save_file(whole, partial, dict(about) if about else None)
+        partial.chmod(mode)  # `save_file` puts a file there that only its owner may read
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
