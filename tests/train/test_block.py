@@ -96,10 +96,8 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     learnt, kept = read_metrics(first)[-1]["accepted"], read_metrics(second)[0]["accepted"]
     assert learnt[2] > 0.05
     assert kept[2] == pytest.approx(learnt[2], abs=0.03)
-    options = ["--vocab-from", str(first), "--steps", "1", "--share-head"]
-    words = command("block", toy, tmp_path / "third", *SMALL, *options)
-    at = words.index("--vocab")
-    assert main(words[:at] + words[at + 2 :]) == 0
+    options = ["--vocab", "250", "--vocab-from", str(first), "--steps", "1", "--share-head"]
+    assert main(command("block", toy, tmp_path / "third", *SMALL, *options)) == 0
     heads = [load_head(folder, toy_config()) for folder in (first, tmp_path / "third")]
     same, others = hash_of(first), tmp_path / "others"  # as others name their file
     others.mkdir()

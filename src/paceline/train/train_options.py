@@ -192,8 +192,8 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)
     training, held_out = split(corpus.texts, args.held_out)
     texts, vocab_size = (corpus.texts[n] for n in training), target.config.vocab_size
-    known = args.vocab_from or args.start_from
-    if args.vocab is None and known is not None:
+    known = args.vocab_from or (args.start_from if args.vocab is None else None)
+    if known is not None:
         vocabulary, coverage = vocabulary_of(known, texts, vocab_size)
     else:
         vocabulary, coverage = choose_vocabulary(texts, vocab_size, args.vocab or VOCABULARY)
@@ -246,18 +246,8 @@ def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
 
 
 def _check(args: Namespace) -> None:
-    counts = (
-        "steps",
-        "batch_tokens",
-        "max_len",
-        "vocab",
-        "eval_tokens",
-        "eval_every",
-        "save_every",
-        "threads",
-        "k",
-    )
-    for flag in counts:
+    counts = ("steps", "batch_tokens", "max_len", "vocab", "threads", "k")
+    for flag in (*counts, "eval_tokens", "eval_every", "save_every"):
         value = getattr(args, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {value}")
