@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import paceline
+from paceline.backend.registry import BACKENDS
 from paceline.draft.registry import DRAFTERS
 from paceline.model.families import FAMILIES
 
@@ -60,8 +61,7 @@ PICKLING_METHODS = {"recv_pyobj", "send_pyobj"}
 HEAVY = {"torch", "numpy"}
 # A first docstring line is an imperative or a noun phrase; these words begin a clause.
 CLAUSES = {"As", "Do", "How", "If", "It", "Let", "That", "What", "When", "Where", "Whether", "Which", "Who"}
-# Names of drafters, families and backends, those to come included: only a registry may know them.
-NAMES = {*DRAFTERS, *FAMILIES, "suffix", "eagle", "eagle3", "reference", "native", "cuda"}
+NAMES = {*DRAFTERS, *FAMILIES, *BACKENDS}  # only a registry may know them
 
 
 def _problems(rule, files=FILES) -> list[str]:
