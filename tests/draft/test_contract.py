@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.nouns import BROKEN, UNCHOSEN
 from paceline.core.params import SamplingParams
 from paceline.draft.drafter import DraftWeights, Vocabulary
-from paceline.draft.registry import DRAFTERS, parse_spec
+from paceline.draft.registry import DRAFTERS, KeepsForPages, parse_spec
 from paceline.engine.assembly import build
 from paceline.engine.assembly.config import EngineConfig
 from paceline.engine.request_table import Limits
@@ -175,7 +175,9 @@ def built(backend: str, spec: str) -> tuple[Engine, Drafter]:
     except ConfigError as error:
         assert any(reason in str(error) for reason in ("knows its rows at once", "leave out draft-model:tokens"))
         pytest.skip(str(error))
-    (drafter,) = engine.drafting.drafters.values()
+    (drafter,), config = engine.drafting.drafters.values(), parse_spec(asked)
+    kept = isinstance(config, KeepsForPages) and config.keeps_for_pages
+    assert kept or not drafter.needs.stores, "nothing leaves memory for its stores"
     return engine, drafter
 
 
