@@ -501,8 +501,10 @@ def test_a_block_head_with_a_map_of_tokens_keeps_to_them(tmp_path: Path) -> None
     values = head_values(CORRECTED, mine)
     weights = random_weights(heads_config(values))
     write_head(tmp_path, values, mine, {n: w for n, w in weights.items() if n != "head"})
-    engine = make_engine(f"block:model={tmp_path}", PLAIN)
-    assert engine.drafting.drafters["block"].report()["tokens"] == 290
+    engine = make_engine(f"block:model={tmp_path},k=16", PLAIN)
+    drafter = engine.drafting.drafters["block"]
+    assert drafter.report()["tokens"] == 290
+    assert drafter.report()["k"] == drafter.needs.max_k < 16
     with pytest.raises(ConfigError, match="its own tokens"):
         make_engine(f"block:model={tmp_path},vocabulary=300", PLAIN)
 

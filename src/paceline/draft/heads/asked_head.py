@@ -52,7 +52,7 @@ def head_report(asked: AskedHead, config: HeadConfig, runner: HeadRunner) -> dic
     """Return facts about a drafter with a head for the start-up banner."""
     return {
         "drafter": asked.name,
-        "k": asked.k,
+        "k": min(asked.k, config.block.num_drafts) if config.block else asked.k,
         **({"branches": asked.branches} if asked.branches else {}),
         "model": asked.model or "ships for this target",
         "taps after layers": " ".join(map(str, config.taps)),
