@@ -114,7 +114,7 @@ class FakeEngines:
         self.slow = False  # requests that are cancelled are there until a pass ends
         self.leaving: set[str] = set()  # these
         self._answers: dict[str, Answers] = {}
-        self.commands: Commanded = FleetCommands({}, {})
+        self.commands: Commanded = FleetCommands({}, {}, asyncio.create_task)
         self.load()
 
     def load(self) -> None:

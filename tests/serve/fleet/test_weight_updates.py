@@ -381,7 +381,8 @@ def test_a_fleet_says_if_a_part_of_it_obeyed() -> None:
         commands = [FakeCommands(), FakeCommands()]
         for engine, own in zip(engines, commands, strict=True):
             engine.commands = own
-        fleet = FleetCommands({str(i): Member(str(i), engine) for i, engine in enumerate(engines)}, {})
+        members = {str(i): Member(str(i), engine) for i, engine in enumerate(engines)}
+        fleet = FleetCommands(members, {}, asyncio.create_task)
         commands[1].errors = [BadModelFile("one"), BadModelFile("both")]
         with pytest.raises(PartlyObeyed, match="one"):
             await fleet.send(FlushCache())
@@ -521,6 +522,26 @@ def test_a_replica_that_is_down_holds_up_no_command_but_to_give_memory_back() ->
             engine.die()
         with pytest.raises(EngineDied, match="not all replicas are ready"):
             await fleet.commands.send(Pause())
+        await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_a_replica_that_loads_during_an_update_does_not_serve_without_it() -> None:
+    async def scenario() -> None:
+        fleet, engines, commands = fleet_of_two()
+        engines[1].die()
+        commands[0].gate.clear()
+        commands[1].gate.clear()
+        sending = asyncio.create_task(fleet.commands.send(UpdateWeights(WeightSource(model="newer"), "v7")))
+        await until(lambda: bool(commands[0].sent))
+        engines[1].revive()
+        commands[0].gate.set()
+        await sending
+        assert [member.serves for member in fleet.members.values()] == [True, False], "it has the older weights"
+        commands[1].gate.set()
+        await until(lambda: fleet.members["1"].serves)
+        assert commands[1].version == "v7"
         await fleet.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))

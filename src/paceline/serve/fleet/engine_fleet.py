@@ -60,7 +60,7 @@ class EngineFleet:
         self.on_language: Callable[[Language], None] | None = None
         self._dispatch = Dispatch(options, self.members, self.metrics)
         self._legs = Legs(self.members, self.spawn, self.metrics.hedged)
-        self.commands = FleetCommands(self.members, self._legs.journal.open)
+        self.commands = FleetCommands(self.members, self._legs.journal.open, self.spawn)
         self._hedging = Hedging(BUDGET if options.hedge != "off" else 0.0)
         self._audits = Audits(options.audit, self.metrics.audited, self.metrics.audit_mismatches)
         self._tail = Tail(options.tail, self.members, self._legs.journal, self.move)
@@ -82,7 +82,7 @@ class EngineFleet:
             self._is_ready(member)
         if self._watches:
             self.spawn(engines.watch(on=True))
-        self._level(member)
+        self.commands.level(member)
         return member
 
     def remove(self, name: str) -> None:
@@ -92,12 +92,6 @@ class EngineFleet:
         self._dispatch.forget(name)
         self.metrics.forget(name)
         member.engines.kill()  # which ends its tasks
-
-    def _level(self, member: Member) -> None:
-        """Keep a replica out of service until it has the fleet's last weights."""
-        if not member.behind and self.commands.lag(member):
-            member.behind = True
-            self.spawn(self.commands.bring_up(member))
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run something beside, for as long as the fleet runs."""
@@ -415,7 +409,7 @@ class EngineFleet:
         self._tell_sum()
 
     def _look_at(self, member: Member) -> None:
-        self._level(member)
+        self.commands.level(member)
         gone, heard_s = (member.name, member.incarnation), member.heard_s
         if member.note_replaced():
             self._dispatch.forget(member.name)
@@ -471,7 +465,7 @@ class EngineFleet:
     def _is_ready(self, member: Member) -> None:
         """Take in an engine that has loaded; what grammars need is made before it serves."""
         member.note_ready()
-        self._level(member)
+        self.commands.level(member)
         tell_of_mixed(self.members.values(), member, any_promise=self.options.resume == ANY)
         self._warm(member)
 

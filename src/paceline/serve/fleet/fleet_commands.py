@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import EngineDied, PacelineError, PartlyObeyed
 from paceline.core.weight_source import FIRST_VERSION
@@ -14,11 +14,13 @@ from paceline.serve.worker.command_sender import to_its_end
 from paceline.serve.worker.commands import EngineState, GoOn, Pause, ReleaseMemory, ResumeMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
 
     from paceline.serve.fleet.journal import OngoingAnswer
     from paceline.serve.fleet.member import Member
     from paceline.serve.worker.commands import Command, Obeyed
+
+    Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,9 @@ AGAIN_S = 2.0  # before a replica that could not take the fleet's weights is sen
 class FleetCommands:
     """Sends each command to every replica; see `Commanded`."""
 
-    def __init__(self, members: Mapping[str, Member], open_answers: Mapping[str, OngoingAnswer]) -> None:
-        """open_answers: those of the journal, by request id."""
-        self._members, self._open = members, open_answers
+    def __init__(self, members: Mapping[str, Member], answers: Mapping[str, OngoingAnswer], spawn: Spawn) -> None:
+        """answers: open ones of the journal, by request id. spawn: runs something beside."""
+        self._members, self._open, self._spawn = members, answers, spawn
         self._state = EngineState()  # that all replicas are to have
         self._commanded = False  # by this front
         self._num_sending = 0
@@ -92,14 +94,18 @@ class FleetCommands:
         done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
         if done:
             self._state, self._commanded = self.state.after(command), True
+            for member in self._members.values():  # one may have loaded meanwhile
+                self.level(member)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise PartlyObeyed(f"not all replicas obeyed: {reply}") if done else reply
         return done[0]
 
-    def lag(self, member: Member) -> bool:
-        """Return True if a replica has missed a command that the fleet obeyed."""
-        return not self._num_sending and bool(self._missed(member))
+    def level(self, member: Member) -> None:
+        """Keep a replica out of service until it has obeyed what the fleet has."""
+        if not (member.behind or self._num_sending) and self._missed(member):
+            member.behind = True
+            self._spawn(self.bring_up(member))
 
     async def bring_up(self, member: Member) -> None:
         """Send a replica what it has missed until it has obeyed."""
