@@ -28,13 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LONGEST_S = 1800  # of a server: one serves a whole session, between whose tests others may run
+PATIENCE_S = 120.0  # for what must come: bounds a hang, also on a machine that does much else
 MAX_LEN = 16384  # long enough for answers that last several seconds
+OUTLASTING_LEN = 1 << 17  # ... and that no test outlasts
+OUTLASTING = ("--max-len", str(OUTLASTING_LEN))  # flags of a server over `long_model`
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 COMMAND = [sys.executable, "-c", "from paceline.cli import main; raise SystemExit(main())"]
 
 
-def write_model(folder: Path, seed: int = 0, **sizes: Any) -> Path:
-    config = tiny_config(max_context=MAX_LEN, **sizes)
+def write_model(folder: Path, seed: int = 0, max_len: int = MAX_LEN, **sizes: Any) -> Path:
+    config = tiny_config(max_context=max_len, **sizes)
     names = canonical_names(config, hf.MODEL_NAMES, hf.LAYER_NAMES, hf.LAYER_PREFIX)
     weights = tiny_weights(config, seed, embed_scale=3.0, dtype=torch.float32)
     save_file({names[name]: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -47,7 +50,7 @@ def write_model(folder: Path, seed: int = 0, **sizes: Any) -> Path:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": MAX_LEN,
+        "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
@@ -63,6 +66,12 @@ def write_model(folder: Path, seed: int = 0, **sizes: Any) -> Path:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a longer context, see `OUTLASTING`."""
+    return write_model(tmp_path_factory.mktemp("long_model"), max_len=OUTLASTING_LEN)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +95,7 @@ class Server:
     banner: str
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30.0, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=PATIENCE_S, **options)  # type: ignore[arg-type]
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -99,11 +108,11 @@ class Server:
         return found
 
     def health(self) -> int:
-        return httpx.get(f"{self.url}/health", timeout=5.0).status_code
+        return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code
 
     def metric(self, name: str, **headers: str) -> float:
         """A metric's value; 0 for a labelled one that has not been counted yet."""
-        text = httpx.get(f"{self.url}/metrics", timeout=5.0, headers=headers).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S, headers=headers).text
         found = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[0]) if found or "{" not in name else 0.0
 
@@ -139,7 +148,7 @@ def running(
         watchdog.cancel()
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -22,24 +22,24 @@ from paceline.core.errors import ConfigError
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig
-from tests.serve.conftest import Server, running, write_model
+from tests.serve.conftest import OUTLASTING, OUTLASTING_LEN, PATIENCE_S, Server, running, write_model
 from tests.serve.test_faults import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 PROMPT = [40, 50, 60, 70, 80, 90] * 4
 SAMPLING = {"max_new_tokens": 40, "temperature": 0.9, "sampling_seed": 7, "ignore_eos": True}
-LONG = SAMPLING | {"max_new_tokens": 12000}  # it is cut before it ends
+LONG = SAMPLING | {"max_new_tokens": 120_000}  # it is cut before it ends
 
 
 @pytest.fixture(scope="module")
 def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("newer"), seed=1)
+    return write_model(tmp_path_factory.mktemp("newer"), seed=1, max_len=OUTLASTING_LEN)
 
 
 @pytest.fixture(scope="module")
-def trained(model: Path) -> Iterator[Server]:
-    with running(model, "--rl") as found:
+def trained(long_model: Path) -> Iterator[Server]:
+    with running(long_model, "--rl", *OUTLASTING) as found:
         yield found
 
 
@@ -66,7 +66,7 @@ def test_ids_go_in_and_ids_and_log_probabilities_come_out(rl: httpx.Client) -> N
     about, ids = found["meta_info"], found["output_ids"]
     assert len(ids) == about["completion_tokens"] == 40
     assert about["finish_reason"] == {"type": "length", "length": 40}
-    assert about["weight_version"] == "default"
+    assert about["weight_version"] == rl.get("/get_weight_version").json()["weight_version"]
     assert [entry[1] for entry in about["output_token_logprobs"]] == ids
     assert all(entry[0] <= 0 and isinstance(entry[2], str) for entry in about["output_token_logprobs"])
     assert all(len(top) == 2 for top in about["output_top_logprobs"])
@@ -98,7 +98,7 @@ def test_a_stream_has_answers_as_far_as_they_have_come(rl: httpx.Client) -> None
     chunks = [json.loads(line) for line in lines[:-1]]
     assert all(whole["output_ids"][: len(c["output_ids"])] == c["output_ids"] for c in chunks)
     assert chunks[-1]["text"] == whole["text"]
-    assert chunks[0]["meta_info"]["finish_reason"] is None
+    assert [c["meta_info"]["finish_reason"] is None for c in chunks] == [True] * (len(chunks) - 1) + [False]
 
 
 @pytest.mark.parametrize("cut", [1, 17, 39])
@@ -119,7 +119,7 @@ class Open:
         self._pool = ThreadPoolExecutor(1)
         self._body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": rid, "stream": True} | body
         self._done = self._pool.submit(self._read, client)
-        assert self._started.wait(20)
+        assert self._started.wait(PATIENCE_S)
 
     def _read(self, client: httpx.Client) -> Any:
         last = None
@@ -128,13 +128,17 @@ class Open:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     last = line
-                    if len(json.loads(line.removeprefix("data: "))["output_ids"]) > 3:
+                    if not self._started.is_set() and len(_answer_in(line)["output_ids"]) > 3:
                         self._started.set()
         assert last is not None
-        return json.loads(last.removeprefix("data: "))
+        return _answer_in(last)
 
     def result(self) -> Any:
-        return self._done.result(30)
+        return self._done.result(PATIENCE_S)
+
+
+def _answer_in(line: str) -> Any:
+    return json.loads(line.removeprefix("data: "))
 
 
 def test_an_aborted_roll_out_gives_what_it_has_and_goes_on_exactly(rl: httpx.Client) -> None:
@@ -152,15 +156,15 @@ def test_an_aborted_roll_out_gives_what_it_has_and_goes_on_exactly(rl: httpx.Cli
 
 
 def test_a_pause_keeps_or_aborts(rl: httpx.Client) -> None:
-    kept = Open(rl, "kept", sampling_params=LONG | {"max_new_tokens": 400})
+    kept = Open(rl, "kept")
     post(rl, "/pause_generation", mode="keep")
-    time.sleep(1)  # for the counters of the last steps, which come four times a second
-    before = rl.get("/metrics").text
-    time.sleep(0.3)
-    assert _steps(before) == _steps(rl.get("/metrics").text), "no step while it is paused"
+    steps = _Steps(rl)
+    assert eventually(steps.are_as_before), "no step while it is paused"
     post(rl, "/continue_generation")
-    whole = generate(rl, sampling_params=LONG | {"max_new_tokens": 400})
-    assert kept.result()["output_ids"] == whole["output_ids"]
+    assert eventually(lambda: not steps.are_as_before())
+    post(rl, "/abort_request", rid="kept")
+    part = kept.result()["output_ids"]
+    assert generate(rl, sampling_params=LONG | {"max_new_tokens": len(part)})["output_ids"] == part
     gone = Open(rl, "gone")
     assert post(rl, "/pause_generation")["aborted"] == 1
     assert gone.result()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -168,14 +172,29 @@ def test_a_pause_keeps_or_aborts(rl: httpx.Client) -> None:
     time.sleep(0.2)
     assert not waiting.done()
     post(rl, "/continue_generation")
-    assert len(waiting.result(20)["output_ids"]) == 40
+    assert len(waiting.result(PATIENCE_S)["output_ids"]) == 40
 
 
-def _steps(metrics: str) -> str:
-    return next(line for line in metrics.splitlines() if line.startswith("paceline_steps_total"))
+class _Steps:
+    """The counter of steps."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client, self._last = client, ""
+
+    def are_as_before(self) -> bool:
+        """Return whether it is what it was at the last call, and stays so for some of the engine's messages."""
+        before, self._last = self._last, self._now()
+        time.sleep(0.6)  # it tells its counters four times a second, or twice without work
+        return before == self._last == self._now()
+
+    def _now(self) -> str:
+        metrics = self._client.get("/metrics").text
+        return next(line for line in metrics.splitlines() if line.startswith("paceline_steps_total"))
 
 
-def test_newer_weights_come_from_disk_and_from_tensors(trained: Server, rl: httpx.Client, model, newer) -> None:
+def test_newer_weights_come_from_disk_and_from_tensors(
+    trained: Server, rl: httpx.Client, long_model: Path, newer: Path
+) -> None:
     old = generate(rl)
     crossing = Open(rl, "crossing")
     done = post(rl, "/update_weights_from_disk", model_path=str(newer), weight_version="v1")
@@ -193,7 +212,7 @@ def test_newer_weights_come_from_disk_and_from_tensors(trained: Server, rl: http
     assert (first["version"], second["version"]) == ("default", "v1")
     assert first["start"] == 0 < second["start"]
 
-    with safe_open(model / "model.safetensors", "pt") as file:
+    with safe_open(long_model / "model.safetensors", "pt") as file:
         names = sorted(file.keys())
         for i, name in enumerate(names):
             last = {"chunks": str(len(names)), "weight_version": "v2"} if i + 1 == len(names) else {}
@@ -203,14 +222,13 @@ def test_newer_weights_come_from_disk_and_from_tensors(trained: Server, rl: http
     assert again["output_ids"] == old["output_ids"]
     assert again["meta_info"]["weight_version"] == "v2"
 
+    restarts = trained.metric("paceline_engine_restarts_total")
     os.kill(trained.engine_pid(), signal.SIGKILL)  # the next engine has the newest weights, too
-    for _ in range(200):
-        if trained.health() == 200:
-            break
-        time.sleep(0.1)
+    assert eventually(lambda: trained.metric("paceline_engine_restarts_total") > restarts)
+    assert eventually(lambda: trained.health() == 200)
     assert generate(rl)["output_ids"] == old["output_ids"]
     assert generate(rl)["meta_info"]["weight_version"] == "v2"
-    post(rl, "/update_weights_from_disk", model_path=str(model))
+    post(rl, "/update_weights_from_disk", model_path=str(long_model))
 
 
 def send_tensors(client: httpx.Client, tensors: dict[str, Any], **asked: str) -> httpx.Response:
@@ -270,8 +288,8 @@ def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(
     old, restarts = generate(rl)["output_ids"], trained.metric("paceline_engine_restarts_total")
     post(rl, "/release_memory_occupation")
     os.kill(trained.engine_pid(), signal.SIGKILL)
-    assert eventually(lambda: trained.metric("paceline_engine_restarts_total") > restarts, 60.0)
-    assert eventually(lambda: trained.health() == 200, 60.0)
+    assert eventually(lambda: trained.metric("paceline_engine_restarts_total") > restarts)
+    assert eventually(lambda: trained.health() == 200)
     asleep = rl.post("/generate", json={"input_ids": PROMPT})
     assert asleep.status_code == 503
     assert "kv_cache and weights" in asleep.text
@@ -332,14 +350,13 @@ def test_the_routes_go_with_a_key_or_this_machine_only() -> None:
     HttpConfig(operation=rl, insecure=True, api_key="secret")
 
 
-def test_commands_reach_every_replica(model: Path, newer: Path) -> None:
-    flags = ("--rl", "--replicas", "2", "--route", "round-robin", "--draft", "off")  # slow answers
-    with running(model, *flags) as server, server.client() as client:
-        for _ in range(300):
-            replicas = client.get("/v1/fleet").json()["replicas"]
-            if len(replicas) == 2 and all(line["state"] == "up" for line in replicas):
-                break
-            time.sleep(0.1)
+def test_commands_reach_every_replica(long_model: Path, newer: Path) -> None:
+    flags = ("--rl", "--replicas", "2", "--route", "round-robin", "--draft", "off", *OUTLASTING)
+    with running(long_model, *flags) as server, server.client() as client:
+        assert eventually(
+            lambda: [line["state"] for line in client.get("/v1/fleet").json()["replicas"]] == ["up"] * 2
+        )
+        replicas = client.get("/v1/fleet").json()["replicas"]
         old = [generate(client)["output_ids"] for _ in range(2)]
         assert old[0] == old[1]
         one = Open(client, "one")
