@@ -14,8 +14,9 @@ from paceline.core.errors import EngineDied
 from paceline.core.figures import Figures
 from paceline.core.request_nouns import Outcome
 from paceline.serve.api.errors import ApiError
+from paceline.serve.api.generate_format import generate_job
 from paceline.serve.api.parse import Serving, completion_job
-from paceline.serve.api.respond import Responder
+from paceline.serve.api.respond import responder
 from paceline.serve.engines import Disconnected
 from paceline.serve.observe.access import RECORD, RequestRecord
 from paceline.serve.observe.metrics import EngineCollector, Metrics
@@ -28,12 +29,17 @@ if TYPE_CHECKING:
 BODY = {"prompt": "the", "max_tokens": 8, "stream": True}
 
 
+ROLL_OUT = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}, "stream": True}
+
+
 class Events:
     """The events of one job, those of `waiting` in the queue, the others one at a time."""
 
-    def __init__(self, events: list[Event]) -> None:
-        self._later = events
+    def __init__(self, events: list[Event], waiting: int = 0) -> None:
+        self._later = events[: len(events) - waiting]
         self.queue: asyncio.Queue[Event] = asyncio.Queue()
+        for event in events[len(events) - waiting :]:
+            self.queue.put_nowait(event)
 
     async def next(self) -> Event:
         return self._later.pop(0)
@@ -46,18 +52,23 @@ class Events:
 
 
 def answered(
-    events: list[Event], metrics: Metrics | None = None, record: RequestRecord | None = None, **extra: Any
+    events: list[Event],
+    metrics: Metrics | None = None,
+    record: RequestRecord | None = None,
+    waiting: int = 0,
+    **extra: Any,
 ) -> str:
     """The body a client reads. Whole answers get their events before `submit` returns, one more than they need."""
     serving = Serving(Prompts(tiny_tokenizer(), None, 64), ("tiny",))
-    job = completion_job(json.dumps(BODY | extra).encode(), serving, time.monotonic())
+    new_job, body = (generate_job, ROLL_OUT) if "input_ids" in extra else (completion_job, BODY)
+    job = new_job(json.dumps(body | extra).encode(), serving, time.monotonic())
     sent: list[bytes] = []
 
     async def submit(_: object, on_event: OnEvent | None = None) -> Any:
         if on_event is not None:
             for event in (*events, Disconnected()):
                 on_event(event)
-        return Events(events)
+        return Events(events, waiting)
 
     async def receive() -> Any:
         await asyncio.Event().wait()
@@ -68,7 +79,7 @@ def answered(
     client: Any = SimpleNamespace(submit=submit, ready=None, restarts=0, num_open=0, snapshot=None)
     metrics = metrics or Metrics(EngineCollector(client))
     scope = {"type": "http", RECORD: record}
-    asyncio.run(Responder(job, metrics).run(client, scope, receive, send))
+    asyncio.run(responder(job, metrics).run(client, scope, receive, send))
     return b"".join(sent).decode()
 
 
@@ -90,6 +101,18 @@ def test_a_stream_that_breaks_off_repeats_nothing(count: int) -> None:
     parts = streamed([*(outcome(t, 1) for t in texts), EngineDied("gone")])
     assert [p["choices"][0]["text"] for p in parts[:-1]] == texts
     assert parts[-1]["error"]["code"] == "engine_unavailable"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_steps_of_a_roll_out_that_come_together_are_told_as_one(*, ends: bool) -> None:
+    """Each event has the whole answer so far: one for each step would take longer than the steps."""
+    end: Event = outcome("", 5, finish_reason="length") if ends else EngineDied("gone")
+    events = [*(outcome("a", i) for i in range(1, 5)), end]
+    told = streamed(events, waiting=4, input_ids=[1, 2])
+    assert [answer["output_ids"] for answer in told if "output_ids" in answer] == [[1, 2, 3, 4] + [5] * ends]
+    assert ends or told[-1]["error"]["code"] == "engine_unavailable"
+    apart = streamed(events, input_ids=[1, 2])
+    assert len(apart) == len(events)
 
 
 @pytest.mark.parametrize("stream", [True, False])

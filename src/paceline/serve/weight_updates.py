@@ -59,9 +59,7 @@ class WeightUpdates:
             update = UpdateWeights(WeightSource(model=place), check_version(version))
             try:
                 reply = await commands.send(update)
-            except (
-                PartlyObeyed
-            ):  # replicas have it: tensors that come later change these weights, not earlier ones
+            except PartlyObeyed:  # replicas have it: tensors that come later change these weights
                 await asyncio.to_thread(self.spool.drop_accepted)
                 raise
             await asyncio.to_thread(self.spool.drop_accepted)

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     WantedLayer = dict[str, Wanted]
     Tables = dict[str, NDArray[float32]]
 
-_SHARED_VECTORS = (
-    "_bias",
-    "_sinks",
-)  # ends of names; they have a number for each row or head, norms one per column
+_SHARED_VECTORS = ("_bias", "_sinks")  # ends of names: of each row or head a number; norms have one per column
 Ids = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]  # int64
 
 

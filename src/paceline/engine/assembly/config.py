@@ -57,9 +57,7 @@ class EngineConfig:
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
     threads: int | None = None  # None: all cores that it has time for
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within memory and a bound
-    kv_budget: int | None = (
-        None  # bytes of the target's KV where pages may lose window parts; None: by free memory
-    )
+    kv_budget: int | None = None  # bytes of KV where pages may lose window parts; None: by free memory
     sharers: int = 1  # engines that share the free memory: each takes such a part of the usual share for its KV
     prefix_cache: bool = True
     packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none

@@ -130,22 +130,25 @@ class Responder:
         try:
             while not self._finished:
                 if events.queue.empty():
-                    await _send_body(send, b"".join(unsent))
+                    await _send_body(send, b"".join(unsent) + self._late())
                     unsent.clear()  # before the wait, which may raise
                     event = await events.next()
                 else:
                     event = events.queue.get_nowait()
                 unsent.append(self._chunk(*_outcome_of(event)))
-            unsent.append(self._closing())
+            unsent += [self._late(), self._closing()]
         except ApiError as error:  # too late for a status
             self._count_failed(error)
             self._metrics.refused(error.status)
-            unsent.append(self._failure(error))
+            unsent += [self._late(), self._failure(error)]
         await _send_body(send, b"".join(unsent), more=False)
 
     # Parts of a stream -------------------------------------------------------------------------------
 
     def _opening(self) -> bytes:
+        return b""
+
+    def _late(self) -> bytes:
         return b""
 
     def _closing(self) -> bytes:
@@ -217,9 +220,8 @@ class Responder:
             return b""
         choice = self._with_passes(choice, index, outcome.notes)
         total = self._running_usage() if self.job.wants_running_usage else None
-        return self._data(
-            [choice], total, None if extras is None else partial(extras.chunk, outcome=outcome, first=first)
-        )
+        extend = None if extras is None else partial(extras.chunk, outcome=outcome, first=first)
+        return self._data([choice], total, extend)
 
     def _with_passes(self, choice: Json, index: int, notes: Sequence[PassNote]) -> Json:
         """Return a choice with the passes that made its newest tokens, if any were noted."""
@@ -282,7 +284,7 @@ class RollOutResponder(Responder):
 
     def __init__(self, job: Job, metrics: Metrics, form: RollOutFormat) -> None:
         super().__init__(job, metrics)
-        self._form = form
+        self._form, self._gained = form, dict[int, None]()  # answers since the last events
 
     def _body(self) -> Any:
         answers = [self._form.choice(index, answer) for index, answer in enumerate(self.answers)]
@@ -290,9 +292,13 @@ class RollOutResponder(Responder):
 
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         self._add(index, outcome)
-        return _event(
-            self._form.choice(index, self.answers[index]) | ({"index": index} if self._form.many else {})
-        )
+        self._gained[index] = None
+        return b""  # outcomes that came together share an event, or a stream that lags would lag ever more
+
+    def _late(self) -> bytes:
+        gained, self._gained = self._gained, {}
+        forms = ((i, self._form.choice(i, self.answers[i])) for i in gained)
+        return b"".join(_event(form | ({"index": i} if self._form.many else {})) for i, form in forms)
 
     def _closing(self) -> bytes:
         return DONE

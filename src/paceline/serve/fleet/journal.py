@@ -90,9 +90,7 @@ class OngoingAnswer:
     num_begun: int = 0  # legs so far
     promise: str = ""  # promise key that its replicas must have; empty: any, as nothing has been told
     inexact: bool = False  # it went on under another one
-    banned: set[tuple[str, int]] = field(
-        default_factory=set
-    )  # (replica, its restarts) that must not have it again
+    banned: set[tuple[str, int]] = field(default_factory=set)  # (replica, its restarts) not to have it again
     strikes: int = 0  # replicas that ended in a step of it since it last gained anything
     num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
     hung: dict[tuple[str, int], float] = field(default_factory=dict)  # silent since; they may speak again
