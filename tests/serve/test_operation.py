@@ -33,6 +33,7 @@ from paceline.serve.operation import OperationOptions
 from paceline.serve.server import begin_logs, http_config
 from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
+from tests.serve.test_faults import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,16 +55,19 @@ def logged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    whole, _, _ = path.read_text().rpartition("\n")  # the last one may just be written
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def line_of(path: Path, request_id: str) -> dict[str, Any]:
-    for _ in range(50):
-        for line in lines_of(path):
-            if line.get("request_id") == request_id:
-                return line
-        time.sleep(0.05)
-    raise AssertionError(f"no line of {request_id}")
+    found: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        found[:] = [line for line in lines_of(path) if line.get("request_id") == request_id]
+        return bool(found)
+
+    assert eventually(look), f"no line of {request_id}"
+    return found[0]
 
 
 def test_a_request_is_told_in_a_line_with_its_figures_and_without_its_text(logged: tuple[Server, Path]) -> None:
@@ -219,10 +223,7 @@ def test_each_key_of_a_file_has_its_role_its_salt_and_its_counts(model: Path, tm
 
         path.write_text(keys["bob"][1].line)
         server.process.send_signal(signal.SIGHUP)
-        until = time.monotonic() + 5
-        while http.get("/version", headers=bearer(ann)).status_code != 401 and time.monotonic() < until:
-            time.sleep(0.02)
-        assert http.get("/version", headers=bearer(ann)).status_code == 401
+        assert eventually(lambda: http.get("/version", headers=bearer(ann)).status_code == 401)
         path.write_text("broken")
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.1)

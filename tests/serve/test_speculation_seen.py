@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.pass_notes import StepNote
 from paceline.serve.observe.live import why
-from tests.serve.conftest import running
+from tests.serve.conftest import PATIENCE_S, running
 from tests.tiny import tiny_config
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def test_a_listener_sees_the_engine_work(http: httpx.Client) -> None:
         if not seen:
             asking.start()
         seen.append(event)
-        if (event["rows_running"] and event["steps"]) or time.monotonic() > begun_s + 20:
+        if (event["rows_running"] and event["steps"]) or time.monotonic() > begun_s + PATIENCE_S:
             break
     seen_enough.set()
     asking.join()

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.conftest import running, write_model
+from tests.serve.conftest import PATIENCE_S, running, write_model
 from tests.serve.test_sandbox import BOMBS
 
 if TYPE_CHECKING:
@@ -164,7 +164,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("extra", "field"), REFUSED)
 def test_what_cannot_be_done_is_refused_by_name(chatty: Server, extra: dict[str, Any], field: str) -> None:
-    answer = httpx.post(f"{chatty.url}/v1/chat/completions", json={"messages": [USER], **extra}, timeout=30)
+    answer = httpx.post(
+        f"{chatty.url}/v1/chat/completions", json={"messages": [USER], **extra}, timeout=PATIENCE_S
+    )
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == field, answer.text
 
@@ -188,18 +190,16 @@ def test_reasoning_has_a_field_of_its_own_and_bombs_of_a_template_are_a_400(tmp_
 
         def send(text: str) -> int:
             body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
-            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code
+            return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code
 
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             check_reasoning(client)
         with ThreadPoolExecutor() as pool:
-            bombs = [pool.submit(send, name) for name in ("string",)]
-            slowest_s = 0.0
-            while not all(bomb.done() for bomb in bombs):
-                start_s = time.monotonic()
+            bomb, answered_meanwhile = pool.submit(send, "string"), 0
+            while not bomb.done():
                 assert server.health() == 200
-                slowest_s = max(slowest_s, time.monotonic() - start_s)
+                answered_meanwhile += not bomb.done()
                 time.sleep(0.1)
-        assert [bomb.result() for bomb in bombs] == [400]
-        assert slowest_s < 2.0
+        assert bomb.result() == 400
+        assert answered_meanwhile > 1
         assert send("x") == 200

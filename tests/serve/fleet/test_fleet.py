@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from paceline.core.request_nouns import Request
 
-HANGS_S = 20.0
+HANGS_S = 120.0
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -296,7 +296,7 @@ def test_a_poison_pill_ends_after_three_replicas() -> None:
 
 
 def test_replicas_that_die_together_are_not_blamed_on_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "TOGETHER_S", 0.5)  # longer than a pause of this process
+    monkeypatch.setattr(fleet_module, "TOGETHER_S", 2.0)  # longer than a pause of this process
 
     async def scenario() -> None:
         async with fleet_of(4) as bench:
@@ -305,12 +305,11 @@ def test_replicas_that_die_together_are_not_blamed_on_an_answer(monkeypatch: pyt
             first.say("r", 2)
             first.die()
             for fake in bench.fakes:  # a moment later than the fleet hears of the first
-                await asyncio.sleep(0.002)
+                await settle()
                 assert not fake.rows, "who dies now has been sent the answer"
                 fake.die()
-            await asyncio.sleep(1.0)
+            await until(lambda: bench.fleet._legs.journal.open["r"].waits)
             assert heard.last is None
-            assert bench.fleet.num_open == 1
             first.revive()
             await until(lambda: "r" in first.rows)
 

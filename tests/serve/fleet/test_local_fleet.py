@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline import cli
-from tests.serve.conftest import running
+from tests.serve.conftest import PATIENCE_S, running
 from tests.serve.test_faults import eventually
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class LocalFleet:
 
     def stream(self, body: dict[str, Any], streamed: Streamed) -> Streamed:
         body = USUAL | body | {"stream": True, "stream_options": {"include_usage": True}}
-        with self.client.stream("POST", "/v1/completions", json=body, timeout=60.0) as response:
+        with self.client.stream("POST", "/v1/completions", json=body, timeout=PATIENCE_S) as response:
             if response.status_code != 200:
                 response.read()
                 streamed.error = response.json()["error"] | {"status": response.status_code}
@@ -146,7 +146,7 @@ def fleet(model: Path) -> Iterator[LocalFleet]:
     """Three replicas: a poison pill ends three."""
     with running(model, "--replicas", "3", "--prefill-tokens", "64") as server:  # a long prompt takes long
         found = LocalFleet(server)
-        assert eventually(found.all_up, 60.0)
+        assert eventually(found.all_up)
         assert len(found.whole) == len(KINDS)
         yield found
         found.client.close()
@@ -155,7 +155,7 @@ def fleet(model: Path) -> Iterator[LocalFleet]:
 @pytest.fixture(autouse=True)
 def whole_again(fleet: LocalFleet) -> Iterator[None]:
     yield
-    assert eventually(fleet.all_up, 30.0)
+    assert eventually(fleet.all_up)
 
 
 def test_kinds_of_requests_differ_and_end(fleet: LocalFleet) -> None:
@@ -250,9 +250,9 @@ def test_all_dead_is_503_for_new_requests_and_a_pause_for_open_ones(fleet: Local
     fleet.writers()
     for line in fleet.replicas():
         os.kill(line["pid"], signal.SIGKILL)
-    assert eventually(lambda: fleet.server.health() == 503, 5.0)
+    assert eventually(lambda: fleet.server.health() == 503)
     assert fleet.client.post("/v1/completions", json=USUAL).status_code == 503
-    assert eventually(lambda: fleet.server.health() == 200, 60.0)
+    assert eventually(lambda: fleet.server.health() == 200)
     assert fleet.check(*running_streams) == 2
     assert fleet.client.post("/v1/completions", json=USUAL | {"max_tokens": 3}).status_code == 200
 
@@ -268,7 +268,7 @@ def test_fifty_kills_lose_nothing(fleet: LocalFleet) -> None:
     """Takes minutes: each killed replica has to load again."""
     chance = random.Random(1)
     for _ in range(50):
-        assert eventually(fleet.all_up, 60.0)
+        assert eventually(fleet.all_up)
         running_streams = fleet.streams(chance.sample(list(KINDS), 4))
         victim = chance.choice(fleet.writers())
         time.sleep(chance.random() * 0.3)
