@@ -151,7 +151,7 @@ def test_completions_know_commands_and_flags(shell: str, tmp_path: Path) -> None
             f"source {path}; COMP_WORDS=(paceline serve --watch); COMP_CWORD=2; "
             '$(complete -p paceline | sed "s/.*-F \\([^ ]*\\).*/\\1/") paceline; echo "${COMPREPLY[@]}"'
         )
-        said = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        said = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=240)
         assert "--watchdog-seconds" in said.stdout
 
 

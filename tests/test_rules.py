@@ -310,7 +310,7 @@ def test_plain_logic_never_imports_torch():
     code = (
         f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nassert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 def test_public_names_are_what_can_be_imported():

@@ -43,7 +43,7 @@ CONFIG = tiny_config("qwen2", **SIZES)  # with biases
 LOGITS = SamplingSpec("logits", SamplingParams(temperature=0.0))
 IDS = [(7 * i * i + 3 * i) % CONFIG.vocab_size for i in range(400)]
 NUM_PAGES = 40
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def decoder_of(

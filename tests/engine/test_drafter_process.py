@@ -63,7 +63,7 @@ NAME = "draft-model"
 CONFIG = tiny_config(vocab_size=VOCAB, num_layers=3, eos_ids=(VOCAB - 1,))
 LIMITS = Limits(num_rows=4, max_len=128, prefill_tokens=24)
 FEW_PAGES = 12
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def write_model(weights: dict[str, torch.Tensor]) -> str:

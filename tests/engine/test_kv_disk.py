@@ -34,7 +34,7 @@ CACHING = Settings(num_rows=3, prefix_cache=True)
 LONG = tuple(32 + (i * 7 + i // 16) % 30 for i in range(150))  # nine full pages
 
 
-def wait_for(what: object, seconds: float = 10.0) -> None:
+def wait_for(what: object, seconds: float = 120.0) -> None:
     end_s = monotonic() + seconds
     while not what():  # type: ignore[operator]
         assert monotonic() < end_s, "it never happened"
@@ -166,7 +166,7 @@ def test_a_disk_that_stalls_holds_no_request_back(tmp_path: Path, monkeypatch: p
 
     def stalls(files: PageFiles, page_hash: bytes, to: NDArray[uint8]) -> bool:
         if next(left, None) is None:
-            goes_on.wait(20)
+            goes_on.wait(120)
         return read(files, page_hash, to)
 
     monkeypatch.setattr(PageFiles, "read", stalls)
@@ -359,13 +359,13 @@ def test_a_reading_that_nobody_waits_for_stops(tmp_path: Path) -> None:
 
     def slow(page_hash: bytes, to: object) -> bool:
         begun.set()
-        held.wait(5.0)
+        held.wait(120)
         return read(page_hash, to)  # type: ignore[arg-type]
 
     disk.files.read = slow  # type: ignore[method-assign]
     engine.add(request(name="a"))
     engine.step()
-    assert begun.wait(5.0)
+    assert begun.wait(120)
     engine.cancel("a")
     engine.add(request((5, 6, 7), name="b"))
     engine.step()  # not admitted yet, and the reading is told

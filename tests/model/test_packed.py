@@ -388,7 +388,7 @@ sys.exit(0 if isinstance(found, MappedWeights) else 3)
 
 def test_two_processes_pack_at_once() -> None:
     running = [subprocess.Popen([sys.executable, "-c", WORKER]) for _ in range(2)]
-    assert [process.wait(60) for process in running] == [0, 0]
+    assert [process.wait(240) for process in running] == [0, 0]
     cache = make_cache()
     (path,) = files(cache, "*[!j][!s][!o][!n]")
     assert open_packed(path, path.stem, TEAM).table.about["isa"] == kernels.isa()

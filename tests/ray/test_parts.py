@@ -383,7 +383,7 @@ def test_an_answer_may_end_while_those_before_it_are_cancelled() -> None:
 
 def test_neither_server_nor_engine_imports_ray() -> None:
     code = "import sys, paceline.cli, paceline.serve.server, paceline.ray.line; assert 'ray' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 # paceline serve --on ray ---------------------------------------------------------------------------
@@ -488,7 +488,7 @@ def test_what_a_dead_ray_left_goes_and_what_a_living_one_owns_stays(
 
 def until_gone(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(20)
+        psutil.Process(pid).wait(120)
     return not psutil.pid_exists(pid)
 
 

@@ -158,12 +158,12 @@ def test_an_answer_that_is_on_its_way_when_verl_aborts_is_aborted_too(adapters: 
         task = asyncio.create_task(server.generate(PROMPT, SAMPLING, "late"))
         await asyncio.sleep(0)
         try:
-            await asyncio.wait_for(server.abort_all_requests(), 20)
+            await asyncio.wait_for(server.abort_all_requests(), 120)
             await server.sleep()
             await server.wake_up()
         finally:
             await server.resume_generation()
-        found: TokenOutput = await asyncio.wait_for(task, 20)
+        found: TokenOutput = await asyncio.wait_for(task, 120)
         await server.client.close()
         return found
 
@@ -184,7 +184,7 @@ def test_an_abort_that_fails_holds_no_further_answers(adapters: Any, held: bool)
         with pytest.raises(RuntimeError, match="503"):
             await server.abort_all_requests()
         asked = server.generate(PROMPT, SAMPLING, "a")
-        return bool((await asyncio.wait_for(asked, 5)).token_ids)
+        return bool((await asyncio.wait_for(asked, 120)).token_ids)
 
     assert asyncio.run(work()) != held, "behind an abort that did not fail they are rejected still"
 

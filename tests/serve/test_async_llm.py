@@ -46,7 +46,7 @@ def run_over(model: Path, work: Callable[[AsyncLLM], Awaitable[None]]) -> None:
 
     async def run() -> None:
         async with AsyncLLM(str(model), **OPTIONS) as llm:
-            await asyncio.wait_for(work(llm), 60)
+            await asyncio.wait_for(work(llm), 240)
             assert llm._client is not None
             assert llm._client.num_open == 0
 
@@ -214,4 +214,4 @@ def test_one_that_was_closed_starts_again_and_one_that_runs_does_not(model: Path
                 assert sum("paceline.serve.worker.process" in command for command in commands) == 1
                 assert (await llm.chat(HI, formed)).text[:2] in ("ye", "no")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))

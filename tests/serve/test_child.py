@@ -32,7 +32,7 @@ def test_the_end_of_a_process_is_seen_while_all_threads_of_the_loop_are_taken(
         try:
             process = EngineChild()
             process.let_go()
-            assert await asyncio.wait_for(process.wait(), 10.0) == 0
+            assert await asyncio.wait_for(process.wait(), 120.0) == 0
         finally:
             free.set()
             await taken
@@ -48,4 +48,4 @@ def test_numpy_has_one_thread_unless_told(given: str | None, found: str, monkeyp
         monkeypatch.delenv("OPENBLAS_NUM_THREADS")
     process = child.begin()
     assert process is not None
-    assert asyncio.run(asyncio.wait_for(process.wait(), 10.0)) == 0
+    assert asyncio.run(asyncio.wait_for(process.wait(), 120.0)) == 0

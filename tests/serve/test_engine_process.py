@@ -189,10 +189,10 @@ class SlowOwner(EngineOwner):
         self, source: WeightSource, version: str, progress: Progress | None = None, *, beside: bool = False
     ) -> Callable[[], Renewal]:
         assert beside
-        assert self.may.wait(20)
+        assert self.may.wait(120)
         assert progress is not None
         progress("packing", 1, 2)
-        assert self.heard.wait(20), "who waits for it gives a sign of life at each of its own"
+        assert self.heard.wait(120), "who waits for it gives a sign of life at each of its own"
         if self.error is not None:
             raise self.error
 

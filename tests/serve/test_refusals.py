@@ -264,7 +264,7 @@ def test_a_body_that_is_too_large(healthy: httpx.Client) -> None:
 
 def raw(server: Server, data: bytes) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10.0) as connection:
+    with socket.create_connection((host, int(port)), timeout=120.0) as connection:
         connection.sendall(data)
         return connection.recv(65536)
 

@@ -173,7 +173,7 @@ def test_requests_with_a_salt_are_in_the_sums_only(http: httpx.Client) -> None:
 def test_head_asks_for_no_feed(http: httpx.Client) -> None:
     answer = http.head("/v1/speculation/live")
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert http.get("/health", timeout=10).status_code == 200  # over the same connection
+    assert http.get("/health").status_code == 200  # over the same connection
 
 
 def test_listeners_end_with_the_server(model: Path) -> None:
@@ -182,7 +182,7 @@ def test_listeners_end_with_the_server(model: Path) -> None:
         assert next(feed)["ready"]
         server.terminate()
         list(feed)  # ends by itself
-        assert server.process.wait(10) == 0
+        assert server.process.wait(PATIENCE_S) == 0
 
 
 STEP = StepNote(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
     from paceline.serve.worker.messages import Ready
 
-HANGS_S = 20.0  # what takes so long never ends
+HANGS_S = 120.0  # what takes so long never ends
 ENDS = "pass"
 NEVER_CONNECTS = "import time; time.sleep(600)"
 SPEAKS_OTHERWISE = (
@@ -262,7 +262,7 @@ def _never_ready(*_: object) -> None:
 
 def test_a_start_that_fails_says_why_and_nothing_else(tmp_path: Path) -> None:
     command = [*COMMAND, "serve", "--port", "0", "--model", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     *before, last = done.stderr.splitlines()
     assert last.startswith("error: ")
@@ -275,7 +275,7 @@ def test_a_bug_in_the_http_side_ends_the_server_with_its_error() -> None:
         "server.make_app = lambda *_: 1 / 0\n"
         "raise SystemExit(cli.main(['serve', '--port', '0', '--model', 'shape:num_layers=1']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
@@ -289,7 +289,7 @@ def test_the_engine_begins_before_the_server_is_imported(tmp_path: Path) -> None
     )
     for flags, told in ((["--port", "-1"], "begun False False\n"), (["--help"], ""), (["--print-config"], "")):
         command = [sys.executable, "-c", code, "serve", *flags]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.stdout.startswith(told)
         assert ("begun" in done.stdout) == bool(told), done.stdout[:200]
 
@@ -316,7 +316,7 @@ warm_up(build(config, None, lambda *_: None))
 def test_a_start_imports_only_what_it_uses(code: str, unwanted: set[str], model: Path) -> None:
     told = f"import sys; print(sorted(set(sys.modules) & {unwanted}))"
     command = [sys.executable, "-c", f"{code}\n{told}", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -339,7 +339,7 @@ def test_a_second_engine_shares_its_weights(tmp_path: Path) -> None:
     for _ in range(2):
         command = [sys.executable, "-c", f"{PRIVATE}{ENGINE_STARTS}{TELL}", SHAPE]
         environment = os.environ | {"PACELINE_CACHE": str(tmp_path)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, env=environment)
         found.append(int(done.stdout))
     (packed,) = (tmp_path / "packed").glob("*.packed")
     assert packed.stat().st_size > 50e6
@@ -349,7 +349,7 @@ def test_a_second_engine_shares_its_weights(tmp_path: Path) -> None:
 def test_an_engine_that_is_not_needed_ends_quietly() -> None:
     command = [*COMMAND, "serve", "--port", "-1"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False
+        command, capture_output=True, text=True, timeout=240, check=False
     )  # until both have ended
     assert done.stderr == "error: --port must be between 0 and 65535, not -1\n"
 

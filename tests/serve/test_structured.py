@@ -200,7 +200,7 @@ def test_requests_of_one_grammar_wait_for_one_check_and_of_many_are_bounded() ->
 
     def check(grammar: Grammar) -> None:
         begun.append(grammar.text)
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         if grammar.text == "bad":
             raise RequestError("it is bad")
 

@@ -32,7 +32,7 @@ def test_a_key_that_no_client_can_send_is_refused(key: str) -> None:
 def test_a_key_on_the_command_line_is_warned_of(model: Path) -> None:
     """L6: a line at the start, which does not hold the key."""
     arguments = ["serve", "--port", "0", "--model", str(model / "nonesuch"), "--api-key", KEY]
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert "PACELINE_API_KEY" in done.stderr
     assert KEY not in done.stderr + done.stdout
 

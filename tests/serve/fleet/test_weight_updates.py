@@ -441,7 +441,7 @@ def test_a_replica_that_comes_later_has_the_weights_before_it_serves(
         assert first.sent == [update]
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
@@ -465,7 +465,7 @@ def test_a_replica_that_comes_later_is_paused_with_the_fleet() -> None:
         assert sent[2] == [update], "the fleet works again"
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_same_name() -> None:
@@ -487,7 +487,7 @@ def test_a_replica_that_refused_an_update_gets_it_though_its_version_has_the_sam
         assert len(commands[0].sent) == 2
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def fleet_of_two() -> tuple[EngineFleet, list[FakeEngines], list[FakeCommands]]:
@@ -524,7 +524,7 @@ def test_a_replica_that_is_down_holds_up_no_command_but_to_give_memory_back() ->
             await fleet.commands.send(Pause())
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_loads_during_an_update_does_not_serve_without_it() -> None:
@@ -544,7 +544,7 @@ def test_a_replica_that_loads_during_an_update_does_not_serve_without_it() -> No
         assert commands[1].version == "v7"
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_command_whose_caller_has_gone_is_not_undone() -> None:
@@ -564,7 +564,7 @@ def test_a_command_whose_caller_has_gone_is_not_undone() -> None:
         assert member.serves
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_comes_later_gives_back_the_same_memory() -> None:
@@ -587,7 +587,7 @@ def test_a_replica_that_comes_later_gives_back_the_same_memory() -> None:
         assert not fleet.commands.state.released, "an update takes the weights' memory again"
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_missed_the_end_of_a_pause_is_told_again() -> None:
@@ -604,7 +604,7 @@ def test_a_replica_that_missed_the_end_of_a_pause_is_told_again() -> None:
         assert commands[0].sent == [Pause(), GoOn()]
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_replica_that_comes_while_the_fleet_begins_to_work_again_works_too() -> None:
@@ -629,7 +629,7 @@ def test_a_replica_that_comes_while_the_fleet_begins_to_work_again_works_too() -
         assert later.sent[-1] == GoOn(), "a pause behind it would last"
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_front_that_starts_anew_goes_on_with_what_the_newest_engine_has(
@@ -660,7 +660,7 @@ def test_a_front_that_starts_anew_goes_on_with_what_the_newest_engine_has(
         assert fleet.commands.state == EngineState(newest)
         await fleet.stop()
 
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_a_client_that_leaves_in_its_body_is_no_fault_of_ours() -> None:
