@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from paceline.core.nouns import SamplingSpec
 from paceline.core.params import SamplingParams
 from paceline.model import content_key
 from paceline.model.content_key import contents_file, digest_of, file_digest
+from paceline.model.files import kept_models as kept_models_module
 from paceline.model.files import packed_cache
 from paceline.model.files.gguf_file import QUANTS, GgufTensor
 from paceline.model.files.kept_models import kept_models
@@ -410,6 +412,34 @@ def test_packed_files_are_listed_and_removed() -> None:
     assert "broken" in listed.note
     listed.remove()
     assert files(cache) == []
+
+
+def test_a_file_that_goes_while_it_is_listed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine completes it, or makes room."""
+    cache = make_cache()
+    keep(cache)
+    (path,) = files(cache)
+
+    def read(gone: Path) -> None:
+        gone.unlink()
+        raise FileNotFoundError(gone)
+
+    monkeypatch.setattr(kept_models_module, "read_table", read)
+    assert path not in [model.path for model in kept_models()]
+
+
+def test_who_has_a_file_mapped_is_found_though_its_descriptors_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"weights")
+
+    def closed_just_now(_: Path) -> Path:
+        raise FileNotFoundError
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        monkeypatch.setattr(Path, "readlink", closed_just_now)
+        assert os.getpid() in kept_models_module.KeptModel("weights", path, 7).users
 
 
 def test_the_table_is_what_a_person_can_read() -> None:

