@@ -144,7 +144,8 @@ class LocalFleet:
 @pytest.fixture(scope="module")
 def fleet(model: Path) -> Iterator[LocalFleet]:
     """Three replicas: a poison pill ends three."""
-    with running(model, "--replicas", "3", "--prefill-tokens", "64") as server:  # a long prompt takes long
+    flags = ("--prefill-tokens", "64", "--resume-wait", "600")  # a long prompt takes long, and so may a start
+    with running(model, "--replicas", "3", *flags) as server:
         found = LocalFleet(server)
         assert eventually(found.all_up)
         assert len(found.whole) == len(KINDS)
