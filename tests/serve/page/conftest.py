@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.serve.conftest import OUTLASTING, PATIENCE_S, running
 from tests.serve.page.browsers import CHROMIUM_FLAGS, absent, browser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.serve.conftest import Server
 
@@ -39,7 +41,7 @@ def open_page(chromium: Any) -> Iterator[Any]:
         page = context.new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda said: said.type in ("error", "warning") and faults.append(said.text))
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * PATIENCE_S)
         page.goto(url)
         page.wait_for_selector("#tab-chat")
         return page
@@ -54,3 +56,15 @@ def open_page(chromium: Any) -> Iterator[Any]:
 @pytest.fixture
 def page(open_page: Any, server: Server) -> Any:
     return open_page(server.url)
+
+
+@pytest.fixture(scope="module")
+def outlasting_server(long_model: Path) -> Iterator[Server]:
+    with running(long_model, *OUTLASTING) as found:
+        yield found
+
+
+@pytest.fixture
+def outlasting_page(open_page: Any, outlasting_server: Server) -> Any:
+    """The page of a server whose longest answers no test outlasts."""
+    return open_page(outlasting_server.url)

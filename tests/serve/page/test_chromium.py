@@ -99,8 +99,8 @@ def test_the_lens_estimates_nothing_that_the_usage_leaves_open(page: Any):
     assert page.locator(".sums dd").all_text_contents()[3:] == ["2.0 ms", "–", "–"]
 
 
-def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(page: Any):
-    prepare(page, max_tokens="16000", lens=False, lockSeed=False)
+def test_an_answer_is_stopped_edited_retried_renamed_and_deleted(outlasting_page: Any):
+    prepare(page := outlasting_page, max_tokens="100000", lens=False, lockSeed=False)
     say(page, "go on")
     page.get_by_role("button", name="Stop the answer").click()
     page.wait_for_selector("text=stopped by you")
@@ -154,8 +154,8 @@ def test_the_header_tells_the_context_of_the_conversation_that_is_shown(page: An
     wait_for(0)
 
 
-def test_what_is_typed_while_an_answer_streams_stays(page: Any):
-    prepare(page, max_tokens="16000", lens=False)
+def test_what_is_typed_while_an_answer_streams_stays(outlasting_page: Any):
+    prepare(page := outlasting_page, max_tokens="100000", lens=False)
     say(page, "go on")
     streams = page.locator(".answer[aria-busy=true] .markdown p").first
     streams.wait_for()
@@ -174,8 +174,8 @@ def test_what_is_typed_while_an_answer_streams_stays(page: Any):
     assert page.get_by_label("System prompt").input_value() == "Be brief"
 
 
-def test_a_conversation_is_asked_anew_and_deleted_while_its_answer_streams(page: Any):
-    prepare(page, max_tokens="16000", lens=False)
+def test_a_conversation_is_asked_anew_and_deleted_while_its_answer_streams(outlasting_page: Any):
+    prepare(page := outlasting_page, max_tokens="100000", lens=False)
     say(page, "go on")
     streams = page.locator(".answer[aria-busy=true] .markdown p").first
     streams.wait_for()
@@ -295,6 +295,7 @@ def test_the_key_is_asked_for_and_sent(model: Path, open_page: Any):
         say(page, "hello")
         page.wait_for_selector(".reply .figures")
         open_page.faults[:] = [fault for fault in open_page.faults if "status of 401" not in fault]
+        page.close()  # before its server ends, which it would miss
 
 
 def test_an_answer_comes_after_the_site_s_data_were_cleared(page: Any, server: Server):
@@ -450,3 +451,4 @@ def test_the_fleet_view_equals_the_tables_of_the_fleet(model: Path, open_page: A
         else:
             pytest.fail("the page never showed that the replica was gone")
         page.wait_for_selector(".fleet small:text-is('2 of 2 up')")
+        page.close()  # before its server ends, which it would miss
