@@ -154,7 +154,7 @@ def test_a_lost_rank_ends_the_process(monkeypatch: pytest.MonkeyPatch, number: s
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(rank_processes, "ENDED_S", 0.1)
     monkeypatch.setattr(rank_processes, "WATCH_S", 0.01)
-    monkeypatch.setattr(rank_processes.LIMIT, "seconds", 0.5)
+    monkeypatch.setattr(rank_processes.LIMIT, "seconds", 1.5)  # less, and idle pools of other tests would hang
     decoder = decoder_of(2)
     assert isinstance(decoder, RankedDecoder)
     assert not left
