@@ -1,8 +1,8 @@
 """Publisher of the prefix cache's events over ZMQ, in vLLM's wire form.
 
 A PUB socket sends (topic, sequence number, payload) for each step with events. A ROUTER socket answers a sequence
-number with all batches from there on that are kept, and an end marker. A thread owns both sockets: the engine only
-encodes a batch and hands it over.
+number with all batches from there on that are kept, as they were sent, and an end marker. A thread owns both
+sockets: the engine only encodes a batch and hands it over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEQUENCE_BYTES = 8  # of a batch's number, big-endian
-END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+Batch = tuple[bytes, bytes, bytes]  # topic, number, payload
+END_OF_REPLAY: Batch = (b"", (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True), b"")
 MAX_REQUEST_BYTES = 256  # of a part of a replay request
 CLOSE_S = 2.0  # for the thread to send what is left
 LINGER_MS = 500
@@ -114,7 +115,7 @@ class KvPublisher:
     # The thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        topic, kept = self._config.topic.encode(), deque[tuple[bytes, bytes]](maxlen=self._config.buffer_steps)
+        topic, kept = self._config.topic.encode(), deque[Batch](maxlen=self._config.buffer_steps)
         poller, number = zmq.Poller(), 0
         for waited in (self._handed, self._replay):
             if waited is not None:
@@ -124,8 +125,8 @@ class KvPublisher:
             if self._handed in ready:
                 if (payload := self._handed.recv()) == STOP:
                     break
-                kept.append((number.to_bytes(SEQUENCE_BYTES, "big"), payload))
-                self._pub.send_multipart((topic, *kept[-1]))
+                kept.append((topic, number.to_bytes(SEQUENCE_BYTES, "big"), payload))
+                self._pub.send_multipart(kept[-1])
                 number += 1
             if self._replay in ready:
                 self._answer(kept)
@@ -133,17 +134,17 @@ class KvPublisher:
             if ended is not None:
                 ended.close()
 
-    def _answer(self, kept: deque[tuple[bytes, bytes]]) -> None:
+    def _answer(self, kept: deque[Batch]) -> None:
         """Send one who asks the batches that are kept, from a number on."""
         assert self._replay is not None
         who, *parts = self._replay.recv_multipart()
         if len(parts) != 2 or parts[0] or len(parts[1]) != SEQUENCE_BYTES:
             log.warning("dropped a broken request for events: it is an empty part and %d bytes", SEQUENCE_BYTES)
             return
-        for number, payload in kept:
-            if number >= parts[1]:  # big-endian numbers of equal length are ordered as bytes are
-                self._replay.send_multipart((who, b"", number, payload))
-        self._replay.send_multipart((who, b"", END_OF_REPLAY, b""))
+        first = int(self._config.event_form == ARRAY)  # 1: without the topic, as before vLLM 0.26
+        for batch in (*kept, END_OF_REPLAY):
+            if batch[1] >= parts[1]:  # big-endian numbers of equal length are ordered as bytes are
+                self._replay.send_multipart((who, b"", *batch[first:]))
 
 
 def batch_of(events: list[KvEvent], config: KvEventsConfig) -> tuple[float, Sequence[object], int]:
