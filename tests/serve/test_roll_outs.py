@@ -276,9 +276,11 @@ def test_memory_is_given_back_while_the_trainer_works(rl: httpx.Client) -> None:
     assert "resume" in asleep.text
     assert rl.get("/health").status_code == 200
     post(rl, "/resume_memory_occupation", tags=["weights"])
-    post(rl, "/resume_memory_occupation", tags=["kv_cache"])
+    post(rl, "/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
     assert generate(rl)["output_ids"] == old
     about = rl.get("/get_server_info").json()
+    assert rl.get("/server_info").json() == rl.get("/model_info").json() == about
+    assert rl.get("/health_generate", headers={"authorization": ""}).status_code == 200
     assert about["weight_version"] == rl.get("/get_weight_version").json()["weight_version"]
 
 

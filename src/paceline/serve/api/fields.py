@@ -133,9 +133,7 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def decode(cls, data: bytes, *, lenient: bool = False) -> tuple[Self, tuple[str, ...]]:
         """Return the body in `data` and the names that were ignored.
 
-        Raises `RequestError` that names the field.
-
-        lenient: unknown fields are ignored, not refused.
+        Raises `RequestError` that names the field. lenient: unknown fields are ignored, not refused.
         """
         try:
             body, ignored = cls._of(data, lenient)
@@ -239,10 +237,7 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
 
 
 def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
-    """Remove an unknown field below the top; return its name if there was one.
-
-    only_null: leave others.
-    """
+    """Remove an unknown field below the top and return its name. only_null: leave others."""
     unknown, path = _UNKNOWN.search(message), _PATH.search(message)
     if unknown is None or path is None:
         return None

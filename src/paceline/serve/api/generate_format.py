@@ -181,10 +181,7 @@ class GenerateFormat:
         return {"text": text, "output_ids": ids, "meta_info": self._about(index, answer)}
 
     def _with_special(self, index: int, answer: PartialAnswer) -> str:
-        """Return an answer's text with its special tokens.
-
-        Without `include_stop` it lacks the one that ended it.
-        """
+        """Return an answer's text with special tokens, but for its end without `include_stop`."""
         request, ids, last = self.requests[index], answer.token_ids, answer.last
         by_token = last is not None and last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
         if by_token and not request.params.include_stop:

@@ -81,6 +81,7 @@ OPERATIONS = (
     RouteDoc("/openapi.json", "get", "This document.", "Object"),
     RouteDoc("/health", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/readyz", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
+    RouteDoc("/health_generate", "get", "Ask the same, as SGLang.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/ping", "get", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/ping", "post", "Ask if requests are served.", "Status", statuses=(503,), is_open=True),
     RouteDoc("/livez", "get", "Ask if the server lives.", "Status", is_open=True),

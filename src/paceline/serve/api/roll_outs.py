@@ -42,6 +42,7 @@ SPARE_BYTES = 16 << 20  # ... and what files hold beside numbers
 MAX_PATH_CHARS = 4096
 TENSORS = "application/octet-stream"  # a page of another site cannot send it unasked
 PICKLES = f"tensors come as the bytes of a safetensors file, of type {TENSORS}, never as pickles"
+ABOUT = ("/model_info", "/server_info", "/get_model_info", "/get_server_info")  # SGLang's newer names, and older
 ABORT = "abort"  # mode of a pause that ends what is open; others keep it
 
 
@@ -97,8 +98,7 @@ class RollOuts:
             *(Route(path, route, methods=["POST"], middleware=admins) for path, route in posts.items()),
             Route("/flush_cache", self._flush, methods=["GET", "POST"], middleware=admins),
             Route("/get_weight_version", self._version, methods=["GET"]),
-            Route("/get_model_info", self._about, methods=["GET"]),
-            Route("/get_server_info", self._about, methods=["GET"]),
+            *(Route(path, self._about, methods=["GET"]) for path in ABOUT),
         ]
 
     # Requests ----------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ async def _body(request: HttpRequest, kind: type[BodyT]) -> BodyT:
 
 async def _tags(request: HttpRequest) -> tuple[str, ...]:
     body = await _body(request, _MemoryBody)
-    return TAGS if body.tags is None else tuple(body.tags)
+    return TAGS if body.tags is None else tuple(tag for tag in body.tags if tag != "cuda_graph")  # SGLang's third
 
 
 def _done(message: str = "", **more: int | Mapping[str, Sequence[str]]) -> Response:

@@ -26,7 +26,7 @@ log = logging.getLogger("paceline.access")
 
 RECORD = "paceline.record"  # key of the scope under which routes find the record
 REQUEST_ID = b"x-request-id"
-PROBES = frozenset({"/health", "/livez", "/readyz", "/ping", "/metrics"})  # asked all the time; told if they fail
+PROBES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate", "/metrics"})  # told if they fail
 MAX_PATH_CHARS = 200
 MAX_REASON_CHARS = 300
 MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
