@@ -41,11 +41,17 @@ def test_a_router_finds_queue_pages_and_hits(model: Path, replicas: str) -> None
 
 def test_drafts_are_those_that_were_scored() -> None:
     """As in vLLM, whose share of accepted drafts is of these; others were trimmed before."""
-    stats = Stats(drafters={"a": DraftCounts(100, [30, 20], [25, 15])})
+    stats = Stats(drafters={"a": DraftCounts(100, [30, 20], [25, 15]), "b": DraftCounts(8, [4], [1], beside=2)})
     engines: Any = SimpleNamespace(snapshot=Snapshot(stats, Gauges.none()))
     found = {family.name: family.samples[0].value for family in VllmNames(engines, lambda: "tiny").collect()}
-    assert found["vllm:spec_decode_num_draft_tokens"] == 50
-    assert found["vllm:spec_decode_num_accepted_tokens"] == 40
+    assert found["vllm:spec_decode_num_drafts"] == 34
+    assert found["vllm:spec_decode_num_draft_tokens"] == 56
+    assert found["vllm:spec_decode_num_accepted_tokens"] == 41
+    [kept] = [f for f in VllmNames(engines, lambda: "tiny").collect() if f.name.endswith("_per_pos")]
+    assert [(s.name, s.labels["position"], s.value) for s in kept.samples] == [
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0", 26),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1", 15),
+    ]
 
 
 def test_without_the_flag_there_are_none(http) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,12 +11,12 @@ from prometheus_client.registry import Collector
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
     from paceline.engine.gauges import Gauges
-    from paceline.engine.stats import Stats
+    from paceline.engine.stats import DraftCounts, Stats
     from paceline.serve.engines import Engines
 
 _GAUGES: tuple[tuple[str, str, Callable[[Gauges], float]], ...] = (
@@ -29,17 +30,14 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache", lambda s: s.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found there", lambda s: s.cached_tokens),
     ("vllm:num_preemptions", "Requests sent back to the queue", lambda s: s.preemptions),
-    (
-        "vllm:spec_decode_num_draft_tokens",
-        "Drafts scored by the target",
-        lambda s: sum(counts.verified for counts in s.drafters.values()),
-    ),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Drafts kept",
-        lambda s: sum(counts.accepted for counts in s.drafters.values()),
-    ),
+    ("vllm:spec_decode_num_drafts", "Drafts scored", lambda s: sum(sum(c.verified_at[:1]) for c in _counts(s))),
+    ("vllm:spec_decode_num_draft_tokens", "Their tokens", lambda s: sum(c.verified for c in _counts(s))),
+    ("vllm:spec_decode_num_accepted_tokens", "Of these, kept", lambda s: sum(c.accepted for c in _counts(s))),
 )
+
+
+def _counts(stats: Stats) -> Iterable[DraftCounts]:
+    return stats.drafters.values()
 
 
 class VllmNames(Collector):
@@ -62,6 +60,12 @@ class VllmNames(Collector):
             counter = CounterMetricFamily(name, about, labels=["model_name"])
             counter.add_metric([model], count(snapshot.stats))
             yield counter
+        labels, name = ["model_name", "position"], "vllm:spec_decode_num_accepted_tokens_per_pos"
+        kept = CounterMetricFamily(name, "Of drafts' tokens, kept", labels=labels)
+        columns = zip_longest(*(counts.accepted_at for counts in _counts(snapshot.stats)), fillvalue=0)
+        for position, column in enumerate(columns):
+            kept.add_metric([model, str(position)], sum(column))
+        yield kept
         config = GaugeMetricFamily("vllm:cache_config_info", "KV pages", labels=["block_size", "num_gpu_blocks"])
         config.add_metric([str(PAGE_TOKENS), str(snapshot.gauges.num_pages)], 1)
         yield config
