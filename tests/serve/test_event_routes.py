@@ -85,6 +85,7 @@ def test_the_item_that_a_cut_fell_into_says_so_streamed_and_whole(text: str, wit
         whole, status = formed().whole(answer, usage([], 1)), "incomplete" if reason == "length" else "completed"
         assert end["response"]["status"] == whole["status"] == status
         assert end["response"]["output"] == done
+        assert end["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
         assert [item["status"] for item in done] == ([status if within else "completed"] if text else [])
         assert nameless(whole["output"]) == nameless(done)
 

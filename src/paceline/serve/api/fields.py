@@ -32,6 +32,7 @@ WITHOUT_EFFECT = {
     "prediction": "a hint for speed; drafters need none",
     "priority": "order of requests; here the order of arrival",
     "prompt_cache_key": "caching; `cache_salt` keeps caches apart",
+    "prompt_cache_options": "caching; prompts are cached by themselves",
     "prompt_cache_retention": "caching; pages stay while there is room",
     "request_id": "a note of the client",
     "return_progress": "reports of another server",
@@ -42,6 +43,7 @@ WITHOUT_EFFECT = {
     "timings_per_token": "reports of another server; `usage.speculation` tells more",
     "trace_id": "a note of the client",
     "user": "a note of the client",
+    "user_profile_id": "a note of the client",
 }
 
 # Fields that are not supported -> the values that ask for nothing, which are accepted.
