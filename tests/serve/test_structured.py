@@ -45,6 +45,7 @@ ASKED_BY: list[tuple[dict[str, Any], str]] = [
     ({"guided_regex": "[0-9]{2}"}, "[0-9]{2}"),
     ({"guided_choice": ["the one", 'the "other"']}, 'the one|the "other"'),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"structured_outputs": {"choice": ["yes"], "disable_additional_properties": False}}, "yes"),
     ({"grammar": 'root ::= "a" [x-z]+ "!"'}, "a[x-z]+!"),
     ({"guided_grammar": 'start: "a" /[x-z]{2}/ "!"'}, "a[x-z]{2}!"),
 ]
@@ -111,8 +112,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"grammar": 'root ::= start\nstart ::= "a"'}, "grammar", "already exists"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "one of them"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of them"),
-    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "structural_tag: "),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing may begin"),
+    ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs", "itself"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "no structural tag"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "exclude"),
     ({"guided_regex": "a" * 300_000}, "guided_regex", "<= 262144"),
 ]
@@ -132,14 +134,20 @@ def test_what_cannot_be_kept_is_refused_by_name(
 # Work in the server's own process ------------------------------------------------------------------
 
 
-def test_a_structural_tag_may_be_the_text_of_its_json() -> None:
-    parts = [{"begin": "<f>", "schema": {}, "end": "</f>"}]
-    tag = {"type": "structural_tag", "triggers": ["<f"], "structures": parts}
-    found = []
-    for given in (tag, json.dumps(tag)):
-        asked = {"prompt": "a", "structured_outputs": {"structural_tag": given, "whitespace_pattern": " "}}
-        found.append(CompletionBody.decode(json.dumps(asked).encode())[0].structure)
-    assert found[0] == found[1] is not None
+def test_a_structural_tag_comes_as_vllm_has_it() -> None:
+    """As text, or as the object that it spells."""
+    part = {"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}
+    tag = {"type": "structural_tag", "structures": [part], "triggers": ["<a"]}
+    found = [
+        CompletionBody.decode(json.dumps({"prompt": "a"} | asked).encode())[0].structure
+        for asked in (
+            {"response_format": tag},
+            {"structured_outputs": {"structural_tag": tag}},
+            {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+        )
+    ]
+    assert [one and one[0] for one in found] == [found[0] and found[0][0]] * 3
+    assert found[0] is not None
 
 
 def test_a_grammar_is_read_once_for_all_prompts() -> None:

@@ -208,10 +208,7 @@ class Engine(Verbs):
         self.controller = self._new_controller()
 
     def close(self) -> None:
-        """Keep what was learnt, and end threads beside the engine.
-
-        Call it last, and once.
-        """
+        """Keep what was learnt, and end threads beside the engine. Call it last, and once."""
         self.stop_keeping()
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()

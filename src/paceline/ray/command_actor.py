@@ -43,10 +43,7 @@ def make_command_actor(application: str) -> Any:
 
 
 def wait_for_ending() -> None:
-    """Wait while another command ends Ray Serve.
-
-    Make this command's own actor first.
-    """
+    """Wait while another command ends Ray Serve. Make this command's own actor first."""
     end_s = time.monotonic() + ENDS_S
     while ENDING in _commands():
         if time.monotonic() > end_s:

@@ -125,10 +125,7 @@ class RollOuts:
         return _done()
 
     async def _flush(self, request: HttpRequest) -> Response:
-        """Empty the prefix cache.
-
-        Raises `ApiError` 403 for another site's page, which needs no leave to send a GET or an empty POST.
-        """
+        """Empty the prefix cache. Raises `ApiError` 403 for another site's page: browsers ask nothing first."""
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError(403, "a page of another site may not empty the cache")
         await self._client.commands.send(FlushCache())

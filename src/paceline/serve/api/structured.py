@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import DecodeError, Meta, Struct, field, json
+import msgspec
+from msgspec import Meta, Struct, field
 
 from paceline.core.errors import QueueFull, RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
@@ -79,22 +80,25 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
-    structural_tag: ResponseFormat | Text | None = None  # the text is its JSON, as vLLM's own type has it
+    structural_tag: ResponseFormat | Text | None = None  # vLLM takes it as JSON text
     # Accepted without effect: white space is fixed, and nothing falls back to another library.
     disable_any_whitespace: bool | None = None
-    whitespace_pattern: Short | None = None
     disable_fallback: bool | None = None
+    whitespace_pattern: Short | None = None
+    disable_additional_properties: bool | None = None  # true is refused
     backend: Short | None = field(default=None, name="_backend")
 
     def grammar_asked(self) -> Grammar | None:
         """Return what it asks for. Raises `RequestError`."""
+        if self.disable_additional_properties:
+            raise RequestError("write additionalProperties: false into the schema itself", "structured_outputs")
         ways: list[Way] = [
             ("json", self.json, Grammar.json_schema),
             ("regex", self.regex, Grammar.regex),
             ("choice", self.choice, Grammar.choice),
             ("grammar", self.grammar, from_grammar),
             ("json_object", self.json_object or None, lambda _: Grammar.json_object()),
-            ("structural_tag", self.structural_tag, _tag),
+            ("structural_tag", self.structural_tag, _from_tag),
         ]
         found = _only("structured_outputs", ways)
         return None if found is None else found[0]
@@ -172,13 +176,12 @@ def from_grammar(text: str) -> Grammar:
     return Grammar.lark(lark)
 
 
-def _tag(given: ResponseFormat | str) -> Grammar | None:
-    if isinstance(given, str):
-        try:
-            given = json.decode(given, type=read_once(ResponseFormat))
-        except DecodeError as error:
-            raise RequestError(f"structural_tag: {error}") from None
-    return given.grammar()
+def _from_tag(given: ResponseFormat | str) -> Grammar | None:
+    try:
+        form = msgspec.json.decode(given, type=read_once(ResponseFormat)) if isinstance(given, str) else given
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"this is no structural tag: {str(error)[:300]}", "structural_tag") from None
+    return form.grammar()
 
 
 def _tags(structures: list[_Structure], triggers: list[str]) -> Grammar:
