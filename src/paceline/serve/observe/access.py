@@ -186,7 +186,8 @@ def _with_id(
         if asked is None:
             record.request_id = record.response_id
     others = [(name, value) for name, value in headers if name.lower() != REQUEST_ID]
-    return [*others, (REQUEST_ID, record.request_id.encode("latin-1"))]
+    told = record.request_id.encode("latin-1")
+    return [*others, (REQUEST_ID, told), (b"request-id", told)]  # the latter as Anthropic's clients read it
 
 
 def _reason(body: bytes) -> str | None:
