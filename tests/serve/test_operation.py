@@ -85,7 +85,7 @@ def test_a_request_is_told_in_a_line_with_its_figures_and_without_its_text(logge
     assert 0 < line["ttft_ms"] <= line["duration_ms"]
     assert line["tokens_per_s"] > 0
     assert SECRET not in path.read_text()
-    assert all({"time", "level", "process", "logger", "message"} <= each.keys() for each in lines_of(path))
+    assert all({"time", "level", "process", "pid", "logger", "message"} <= each.keys() for each in lines_of(path))
 
 
 def test_a_refusal_is_told_with_its_reason(logged: tuple[Server, Path]) -> None:

@@ -205,7 +205,7 @@ def test_a_process_that_finished_is_not_replaced_while_the_server_ends(
         while not (client._supervisor.done() if ends else client.restarts > 0):
             await asyncio.sleep(0.005)
         assert client._supervisor.done() == ends
-        assert (client.restarts > 0) == ("restarting" in caplog.text) == (is_open or not ends)
+        assert (client.restarts > 0) == ("told to end); restarting" in caplog.text) == (is_open or not ends)
         with pytest.raises(EngineDied, match=STOPPING if ends else NOT_READY):
             await client.submit([Request("r", (1, 2), SamplingParams(), seed=1)])
         client.kill()

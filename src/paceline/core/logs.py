@@ -68,6 +68,7 @@ class JsonLines(logging.Formatter):
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self._process,
+            "pid": os.getpid(),
             "logger": record.name,
             "message": record.getMessage()[:MAX_CHARS],
         }

@@ -898,6 +898,7 @@ def test_no_prompt_goes_to_who_came_back_with_another_key(
             assert "r" not in other.rows
             dies.revive()
             await bench.finish(request)
+            assert f"replica {bench.fakes.index(dies)} is started anew" in caplog.text
 
     run(scenario)
 

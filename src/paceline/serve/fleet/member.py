@@ -223,6 +223,7 @@ class Member:
         if self.engines.restarts == self.incarnation:
             return False
         self.incarnation = self.engines.restarts
+        log.warning("replica %s is started anew", self.name)  # its engine's own lines do not know the name
         self._beat()
         self.draining, self.by_signal = self.draining and not self.by_signal, False
         return True
@@ -359,6 +360,4 @@ def _k_mean(stats: Stats | None) -> float | None:
 
 
 def _hit_rate(stats: Stats | None) -> float | None:
-    return (
-        None if stats is None or not stats.prompt_tokens else round(stats.cached_tokens / stats.prompt_tokens, 4)
-    )
+    return round(stats.cached_tokens / stats.prompt_tokens, 4) if stats and stats.prompt_tokens else None

@@ -263,7 +263,7 @@ class EngineClient:
             engine.process.let_go()
         if self._setup.server_ends and engine.drains and not self.num_open:
             self._stopping = True
-        return engine.failed
+        return engine.failed or (EngineDied("it was told to end") if engine.drains else None)
 
     async def _listen(self, engine: EngineProcess, folder: Path) -> None:
         """Handle the process's messages until it has ended and the last one is read."""
@@ -357,11 +357,11 @@ async def _watch(engine: EngineProcess) -> None:
             engine.watchdog.tick(now_s - last_s)
         last_s, late = now_s, engine.watchdog.late
         if late and not was_late and engine.process.returncode is None:
-            log.error("the engine process hangs: no sign of it; new requests get 503")
+            log.error("engine process %d hangs: no sign of it", engine.process.pid)
         elif was_late and not late:
-            log.warning("the engine process is back")
+            log.warning("engine process %d is back", engine.process.pid)
         was_late = late
-    log.error("the engine process hangs; it is replaced. Its threads are:")
+    log.error("engine process %d hangs; it is replaced. Its threads are:", engine.process.pid)
     with suppress(ProcessLookupError):
         engine.process.send_signal(SHOW_THREADS)  # not before: one that goes on may crash as it shows them
         await asyncio.sleep(SHOWN_S)
