@@ -305,7 +305,8 @@ def file_lock(path: Path, wait_s: float, on_wait: Callable[[float], None]) -> It
     """
     with ExitStack() as stack:
         held = False
-        with suppress(OSError):  # no such folder, or a file system without locks
+        with suppress(OSError):  # a folder that cannot be made, or a file system without locks
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a"))
             start = time.monotonic()
             while not (held := try_lock(file)) and (waited_s := time.monotonic() - start) < wait_s:

@@ -7,7 +7,6 @@ that to the processor. The best depends on machine, threads and tokens. No numbe
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -56,8 +55,6 @@ def tune(decoder: NativeDecoder, progress: Progress | None = None) -> str:
         return "as usual"  # which experts a pass reads is up to its texts
     key = f"{processor()} {decoder.team.num_threads} {decoder.describe()} {decoder.weight_bytes}"
     if (found := _kept(key)) is None:
-        with suppress(OSError):  # then nothing can be kept either, which is logged below
-            cache_folder().mkdir(parents=True, exist_ok=True)
         with file_lock(cache_folder() / "prefetching.lock", LOCK_WAIT_S, lambda _: None):
             if (found := _kept(key)) is None:
                 found = measured(decoder, progress)

@@ -177,13 +177,12 @@ def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progre
     file = profile_file(engine, config, model)
     if kept := _kept(file):
         return kept, "measured on this machine before"
-    with suppress(OSError):  # then nothing can be kept either, which is logged below
-        file.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(file.with_suffix(".lock"), LOCK_WAIT_S, _Waiting(file, progress)):
         if kept := _kept(file, logs=False):
             return kept, "measured by an engine that started before"
         profile = measure(engine, config, model, progress=progress)
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)  # if it could not be made, this tells why
             write_profile(file, profile)
         except OSError as error:
             log.warning("measured costs are not kept for the next start: %s", error)
