@@ -411,6 +411,29 @@ def test_what_ray_cannot_do_is_refused_by_name(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("", "Ray could not be started: too slow"),
+        ("none", "RAY_ADDRESS is none, where no cluster answers: too slow"),
+    ],
+)
+def test_a_ray_that_is_not_there_is_told_in_a_line(
+    address: str, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("too slow")
+
+    ray = ModuleType("ray")
+    ray.init, ray.shutdown = fails, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(serve_command, "find_spec", lambda _: True)
+    monkeypatch.setattr(serve_command, "start_local_ray", fails)
+    assert main(["serve", "--on", "ray", "--port", "0"]) != 0
+    assert says in capsys.readouterr().err
+
+
 def test_what_was_not_deployed_is_not_removed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,10 @@ def _joined_or_started(application: str) -> Iterator[bool]:
     joined = bool(os.environ.get(ADDRESS))
     with nullcontext() if joined else ray_folder() as folder:
         if folder is not None:
-            start_local_ray(len(usable_cores()), str(folder), log_to_driver=False)
+            try:
+                start_local_ray(len(usable_cores()), str(folder), log_to_driver=False)
+            except Exception as error:  # Ray's own: its processes took too long, or ended
+                raise EngineDied(f"Ray could not be started: {error}") from None
         import ray
 
         block = _as_guest(application) if joined else _as_host()
@@ -173,7 +176,7 @@ def _as_guest(application: str) -> Iterator[None]:
 
     try:
         ray.init(log_to_driver=False)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:  # ValueError: it is no address
         raise ConfigError(f"{ADDRESS} is {os.environ.get(ADDRESS)}, where no cluster answers: {error}") from None
     from ray.serve.context import _get_global_client
 
