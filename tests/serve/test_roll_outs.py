@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -19,9 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from paceline.core.errors import ConfigError
+from paceline.engine.assembly.config import Choice
+from paceline.serve.api.roll_outs import RollOuts
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 from paceline.serve.operation import OperationOptions
 from paceline.serve.server import HttpConfig
+from paceline.serve.worker.commands import EngineState
 from tests.serve.conftest import OUTLASTING, OUTLASTING_LEN, PATIENCE_S, Server, running, write_model
 from tests.serve.test_faults import eventually
 
@@ -282,6 +286,15 @@ def test_memory_is_given_back_while_the_trainer_works(rl: httpx.Client) -> None:
     assert rl.get("/server_info").json() == rl.get("/model_info").json() == about
     assert rl.get("/health_generate", headers={"authorization": ""}).status_code == 200
     assert about["weight_version"] == rl.get("/get_weight_version").json()["weight_version"]
+
+
+def test_a_server_tells_of_all_its_drafters() -> None:
+    choices = (Choice("draft", "suffix (k 8)", ""), Choice("law", "coupled", ""), Choice("draft", "grammar", ""))
+    fields = {"model_name": "m", "max_len": 8, "vocab_size": 9, "drafters": (), "choices": choices}
+    commands = SimpleNamespace(state=EngineState(), version="default")
+    engines: Any = SimpleNamespace(ready=SimpleNamespace(**fields), commands=commands, num_open=0)
+    about = json.loads(bytes(asyncio.run(RollOuts(engines)._about(None)).body))  # type: ignore[arg-type]
+    assert about["choices"] == {"draft": "suffix (k 8), grammar", "law": "coupled"}
 
 
 def test_a_process_that_dies_while_its_memory_is_given_back_gives_it_back_again(

@@ -174,9 +174,9 @@ class RollOuts:
         return json_response({"weight_version": self._client.commands.version})
 
     async def _about(self, _: HttpRequest) -> Response:
-        ready = self._client.ready
-        if ready is None:
+        if (ready := self._client.ready) is None:
             raise EngineDied(NOT_READY)
+        made = ready.choices  # a drafter has one of its own, under the same name
         return json_response(
             {
                 "model_path": self._client.commands.state.source.model or ready.model_name,
@@ -187,7 +187,7 @@ class RollOuts:
                 "vocab_size": ready.vocab_size,
                 "drafters": ready.drafters,
                 "num_open": self._client.num_open,
-                "choices": {choice.what: choice.value for choice in ready.choices},
+                "choices": {c.what: ", ".join(o.value for o in made if o.what == c.what) for c in made},
             }
         )
 
