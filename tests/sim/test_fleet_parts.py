@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from paceline.control.routing import ReplicaView, RequestView, Router
 from paceline.core.errors import ConfigError
 from paceline.sim import faults
 from paceline.sim.faults import deaths
 from paceline.sim.fleet_traces import FleetTrace, read_fleet_trace
-from paceline.sim.prefix_sets import PrefixSets
 from paceline.sim.rival_routes import any_route
-from tests.oracles.prefix_sets import PlainPrefixSets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,21 +24,6 @@ if TYPE_CHECKING:
     from paceline.sim.faults import Death
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-
-prompts = st.lists(st.integers(0, 9), max_size=6, unique=True)
-uses = st.tuples(st.integers(0, 10), prompts, st.booleans())
-
-
-@given(st.integers(1, 11), st.integers(0, 8), st.lists(uses, max_size=25), prompts)
-def test_prefix_sets_are_those_of_plain_lists(num_replicas, pages, done, asked) -> None:
-    fast, slow = PrefixSets(num_replicas, pages), PlainPrefixSets(num_replicas, pages)
-    for replica, prompt, cleared in done:
-        for sets in (fast, slow):
-            sets.use(replica % num_replicas, prompt)
-            if cleared:
-                sets.clear((replica + 1) % num_replicas)
-        assert fast.hits(asked).tolist() == slow.hits(asked)
-        assert fast.hits(prompt).tolist() == slow.hits(prompt)
 
 
 @pytest.mark.parametrize(

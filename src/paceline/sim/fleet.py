@@ -1,7 +1,7 @@
 """A simulated fleet: replicas on one event clock.
 
-The router and the scaler are the real ones. Events are arrivals, steps or rate changes of replicas, deaths and
-returns, and the scaler's looks. Times are in seconds from the trace's beginning.
+The router, its index of pages and the scaler are the real ones. Events are arrivals, steps or rate changes of
+replicas, deaths and returns, and the scaler's looks. Times are in seconds from the trace's beginning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from paceline.control.routing import Columns, ReplicaView, RequestView, Router, decoding_s
 from paceline.control.scaling import Scaler
 from paceline.control.tails import to_free
-from paceline.sim.prefix_sets import PrefixSets
+from paceline.serve.fleet.index import PrefixIndex
 from paceline.sim.replicas import Cut, Ends, Leg
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Fleet:
         self._router = Router(policy)
         self._options = options
         self._deaths = iter(options.deaths)
-        self._sets = PrefixSets(count, options.cache_pages)
+        self._index = PrefixIndex()  # here it is no guess: replicas keep these pages
         self._tally = Tally(np.zeros(count, np.int64), np.zeros(count), np.zeros(count))
         self._sent = np.zeros(len(trace), np.bool_)  # [num_requests] whether it had a first leg
         self._on_since = np.full(count, np.nan)
@@ -239,14 +239,15 @@ class Fleet:
         """Route a request, or what is left of one."""
         trace, request = self._trace, cut.request
         pages, prompt = trace.pages[request], int(trace.prompt_lens[request])
-        hits = self._sets.hits(pages)
+        kept = self._index.hits(pages)
+        hits = np.array([kept.get(name, 0) for name in self._states.names])
         view = RequestView(prompt + cut.told, pages, page_tokens=trace.page_tokens)
         index = self._router.index(view, self._states.columns(now, hits))
         if index is None:
             self._homeless.append(cut)
             return
         cached = min(int(hits[index]) * trace.page_tokens, prompt - (not cut.told))
-        self._sets.use(index, pages)
+        self._index.add(self._states.names[index], pages, self._options.cache_pages)
         self._count(index, cut, prompt, cached)
         self._engines[index].submit(now, Leg(request, cached, cut.told))
         self._noted(now, index)
@@ -297,7 +298,7 @@ class Fleet:
         self._states.alive[index] = False
         self._tally.on_s[index] += now - self._on_since[index]
         cuts = self._engines[index].stop(now)
-        self._sets.clear(index)
+        self._index.forget(self._states.names[index])
         self._states.note(index, self._engines[index], now)
         self._sized(now)
         return cuts

@@ -13,7 +13,7 @@ from paceline.core.nouns import PAGE_TOKENS
 from paceline.engine.prefix_cache import chain_hash, root_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from paceline.core.request_nouns import Request
 
@@ -38,14 +38,16 @@ class PrefixIndex:
     """Pages by replica, and replicas by page as bits of an integer."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, OrderedDict[bytes, None]] = {}  # replica -> its pages, least recently used first
+        self._pages: dict[str, OrderedDict[Hashable, None]] = {}  # replica -> its pages, least recently used first
         self._bits: dict[str, int] = {}
-        self._holders: dict[bytes, int] = {}
+        self._holders: dict[Hashable, int] = {}
 
-    def add(self, replica: str, hashes: Sequence[bytes], num_pages: int = USUAL_PAGES) -> None:
+    def add(self, replica: str, hashes: Sequence[Hashable], num_pages: int = USUAL_PAGES) -> None:
         """Note that a replica gets these pages. num_pages: of its pool."""
-        bit = self._bits.setdefault(replica, self._free_bit())
-        pages = self._pages.setdefault(replica, OrderedDict())
+        if replica not in self._bits:
+            used = sum(self._bits.values())
+            self._bits[replica] = ~used & (used + 1)  # the lowest bit that no replica has
+        bit, pages = self._bits[replica], self._pages.setdefault(replica, OrderedDict())
         for page in reversed(hashes[:num_pages]):  # the first page is of use without the others, so it goes last
             pages[page] = None
             pages.move_to_end(page)
@@ -53,19 +55,18 @@ class PrefixIndex:
         while len(pages) > num_pages:
             self._drop(pages.popitem(last=False)[0], bit)
 
-    def hits(self, hashes: Iterable[bytes]) -> dict[str, int]:
+    def hits(self, hashes: Iterable[Hashable]) -> dict[str, int]:
         """Return how many first pages of a prompt each replica holds, if any."""
         found: dict[str, int] = {}
-        names = {bit: name for name, bit in self._bits.items()}
         left, length = -1, 0
         for length, page in enumerate(hashes):
             still = left & self._holders.get(page, 0)
             if length and still != left:
-                found |= {name: length for bit, name in names.items() if bit & left & ~still}
+                found |= {name: length for name, bit in self._bits.items() if bit & left & ~still}
             left = still
             if not left:
                 return found
-        return found | {name: length + 1 for bit, name in names.items() if left > 0 and bit & left}
+        return found | {name: length + 1 for name, bit in self._bits.items() if left > 0 and bit & left}
 
     def forget(self, replica: str) -> None:
         """Drop a replica's pages: its process has ended."""
@@ -73,11 +74,7 @@ class PrefixIndex:
         for page in self._pages.pop(replica, ()):
             self._drop(page, bit)
 
-    def _free_bit(self) -> int:
-        used = sum(self._bits.values())
-        return ~used & (used + 1)  # the lowest bit that no replica has
-
-    def _drop(self, page: bytes, bit: int) -> None:
+    def _drop(self, page: Hashable, bit: int) -> None:
         left = self._holders[page] & ~bit
         if left:
             self._holders[page] = left
