@@ -59,7 +59,8 @@ class Client:
         if outcome.finish_reason == "cancelled" and not self.first:
             assert outcome.figures is not None
             assert counts(outcome.figures) == self.spent, "what an engine told before it died is not all"
-        self.spent, self.first = self.spent.after(outcome, first=self.first), False
+        num_tokens = max(len(outcome.token_ids) - self.first, 0)
+        self.spent, self.first = self.spent.after(outcome.spent, num_tokens), False
 
     def again(self, request: Request) -> Request:
         """Return the request for the rest."""

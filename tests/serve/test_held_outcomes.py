@@ -30,7 +30,7 @@ def answers(draw: st.DrawFn) -> list[Outcome]:
     start, spent, scored = draw(st.integers(0, 9)), Spent(), draw(st.booleans())
     for size in draw(st.lists(st.integers(1, 4), min_size=1, max_size=12)):
         ids = tuple(range(start, start + size))
-        after = spent.plainly(size - (not found))
+        after = spent.after(None, size - (not found))
         told = draw(st.booleans())
         spent = after._replace(decode_passes=after.decode_passes - 1, drafted_tokens=after.drafted_tokens + 4)
         spent = spent if told else after
@@ -48,7 +48,7 @@ def summary(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
     """Return what a server has learnt in the end."""
     spent, scores = Spent(), list[TokenLogprobs]()
     for index, outcome in enumerate(outcomes):
-        spent = spent.after(outcome, first=not index)
+        spent = spent.after(outcome.spent, len(outcome.token_ids) - (not index))
         scores += outcome.logprobs or ()
     last = outcomes[-1]
     ids = tuple(i for outcome in outcomes for i in outcome.token_ids)

@@ -3,22 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-
-class Gain(Protocol):
-    """Part of an outcome that counts are made from."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Tokens of the answer."""
-
-    @property
-    def spent(self) -> Spent | None:
-        """Counts that came with them."""
+from typing import NamedTuple
 
 
 class Spent(NamedTuple):
@@ -36,17 +21,15 @@ class Spent(NamedTuple):
     changed_tokens: int = 0
     changed_nats: float = 0.0
 
-    def plainly(self, num_tokens: int) -> Spent:
-        """Return the counts after as many decode passes without drafts, a token each."""
+    def after(self, told: Spent | None, num_tokens: int) -> Spent:
+        """Return the counts after an outcome: those told with it, else plain decode passes'.
+
+        num_tokens: of its tokens those of decode passes, a token each. An engine's first comes from the prefill.
+        """
+        if told is not None:
+            return told
         passes, decoded = self.decode_passes + num_tokens, self.decoded_tokens + num_tokens
         return self._replace(decode_passes=passes, decoded_tokens=decoded)
-
-    def after(self, outcome: Gain, *, first: bool) -> Spent:
-        """Return the counts after an outcome.
-
-        first: it is this engine's first, so the prefill made its first token.
-        """
-        return outcome.spent or self.plainly(max(0, len(outcome.token_ids) - first))
 
 
 @dataclass(frozen=True, slots=True)

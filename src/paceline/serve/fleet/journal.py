@@ -193,7 +193,7 @@ class OngoingAnswer:
         skipped, before = len(self.told) - start, leg.num_chars
         leg.num_tokens += len(outcome.token_ids)
         leg.num_chars += len(outcome.text)
-        leg.spent = leg.spent.after(outcome, first=not leg.spoke)
+        leg.spent = leg.spent.after(outcome.spent, max(len(outcome.token_ids) - (not leg.spoke), 0))
         leg.spoke = True
         if outcome.prompt_logprobs is not None and self.scored:
             outcome = with_fields(outcome, prompt_logprobs=None)

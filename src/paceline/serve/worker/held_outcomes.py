@@ -56,9 +56,7 @@ class HeldOutcomes:
 
 def joined(first: Outcome, then: Outcome) -> Outcome:
     """Return two outcomes of a request in a row as one. Neither begins the answer."""
-    spent = then.spent
-    if spent is None and first.spent is not None:
-        spent = first.spent.after(then, first=False)
+    spent = then.spent if first.spent is None else first.spent.after(then.spent, len(then.token_ids))
     logprobs = None
     if first.logprobs is not None or then.logprobs is not None:
         logprobs = tuple(chain(first.logprobs or (), then.logprobs or ()))
