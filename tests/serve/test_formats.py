@@ -83,9 +83,7 @@ def test_every_token_of_a_stream_is_spelled_once(monkeypatch: pytest.MonkeyPatch
 def test_answers_of_two_promise_keys_say_so(inexact: bool) -> None:
     figures = Figures(3, 2, 0, 1, 1, 0, 0, 0, 5, inexact=inexact, weights=((0, "a"),))
     assert usage([figures], 1).get("resumed_inexact", False) == inexact
-    roll_out = GenerateFormat(
-        TOKENIZER, [request_of("r")], ["r"], many=False, scored=False, texts=False, skips=True
-    )
+    roll_out = GenerateFormat(TOKENIZER, [request_of("r")], ["r"], scored=False, texts=False, skips=True)
     answer = PartialAnswer()
     answer.add(Outcome("r", (1, 2), "ab", finish_reason="length", figures=figures))
     about = roll_out.choice(0, answer)["meta_info"]
@@ -97,7 +95,7 @@ def rolled_out(ids: Sequence[int], told: Sequence[int] = (), **params: Any) -> l
     """The text that `/generate` tells after each token, special ones shown."""
     asked = SamplingParams(max_tokens=40, **params)
     request = Request("r", (65,), asked, seed=0, told=tuple(told), within=True)
-    form = GenerateFormat(TOKENIZER, [request], ["r"], many=False, scored=False, texts=False, skips=False)
+    form = GenerateFormat(TOKENIZER, [request], ["r"], scored=False, texts=False, skips=False)
     checker, answer, found = checker_of(request, TOKENIZER), PartialAnswer(), []
     if told:
         take_told(checker, told)

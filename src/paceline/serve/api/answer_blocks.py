@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from paceline.serve.api.tool_calls.events import (
     CallArguments,
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.core.request_nouns import Outcome
-    from paceline.serve.api.errors import ApiError
-    from paceline.serve.api.openai_format import Json, PartialAnswer
     from paceline.serve.api.tool_calls.events import AnswerEvent, AnswerReader
 
 BlockKind = Literal["reasoning", "content", "call"]
@@ -46,19 +44,6 @@ class Change(NamedTuple):
     what: Literal["open", "more", "close"]
     block: AnswerBlock
     text: str = ""
-
-
-class PlainReader:
-    """Reader of answers that are text only."""
-
-    def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:
-        """Return the text as content."""
-        del token_ids
-        return [ContentText(text)] if text else []
-
-    def finish(self) -> list[AnswerEvent]:
-        """Return nothing: no text is held back."""
-        return []
 
 
 class AnswerBlocks:
@@ -127,24 +112,3 @@ class AnswerBlocks:
         if self._open is not None:
             changes.append(Change("close", self._open))
             self._open = None
-
-
-class EventFormat(Protocol):
-    """Form of a route whose streams have named events. One answer each."""
-
-    prefix: str  # of response ids
-
-    def whole(self, answer: PartialAnswer, usage: Json) -> Json:
-        """Return the whole response. usage: in OpenAI's form."""
-
-    def begin(self) -> list[Json]:
-        """Return the events before the first token. Each has its name as `type`."""
-
-    def more(self, outcome: Outcome) -> list[Json]:
-        """Return the events that an outcome brings."""
-
-    def end(self, answer: PartialAnswer, usage: Json) -> list[Json]:
-        """Return the events after the last token."""
-
-    def failure(self, error: ApiError) -> list[Json]:
-        """Return the events of an answer that fails after its stream began."""

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.serve.api.answer_blocks import PlainReader
 from paceline.serve.api.messages_format import MessagesFormat
 from paceline.serve.api.messages_schema import CountTokensBody, MessagesBody
 from paceline.serve.api.openai_format import ChatFormat, ResponseMeta
 from paceline.serve.api.parse import Job
 from paceline.serve.api.responses_format import ResponsesFormat
 from paceline.serve.api.responses_schema import ResponsesBody
+from paceline.serve.api.tool_calls.reader import ReaderPlan
 from paceline.serve.prompts import requests_of, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from paceline.core.params import SamplingParams
-    from paceline.serve.api.answer_blocks import EventFormat
-    from paceline.serve.api.parse import Serving
+    from paceline.serve.api.parse import EventFormat, Serving
     from paceline.serve.api.tool_calls.events import AnswerReader
 
     NewFormat = Callable[[ResponseMeta, Callable[[], AnswerReader], int], EventFormat]
@@ -76,8 +75,8 @@ def _job(
     plain = params_of(prompts.room(prompt.ids))
     params = prompts.answer_form(use, prompt.opened)(plain)
     prompts.check_room(prompt.ids, params.max_tokens)
-    plan = prompts.reader_plan(use, prompt)
-    new_reader: Any = PlainReader if plan is None else plan.reader
+    plain_text = ReaderPlan(prompts.tokenizer, family=None, tools=(), marks=None, opened=False)
+    plan = prompts.reader_plan(use, prompt) or plain_text
     seed, name = seed_of(params), secrets.token_hex(12)
     speculation = body.speculation.checked() if body.speculation else None
     salt = body.cache_salt or ""
@@ -90,10 +89,9 @@ def _job(
         n=1,
         stream=bool(body.stream),
         wants_usage=True,
-        wants_running_usage=False,
         arrival_s=arrival_s,
         ignored=ignored,
-        events=new_format(meta, new_reader, len(prompt.ids)),
+        events=new_format(meta, plan.reader, len(prompt.ids)),
         grammar_field=structured if plain.grammar else "tools" if params.grammar else "",
         law=serving.law_of(requests[0]),
     )

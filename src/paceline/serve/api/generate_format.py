@@ -166,7 +166,6 @@ class GenerateFormat:
     tokenizer: Tokenizer
     requests: Sequence[Request]
     names: Sequence[str]  # [num_answers] rid of each
-    many: bool  # the response is a list
     scored: bool  # with log-probabilities
     texts: bool  # log-probabilities name texts of tokens
     skips: bool  # the text leaves special tokens out
@@ -281,7 +280,6 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         tokenizer=prompts.tokenizer,
         requests=requests,
         names=[one for one in names for _ in range(n)],
-        many=body.is_batch or n > 1,
         scored=scored,
         texts=bool(body.return_text_in_logprobs),
         skips=asked.skip_special_tokens is not False,
@@ -292,12 +290,10 @@ def generate_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
         requests=requests,
         n=n,
         stream=bool(body.stream),
-        wants_usage=False,
-        wants_running_usage=False,
         arrival_s=arrival_s,
         ignored=ignored,
         grammar_field="sampling_params" if params[0].grammar else "",
         law=serving.law_of(requests[0]),
         repeats=serving.repeats(requests[0]),
-        roll_outs=form,
+        many=body.is_batch or n > 1,
     )

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.core.request_nouns import Request
     from paceline.core.sampling_defaults import Defaults
-    from paceline.serve.api.answer_blocks import EventFormat
-    from paceline.serve.api.openai_format import Json, PartialAnswer, RouteFormat
+    from paceline.serve.api.messages_format import MessagesFormat
+    from paceline.serve.api.openai_format import RouteFormat
+    from paceline.serve.api.responses_format import ResponsesFormat
     from paceline.serve.conversation import ToolUse
     from paceline.serve.prompts import Prompts, TokenPrompt
+
+    EventFormat = MessagesFormat | ResponsesFormat  # of the routes whose streams have named events
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
 BODY_TIMEOUT_S = 30.0  # without a byte of the body
@@ -76,17 +79,6 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-class RollOutFormat(Protocol):
-    """Form of answers that are sent as they are."""
-
-    @property
-    def many(self) -> bool:
-        """True if a response is a list of answers."""
-
-    def choice(self, index: int, answer: PartialAnswer) -> Json:
-        """Return an answer as far as it has come."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One HTTP request, ready for the engine."""
@@ -96,13 +88,13 @@ class Job:
     requests: Sequence[Request]  # [num_prompts * n]
     n: int
     stream: bool
-    wants_usage: bool  # the stream's last chunk carries the usage
-    wants_running_usage: bool  # every chunk carries the usage so far
     arrival_s: float
+    wants_usage: bool = False  # the stream's last chunk carries the usage
+    wants_running_usage: bool = False  # every chunk carries the usage so far
     ignored: tuple[str, ...] = ()  # unknown fields of the body
     extras: Extras | None = None  # further fields of the response
     events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
-    roll_outs: RollOutFormat | None = None  # of a route whose responses are answers and nothing around them
+    many: bool | None = None  # of roll-outs, whose response has nothing around it: whether it is a list of answers
     grammar_field: str = ""  # of the body, that asks for structured output
     told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told

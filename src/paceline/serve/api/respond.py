@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from paceline.core.pass_notes import PassNote
-    from paceline.serve.api.answer_blocks import EventFormat
     from paceline.serve.api.openai_format import Json
-    from paceline.serve.api.parse import Job, RollOutFormat
+    from paceline.serve.api.parse import EventFormat, Job
     from paceline.serve.engines import Answers, Engines, Event
     from paceline.serve.observe.access import RequestRecord
     from paceline.serve.observe.metrics import Metrics
@@ -282,13 +281,13 @@ class EventResponder(Responder):
 class RollOutResponder(Responder):
     """The same for roll-outs: an event has an answer as far as it has come."""
 
-    def __init__(self, job: Job, metrics: Metrics, form: RollOutFormat) -> None:
+    def __init__(self, job: Job, metrics: Metrics) -> None:
         super().__init__(job, metrics)
-        self._form, self._gained = form, dict[int, None]()  # answers since the last events
+        self._gained = dict[int, None]()  # answers since the last events
 
     def _body(self) -> Any:
-        answers = [self._form.choice(index, answer) for index, answer in enumerate(self.answers)]
-        return answers if self._form.many else answers[0]
+        answers = [self.job.format.choice(index, answer) for index, answer in enumerate(self.answers)]
+        return answers if self.job.many else answers[0]
 
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         self._add(index, outcome)
@@ -297,8 +296,8 @@ class RollOutResponder(Responder):
 
     def _late(self) -> bytes:
         gained, self._gained = self._gained, {}
-        forms = ((i, self._form.choice(i, self.answers[i])) for i in gained)
-        return b"".join(_event(form | ({"index": i} if self._form.many else {})) for i, form in forms)
+        choices = ((index, self.job.format.choice(index, self.answers[index])) for index in gained)
+        return b"".join(_event(choice | ({"index": i} if self.job.many else {})) for i, choice in choices)
 
     def _closing(self) -> bytes:
         return DONE
@@ -306,8 +305,8 @@ class RollOutResponder(Responder):
 
 def responder(job: Job, metrics: Metrics) -> Responder:
     """Return what answers a job."""
-    if job.roll_outs is not None:
-        return RollOutResponder(job, metrics, job.roll_outs)
+    if job.many is not None:
+        return RollOutResponder(job, metrics)
     return Responder(job, metrics) if job.events is None else EventResponder(job, metrics, job.events)
 
 
