@@ -296,7 +296,7 @@ class RollOutResponder(Responder):
 
     def _late(self) -> bytes:
         gained, self._gained = self._gained, {}
-        choices = ((index, self.job.format.choice(index, self.answers[index])) for index in gained)
+        choices = ((i, self.job.format.choice(i, self.answers[i])) for i in gained)
         return b"".join(_event(choice | ({"index": i} if self.job.many else {})) for i, choice in choices)
 
     def _closing(self) -> bytes:

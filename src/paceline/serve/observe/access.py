@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers, MutableHeaders
+
 from paceline.core.logs import timed
 from paceline.serve.observe.recent import TARGET
 
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.access")
 
 RECORD = "paceline.record"  # key of the scope under which routes find the record
-REQUEST_ID = b"x-request-id"
+REQUEST_ID = "x-request-id"
 PROBES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate", "/metrics"})  # told if they fail
 MAX_PATH_CHARS = 200
 MAX_REASON_CHARS = 300
 MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
-_CLIENT_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 SERVER_FAULT = 500  # statuses from here on are faults of the server
 _BAD_REQUEST, _NOT_READY = 400, 503
 
@@ -142,7 +144,7 @@ class RequestLog:
 
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = _with_id(record, list(message.get("headers", [])), asked)
+                _add_id(record, MutableHeaders(scope=message), asked)
                 record.status = message["status"]
             elif record.status >= _BAD_REQUEST and record.reason is None:
                 record.reason = _reason(message.get("body", b""))
@@ -166,28 +168,22 @@ def write_line(record: RequestRecord) -> None:
         log.info(record.line, extra=timed(record.fields))
 
 
-def _begun(scope: Scope) -> tuple[RequestRecord, bytes | None]:
+def _begun(scope: Scope) -> tuple[RequestRecord, str | None]:
     """Return the record of a request, and its client's id if that is fitting."""
-    headers = {name: bytes(value) for name, value in reversed(scope["headers"])}
-    asked = headers.get(REQUEST_ID, b"")
+    headers = Headers(scope=scope)
+    asked, trace = headers.get(REQUEST_ID, ""), headers.get("traceparent", "")[:64] or None
     fitting = asked if _CLIENT_ID.fullmatch(asked) else None
-    request_id = fitting.decode("ascii") if fitting else f"req-{secrets.token_hex(12)}"
-    trace = headers.get(b"traceparent", b"")[:64].decode("latin-1") or None
+    request_id = fitting or f"req-{secrets.token_hex(12)}"
     return RequestRecord(scope["method"], _printable(scope["path"], MAX_PATH_CHARS), request_id, trace), fitting
 
 
-def _with_id(
-    record: RequestRecord, headers: list[tuple[bytes, bytes]], asked: bytes | None
-) -> list[tuple[bytes, bytes]]:
-    """Return headers with the request's id: the client's, else the one that the route gave."""
-    given = next((value for name, value in headers if name.lower() == REQUEST_ID), None)
-    if given is not None:
-        record.response_id = given.decode("latin-1")
+def _add_id(record: RequestRecord, headers: MutableHeaders, asked: str | None) -> None:
+    """Add the request's id to a response: the client's, else the one that the route gave."""
+    if (given := headers.get(REQUEST_ID)) is not None:
+        record.response_id = given
         if asked is None:
-            record.request_id = record.response_id
-    others = [(name, value) for name, value in headers if name.lower() != REQUEST_ID]
-    told = record.request_id.encode("latin-1")
-    return [*others, (REQUEST_ID, told), (b"request-id", told)]  # the latter as Anthropic's clients read it
+            record.request_id = given
+    headers[REQUEST_ID] = headers["request-id"] = record.request_id  # the latter as Anthropic's clients read it
 
 
 def _reason(body: bytes) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -169,9 +169,8 @@ class Metrics:
             "paceline_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
         )
         self._e2e = self._histogram("paceline_request_seconds", "Arrival to last token", _SECONDS)
-        version = GaugeMetricFamily("paceline_build_info", "Version", labels=["version"])
-        version.add_metric([__version__], 1)
-        self.registry.register(_Constant(version))
+        version = Gauge("paceline_build_info", "Version", ["version"], registry=self.registry)
+        version.labels(__version__).set(1)
 
     def first_token(self, wait_s: float) -> None:
         """Observe the time from a request's arrival to its first token."""
@@ -215,11 +214,3 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, buckets=buckets, registry=self.registry)
-
-
-class _Constant(Collector):
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._metric

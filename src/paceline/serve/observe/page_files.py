@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from starlette.types import ASGIApp, Receive, Scope, Send
-
-    Header = tuple[bytes, bytes]
 
 FOLDER = Path(__file__).parent / "page"
 PREFIX = "/page/"
@@ -43,8 +44,15 @@ class PageFile:
 
     plain: bytes
     packed: bytes  # by gzip
-    etag: bytes
-    headers: tuple[Header, ...]
+    headers: Mapping[str, str]
+
+    def response(self, asked: Headers) -> Response:
+        """Return the response to a request's headers. That to HEAD loses its body on the way."""
+        if self.headers["etag"] in asked.get("if-none-match", "").replace("W/", "").split(", "):
+            return Response(status_code=304, headers=self.headers)
+        if "gzip" in asked.get("accept-encoding", ""):
+            return Response(self.packed, headers={**self.headers, "content-encoding": "gzip"})
+        return Response(self.plain, headers=self.headers)
 
 
 def content_policy(html: bytes) -> str:
@@ -83,10 +91,9 @@ def _file(name: str, data: bytes, policy: str, caching: str) -> PageFile:
         "referrer-policy": "no-referrer",
         "vary": "accept-encoding",
         "x-frame-options": "DENY",
+        "etag": f'"{hashlib.sha256(data).hexdigest()[:32]}"',
     }
-    etag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'.encode()
-    encoded = tuple((key.encode(), value.encode()) for key, value in headers.items())
-    return PageFile(data, gzip.compress(data, GZIP_LEVEL, mtime=0), etag, encoded)
+    return PageFile(data, gzip.compress(data, GZIP_LEVEL, mtime=0), headers)
 
 
 class PageMiddleware:
@@ -102,19 +109,4 @@ class PageMiddleware:
         if file is None or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
         else:
-            await _send_file(file, scope, send)
-
-
-async def _send_file(file: PageFile, scope: Scope, send: Send) -> None:
-    asked = {name: bytes(value) for name, value in scope["headers"]}
-    headers = [*file.headers, (b"etag", file.etag)]
-    if file.etag in asked.get(b"if-none-match", b"").replace(b"W/", b"").split(b", "):
-        await send({"type": "http.response.start", "status": 304, "headers": headers})
-        await send({"type": "http.response.body"})
-        return
-    packs = b"gzip" in asked.get(b"accept-encoding", b"")
-    body = file.packed if packs else file.plain
-    headers += [(b"content-encoding", b"gzip")] if packs else []
-    headers += [(b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+            await file.response(Headers(scope=scope))(scope, receive, send)
