@@ -294,7 +294,7 @@ def test_an_answer_fills_the_context_unless_a_limit_is_given_and_says_that_it_wa
         chat = Chat(LocalSpeaker(own), {"temperature": 0.0, "ignore_eos": True}, sink=sink)
         chat.answer("hello")
         room = own.prompts.room(own.prompts.of_messages([{"role": "user", "content": "hello"}]))
-    assert chat.totals.tokens == room > SamplingParams().max_tokens
+    assert chat.totals.answers[0].completion_tokens == room > SamplingParams().max_tokens
     assert f"[{room} tokens, reached the token limit, " in sink.getvalue()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from paceline.model.tokenizer import Tokenizer
 
@@ -47,15 +47,20 @@ class ControlGuard:
 
     def guarded(self, values: Mapping[str, Any]) -> GuardedValues:
         """Return variables of a template with the control tokens of users' text taken apart."""
-        texts = list(_texts(values))
-        if not any(self._pattern(of_assistant).search(text) for text, of_assistant in texts):
+        texts, found = list[str](), list[str]()
+
+        def plain(second: str) -> str:
+            found.append(second)
+            return _PLAIN
+
+        replaced = self._changed(values, plain, texts)
+        if not found:
             return GuardedValues((values,))
-        replaced = self._changed(values, lambda _: _PLAIN)
-        joined = "".join(text for text, _ in texts)
+        joined = "".join(texts)
         mark = next((mark for mark in _MARKS if mark not in joined), "")
         if not mark:
             return GuardedValues((replaced,))
-        return GuardedValues((self._changed(values, lambda char: mark + char), replaced), mark)
+        return GuardedValues((self._changed(values, lambda char: mark + char, []), replaced), mark)
 
     def chosen(self, guarded: GuardedValues, texts: Sequence[str]) -> tuple[str, int]:
         """Return the marked text if the template kept every mark, else the other; and which."""
@@ -69,15 +74,18 @@ class ControlGuard:
     def _count(self, text: str) -> int:
         return sum(1 for _ in self._of_others.finditer(text))
 
-    def _pattern(self, of_assistant: bool) -> re.Pattern[str]:
-        return self._of_assistant if of_assistant else self._of_others
+    def _changed(
+        self, values: Mapping[str, Any], change: Callable[[str], str], texts: list[str]
+    ) -> dict[str, Any]:
+        """Return variables with the second character of every control token changed.
 
-    def _changed(self, values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-        """Return variables with the second character of every control token changed."""
+        texts: gets every text among them.
+        """
 
         def of(value: Any, of_assistant: bool) -> Any:
             if isinstance(value, str):
-                return _each_changed(self._pattern(of_assistant), value, change)
+                texts.append(value)
+                return _each_changed(self._of_assistant if of_assistant else self._of_others, value, change)
             if isinstance(value, Mapping):
                 return {of(k, False): of(v, of_assistant) for k, v in value.items()}
             return [of(each, of_assistant) for each in value] if isinstance(value, list | tuple) else value
@@ -91,29 +99,6 @@ class ControlGuard:
 def _is_of_assistant(message: Mapping[str, Any], key: str) -> bool:
     """Return True for a field with an assistant's own text."""
     return message.get("role") == "assistant" and key in ("content", "reasoning_content")
-
-
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield every text among variables, and True with it if it is an assistant's own."""
-    for key, value in values.items():
-        if key != "messages":
-            yield from ((text, False) for text in _strings(value))
-    for message in values["messages"]:
-        for key, value in message.items():
-            own = _is_of_assistant(message, key)
-            yield from ((text, own) for text in _strings(value))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _strings(key)
-            yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings(each)
 
 
 def _each_changed(pattern: re.Pattern[str], text: str, change: Callable[[str], str]) -> str:

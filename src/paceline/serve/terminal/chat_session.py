@@ -16,38 +16,28 @@ from paceline.serve.terminal.line_input import LineInput, quiet
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.serve.terminal.speakers import AnswerFigures, Piece, Speaker
+    from paceline.core.figures import Figures
+    from paceline.serve.terminal.speakers import Piece, Speaker
 
 
 @dataclass(slots=True, eq=False)
 class Totals:
-    """Sums over the answers of a session."""
+    """Figures of the answers of a session, and the seconds that they took."""
 
-    answers: int = 0
-    tokens: int = 0
-    passes: int = 0
-    verified: int = 0
-    accepted: int = 0
+    answers: list[Figures] = field(default_factory=list)
     seconds: float = 0.0
-
-    def add(self, figures: AnswerFigures, wall_s: float) -> None:
-        """Count an answer."""
-        self.answers += 1
-        self.tokens += figures.tokens
-        self.passes += figures.passes
-        self.verified += figures.verified
-        self.accepted += figures.accepted
-        self.seconds += wall_s
 
     def told(self) -> str:
         """Return the sums as a line."""
         if not self.answers:
             return "no answer yet\n"
-        rate = self.tokens / self.seconds if self.seconds > 0 else 0.0
-        per_pass = self.tokens / self.passes if self.passes else 1.0
+        names = ("completion_tokens", "decode_passes", "verified_tokens", "accepted_tokens")
+        tokens, passes, verified, accepted = (sum(getattr(f, name) for f in self.answers) for name in names)
+        rate = tokens / self.seconds if self.seconds > 0 else 0.0
+        per_pass = tokens / passes if passes else 1.0
         return (
-            f"{self.answers} answers, {self.tokens} tokens, {rate:.1f} tokens/s, {per_pass:.2f} tokens per pass, "
-            f"{self.accepted} of {self.verified} drafts kept\n"
+            f"{len(self.answers)} answers, {tokens} tokens, {rate:.1f} tokens/s, {per_pass:.2f} tokens per pass, "
+            f"{accepted} of {verified} drafts kept\n"
         )
 
 
@@ -110,7 +100,8 @@ class Chat:
         self.messages = [*conversation, {"role": "assistant", "content": text}]
         self.write(f"\n{_summary(figures, time.monotonic() - first_s, cut=cut)}\n")
         if figures is not None:
-            self.totals.add(figures, time.monotonic() - start_s)
+            self.totals.answers.append(figures)
+            self.totals.seconds += time.monotonic() - start_s
 
     def write(self, text: str) -> None:
         """Show text at once."""
@@ -125,12 +116,13 @@ def _shown(piece: Piece, text: str, thought: str) -> str:
     return f"{begun}{piece.reasoning}{ended}{piece.text}"
 
 
-def _summary(figures: AnswerFigures | None, wall_s: float, *, cut: bool) -> str:
+def _summary(figures: Figures | None, wall_s: float, *, cut: bool) -> str:
     """Return a line with an answer's speed and how many drafts were accepted."""
     if figures is None:
         return "[stopped before the end]\n"
-    rate = (figures.tokens - 1) / wall_s if wall_s > 0 and figures.tokens > 1 else 0.0
-    drafts = f"{figures.accepted} of {figures.verified} drafts kept"
-    length = f"{figures.tokens_per_pass:.2f} tokens per pass"
-    tokens = f"{figures.tokens} tokens{', reached the token limit' if cut else ''}"
+    num_tokens = figures.completion_tokens
+    rate = (num_tokens - 1) / wall_s if wall_s > 0 and num_tokens > 1 else 0.0
+    drafts = f"{figures.accepted_tokens} of {figures.verified_tokens} drafts kept"
+    length = f"{figures.acceptance_length:.2f} tokens per pass"
+    tokens = f"{num_tokens} tokens{', reached the token limit' if cut else ''}"
     return f"[{tokens}, {rate:.1f} tokens/s, {length}, {drafts}, seed {figures.seed}]\n"

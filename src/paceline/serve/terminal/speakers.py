@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import RequestError
+from paceline.core.figures import Figures
 from paceline.core.params import AUTO, SamplingParams, Speculation
 from paceline.serve.prompts import TokenPrompt
 from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, events
@@ -14,26 +15,7 @@ from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, even
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
-    from paceline.core.figures import Figures
     from paceline.serve.llm import LLM
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFigures:
-    """Cost of an answer, and effect of drafts."""
-
-    tokens: int
-    passes: int
-    tokens_per_pass: float
-    verified: int
-    accepted: int
-    seed: int
-
-    @classmethod
-    def of(cls, figures: Figures) -> AnswerFigures:
-        """Return them from those of an engine in this process."""
-        drafts = figures.acceptance_length, figures.verified_tokens, figures.accepted_tokens
-        return cls(figures.completion_tokens, figures.decode_passes, *drafts, figures.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +23,7 @@ class Piece:
     """Part of an answer that one step adds."""
 
     text: str
-    figures: AnswerFigures | None = None  # with the last piece
+    figures: Figures | None = None  # with the last piece
     error: str | None = None
     cut: bool = False  # the answer ended at its limit of tokens
     reasoning: str = ""  # that comes before the text, where a server tells it apart
@@ -78,8 +60,7 @@ class LocalSpeaker:
         params = replace(self._llm.default_params, **limit | dict(given))
         with closing(self._llm.stream(prompt, params, Speculation(draft))) as stream:
             for delta in stream:
-                figures = None if delta.figures is None else AnswerFigures.of(delta.figures)
-                yield Piece(delta.text, figures, delta.outcome.error, delta.finish_reason == "length")
+                yield Piece(delta.text, delta.figures, delta.outcome.error, delta.finish_reason == "length")
 
     def sampling(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling of the next answer."""
@@ -142,19 +123,23 @@ def _piece(event: Mapping[str, Any]) -> Piece:
     )
 
 
-def _figures(usage: Mapping[str, Any], seed: object) -> AnswerFigures:
+def _figures(usage: Mapping[str, Any], seed: object) -> Figures:
     drafts = usage.get("speculation")
     drafts = drafts if isinstance(drafts, dict) else {}
 
     def number(values: Mapping[str, Any], name: str) -> Any:
         value = values.get(name)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+        return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15 else 0
 
-    return AnswerFigures(
-        int(number(usage, "completion_tokens")),
-        int(number(drafts, "decode_passes")),
-        float(number(drafts, "acceptance_length")),
-        int(number(drafts, "verified_tokens")),
-        int(number(drafts, "accepted_tokens")),
-        seed if isinstance(seed, int) else 0,
+    passes = int(number(drafts, "decode_passes"))
+    return Figures(
+        prompt_tokens=int(number(usage, "prompt_tokens")),
+        completion_tokens=int(number(usage, "completion_tokens")),
+        cached_tokens=0,
+        decode_passes=passes,
+        decoded_tokens=round(passes * number(drafts, "acceptance_length")),
+        drafted_tokens=int(number(drafts, "drafted_tokens")),
+        verified_tokens=int(number(drafts, "verified_tokens")),
+        accepted_tokens=int(number(drafts, "accepted_tokens")),
+        seed=seed if isinstance(seed, int) else 0,
     )
