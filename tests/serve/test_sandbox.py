@@ -164,7 +164,7 @@ def test_closing_ends_the_process_and_what_it_does(sandbox: Sandbox) -> None:
 
 
 def test_grammars_are_checked_there(sandbox: Sandbox) -> None:
-    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str().encode(), (319,), None, 320))  # starts it
+    sandbox.setup(SetTokenizer(tiny_raw_tokenizer(320).to_str().encode(), (319,), None))  # starts it
     assert sandbox.call(CheckGrammar("regex", "a+", False)) == JobDone()
     with pytest.raises(RequestError, match="cannot be used"):
         sandbox.call(CheckGrammar("regex", "a(", False))

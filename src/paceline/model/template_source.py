@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_TEMPLATE_CHARS = 1 << 20
 
@@ -16,4 +12,4 @@ class TemplateSource:
     """Text of a template and the special tokens it may name."""
 
     text: str
-    special: Mapping[str, str]  # bos_token, eos_token ... -> text
+    special: dict[str, str]  # bos_token, eos_token ... -> text

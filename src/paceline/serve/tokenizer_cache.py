@@ -12,7 +12,6 @@ import tokenizers
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.system import give_memory_back
-from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer
 from paceline.serve.chat_options import ChatOptions
 from paceline.serve.sandbox.jobs import CheckGrammar, SetTokenizer
@@ -21,8 +20,9 @@ from paceline.serve.worker.messages import Language
 
 if TYPE_CHECKING:
     from paceline.core.params import Grammar
+    from paceline.model.template_source import TemplateSource
     from paceline.serve.prompts import Prompts
-    from paceline.serve.worker.messages import Ready, Template
+    from paceline.serve.worker.messages import Ready
 
 WARM_UP_TEXT = "Hello"
 WARM_UP_GRAMMAR = CheckGrammar("lark", 'start: "a"', with_tokens=False)
@@ -80,8 +80,8 @@ class TokenizerCache:
             return await expected[1]
         return await asyncio.to_thread(self._made, language)
 
-    def _template(self, own: Template | None) -> SandboxedTemplate | None:
-        source = self._options.source(None if own is None else TemplateSource(own.source, own.tokens))
+    def _template(self, own: TemplateSource | None) -> SandboxedTemplate | None:
+        source = self._options.source(own)
         return None if source is None else SandboxedTemplate(source, self._templates)
 
     def check_grammar(self, grammar: Grammar) -> None:
@@ -90,7 +90,7 @@ class TokenizerCache:
         assert ready is not None
         names_tokens = grammar.kind == "lark" and "<" in _LITERAL.sub("", grammar.text)
         if names_tokens:
-            self._grammars.setup(SetTokenizer(ready.tokenizer_json, ready.eos_ids, ready.bos_id, ready.vocab_size))
+            self._grammars.setup(SetTokenizer(ready.tokenizer_json, ready.eos_ids, ready.bos_id))
         self._grammars.call(CheckGrammar(grammar.kind, grammar.text, names_tokens))
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ import msgspec
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.system import leave_to_parent, wake_with_parent
 from paceline.model.template import ChatTemplate
-from paceline.model.template_source import TemplateSource
 from paceline.serve.sandbox.jobs import (
     CheckGrammar,
     JobDone,
@@ -52,8 +51,8 @@ class JobWorker:
 
     def _done(self, job: SandboxJob) -> JobResult:
         match job:
-            case SetTemplate(source, special):
-                self._template = ChatTemplate(TemplateSource(source, special))
+            case SetTemplate(source):
+                self._template = ChatTemplate(source)
             case SetTokenizer():
                 self._tokenizer = _tokenizer(job)
             case RenderPrompts(asked):

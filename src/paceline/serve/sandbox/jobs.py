@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from paceline.engine.wire import Message
+from paceline.model.template_source import TemplateSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +20,7 @@ _LENGTH = struct.Struct("<I")
 class SetTemplate(Message, frozen=True):
     """The chat template that later jobs render."""
 
-    source: str
-    special: dict[str, str]
+    source: TemplateSource
 
 
 class SetTokenizer(Message, frozen=True):
@@ -29,7 +29,6 @@ class SetTokenizer(Message, frozen=True):
     tokenizer_json: bytes
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    vocab_size: int
 
 
 class RenderPrompts(Message, frozen=True):

@@ -172,7 +172,7 @@ class SandboxedTemplate:
         """Compile the template there. Raises `BadModelFile`."""
         self.source = source
         self._sandbox = sandbox
-        sandbox.setup(SetTemplate(source.text, dict(source.special)))
+        sandbox.setup(SetTemplate(source))
 
     def render_all(self, asked: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the prompt of each mapping of variables. Raises `RequestError`."""

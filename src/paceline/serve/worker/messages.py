@@ -13,6 +13,7 @@ from paceline.engine.assembly.config import Choice, EngineConfig, Settled
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import Stats
 from paceline.engine.wire import BAD_MESSAGE, Failed, Message, RequestId, Submit
+from paceline.model.template_source import TemplateSource
 from paceline.serve.worker.commands import Command, EngineState, Obeyed
 
 MAX_TO_ENGINE_BYTES = 64 << 20  # a prompt of a million tokens has 5 MB
@@ -58,18 +59,11 @@ class Progress(Message, frozen=True):
     total: int
 
 
-class Template(Message, frozen=True):
-    """A chat template's source and the special tokens it may use."""
-
-    source: str
-    tokens: dict[str, str]
-
-
 class Language(Message, frozen=True):
     """Tokenizer and template, told long before `Ready`, so that the server makes its own meanwhile."""
 
     tokenizer_json: bytes
-    template: Template | None
+    template: TemplateSource | None
     eos_ids: tuple[int, ...]
     bos_id: int | None
 
@@ -96,7 +90,7 @@ class Ready(Message, frozen=True):
     tokenizer_json: bytes
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    template: Template | None  # None: the model has none, so chat is refused
+    template: TemplateSource | None  # None: the model has none, so chat is refused
     choices: tuple[Choice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
     sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it

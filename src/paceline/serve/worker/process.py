@@ -50,7 +50,6 @@ from paceline.serve.worker.messages import (
     Snapshot,
     StepProfile,
     StopEngine,
-    Template,
     ToEngine,
     ToServer,
     Watch,
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from paceline.core.pass_notes import StepNote
     from paceline.engine.assembly.build import Built
     from paceline.engine.engine import Engine
-    from paceline.model.template_source import TemplateSource
     from paceline.serve.worker.commands import Command
 
 log = logging.getLogger(__name__)
@@ -305,7 +303,7 @@ def _ready(built: Built, promise: str) -> Ready:
         tokenizer_json=built.tokenizer_json or tokenizer.raw.to_str().encode(),
         eos_ids=tuple(tokenizer.eos_ids),
         bos_id=tokenizer.bos_id,
-        template=_template(built.template),
+        template=built.template,
         choices=built.choices,
         drafters=tuple(built.engine.drafting.drafters),
         sampling=dict(built.sampling),
@@ -331,10 +329,6 @@ def profile_of(engine: Engine) -> StepProfile | None:
     key_s = (pass_s(Work(1, 0, chunk, chunk)) - pass_s(Work(1))) / chunk
     step_s = accumulate((pass_s(Work(n + 1)) for n in range(limits.num_rows)), max)
     return StepProfile(prefill_s, tuple(step_s), key_s)
-
-
-def _template(source: TemplateSource | None) -> Template | None:
-    return None if source is None else Template(source.text, dict(source.special))
 
 
 def warm_up(built: Built) -> None:
@@ -375,7 +369,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
             message.config,
             progress,
             lambda json, tokenizer, template: server.send(
-                Language(json, _template(template), tuple(tokenizer.eos_ids), tokenizer.bos_id)
+                Language(json, template, tuple(tokenizer.eos_ids), tokenizer.bos_id)
             ),
         )
         if publisher is not None:
