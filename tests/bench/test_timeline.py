@@ -68,11 +68,11 @@ def test_an_engine_is_watched_once_all_decode(overlapped: bool) -> None:
     questions = [Question(Prompt(i, "any", ""), Request(str(i), (1, 2, 3 + i), params, i)) for i in range(4)]
     seen = record(engine, questions, 6)
     assert not engine.has_work
-    assert len(seen.steps()) == 6
-    assert 6 <= len(seen.passes()) <= 7
-    assert len(seen.drafts()) >= 11, "proposals and commits"
-    (host,) = {span.thread for span in seen.steps()}
-    assert {span.thread == host for span in seen.passes()} == {not overlapped}
+    assert len(seen.of(STEP)) == 6
+    assert 6 <= len(seen.of(TARGET)) <= 7
+    assert len(seen.of(DRAFT)) >= 11, "proposals and commits"
+    (host,) = {span.thread for span in seen.of(STEP)}
+    assert {span.thread == host for span in seen.of(TARGET)} == {not overlapped}
     assert all(cycle.verify_s > 0 and cycle.draft_s > 0 for cycle in seen.cycles())
     with pytest.raises(ConfigError, match="ended before"):
         record(engine, questions, 70)

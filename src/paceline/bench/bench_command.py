@@ -120,17 +120,17 @@ def _session(args: Namespace) -> Session:
     return Session(
         drafts=tuple(dict.fromkeys(args.draft or usual)),
         concurrencies=numbers_of("--concurrency", args.concurrency or "1", 1, MAX_ROWS),
-        params=SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            max_tokens=args.max_tokens,
-            ignore_eos=args.ignore_eos,
-        ),
+        params=SamplingParams(**_params(args)),
         seed=args.seed,
         repeat=args.repeat,
         warmup=args.warmup,
         warm=args.warm,
     )
+
+
+def _params(args: Namespace) -> dict[str, Any]:
+    """Return the sampling that is asked for, by the names that servers know, too."""
+    return {name: getattr(args, name) for name in ("temperature", "top_p", "max_tokens", "ignore_eos")}
 
 
 def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dict[str, Any], list[Run]]:
@@ -156,13 +156,7 @@ def _there(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[di
     from paceline.bench.report import file_head
     from paceline.bench.session import run_there
 
-    params = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "max_tokens": args.max_tokens,
-        "ignore_eos": args.ignore_eos,
-    }
-    target = driven_server(args.url, params)
+    target = driven_server(args.url, _params(args))
     levels = 1 if args.request_rate is not None else len(session.concurrencies)
     total = session.repeat * levels * len(prompts)
     with progress("measuring") as update:

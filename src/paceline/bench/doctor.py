@@ -41,17 +41,18 @@ if TYPE_CHECKING:
     from paceline.engine.assembly.build import Built, Loaded
     from paceline.engine.assembly.config import EngineConfig
     from paceline.engine.engine import Engine
+    from paceline.engine.stats import Stats
     from paceline.model.weights import LoadedModel
 
 TIMED_STEPS = 16
 SAMPLE = "Explain in a few sentences how a bicycle stays upright, then say it again in other words."
-CATEGORIES = (  # of the built-in prompts; the two shortest of each are asked
+CATEGORIES = (  # of the built-in prompts
     *("writing", "reasoning", "math", "coding", "code_edit"),
     *("extraction", "translation", "summarization", "qa", "rag"),
 )
-PER_CATEGORY = 2
-MAX_TOKENS = 48  # of an answer
-QUICK_CATEGORIES, QUICK_TOKENS = ("writing", "coding", "summarization", "qa"), 24  # of --quick
+# Categories, their shortest prompts that are asked, and tokens of an answer at most.
+WHOLE = (CATEGORIES, 2, 48)
+QUICK = (("writing", "coding", "summarization", "qa"), 1, 24)
 MIN_SPEEDUP = 1.05  # smaller gains are within the noise of a shared machine
 
 
@@ -226,12 +227,6 @@ class PassTimes:
         return (self.verify_s + self.draft_s) / self.plain_s
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTime:
-    step_s: float
-    draft_s: float
-
-
 def measure_steps(built: Built, draft: str) -> PassTimes:
     """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle.
 
@@ -259,12 +254,12 @@ def measure_steps(built: Built, draft: str) -> PassTimes:
     )
 
 
-def _time_steps(engine: Engine, k: int) -> list[_StepTime]:
-    """Ask the sample prompt; return the times of its decode steps."""
+def _time_steps(engine: Engine, k: int) -> list[Stats]:
+    """Ask the sample prompt; return what each of its decode steps counted."""
     ids = tuple(engine.tokenizer.encode(SAMPLE))
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=(TIMED_STEPS + 2) * (k + 1))
     engine.add(Request("doctor", ids, params, seed=0))
-    steps: list[_StepTime] = []
+    steps: list[Stats] = []
     before = engine.stats()
     while engine.has_work and len(steps) < TIMED_STEPS:
         with uninterrupted():
@@ -272,7 +267,7 @@ def _time_steps(engine: Engine, k: int) -> list[_StepTime]:
         after = engine.stats()
         gained = after.since(before)
         if gained.decode_passes:
-            steps.append(_StepTime(gained.step_s, gained.draft_s))
+            steps.append(gained)
         before = after
     cancel_all(engine, ["doctor"])
     return steps
@@ -310,10 +305,6 @@ class DrafterEvaluation:
         if best.speedup >= MIN_SPEEDUP:
             return f"Verdict: it works, but not for all prompts: {figures}. --draft auto drafts where it pays."
         return f"Verdict: it works, but is not worth it on this machine: {figures}. Use --draft off."
-
-
-WHOLE = (CATEGORIES, PER_CATEGORY, MAX_TOKENS)
-QUICK = (QUICK_CATEGORIES, 1, QUICK_TOKENS)
 
 
 def evaluation_prompts(quick: bool = False) -> list[Prompt]:

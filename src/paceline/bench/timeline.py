@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paceline.backend.target import Deferred
+from paceline.bench.interleave import cancel_all
 from paceline.bench.prompt_file import BUILTIN, PROMPTS_HELP, PROMPTS_METAVAR, read_prompts
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.params import SamplingParams
@@ -185,37 +186,26 @@ class Timeline:
 
         return Deferred(wait)
 
-    def passes(self) -> list[Span]:
-        """Return the target's passes in the order of their start."""
-        return self._by_start(TARGET)
-
-    def drafts(self) -> list[Span]:
-        """Return the drafters' calls in the order of their start."""
-        return self._by_start(DRAFT)
-
-    def steps(self) -> list[Span]:
-        """Return the engine's steps in the order of their start."""
-        return self._by_start(STEP)
-
-    def _by_start(self, kind: str) -> list[Span]:
+    def of(self, kind: str) -> list[Span]:
+        """Return the target's passes, the drafters' calls or the engine's steps, in the order of their start."""
         return sorted((span for span in self.spans if span.kind == kind), key=lambda span: span.start_s)
 
     def cycles(self) -> list[PassCycle]:
         """Return the cycles between the first pass and the last."""
-        drafts = self.drafts()
+        drafts = self.of(DRAFT)
         return [
             PassCycle(
                 after.start_s - now.start_s,
                 now.length_s,
                 sum(d.length_s for d in drafts if now.start_s <= d.start_s < after.start_s),
             )
-            for now, after in pairwise(self.passes())
+            for now, after in pairwise(self.of(TARGET))
         ]
 
     def host(self) -> list[Span]:
         """Return the host's working times: steps without waiting for a pass or a drafter."""
-        passes, drafts = self.passes(), self.drafts()
-        return [piece for step in self.steps() for piece in _without(step, _awaited(step, passes) + drafts)]
+        passes, drafts = self.of(TARGET), self.of(DRAFT)
+        return [piece for step in self.of(STEP) for piece in _without(step, _awaited(step, passes) + drafts)]
 
 
 class _CallRecorder:
@@ -269,13 +259,10 @@ def record(engine: Engine, questions: Sequence[Question], steps: int) -> Timelin
     timeline.watch(engine)
     for _ in range(steps):
         _step(engine)
-    for question in questions:
-        engine.cancel(question.request.request_id)
-    while engine.has_work:
-        engine.step()
+    cancel_all(engine, [question.request.request_id for question in questions])
     if engine.stats().drafter_failures:
         raise PacelineError("the drafter failed; the log says why")
-    end_s = timeline.steps()[steps - 1].end_s
+    end_s = timeline.of(STEP)[steps - 1].end_s
     timeline.spans = [span for span in timeline.spans if span.start_s < end_s]
     return timeline
 
@@ -331,7 +318,7 @@ def _draw(args: Namespace, config: EngineConfig, timelines: Mapping[str, Timelin
 
 def _middle(timeline: Timeline, num_cycles: int) -> tuple[float, float]:
     """Return start and end of the `num_cycles` cycles in the middle, seconds."""
-    starts = [span.start_s for span in timeline.passes()]
+    starts = [span.start_s for span in timeline.of(TARGET)]
     first = max(0, (len(starts) - 1 - num_cycles) // 2)
     return starts[first], starts[min(first + num_cycles, len(starts) - 1)]
 
@@ -341,10 +328,10 @@ def _draw_lanes(axes: Any, timeline: Timeline, colours: Sequence[str], zero_s: f
 
     Drafting beside or after a pass is for the group whose pass comes next.
     """
-    passes = timeline.passes()
+    passes = timeline.of(TARGET)
     for index, span in enumerate(passes):
         _draw_bar(axes, 0, span, zero_s, colours[index % len(colours)])
-    for span in timeline.drafts():
+    for span in timeline.of(DRAFT):
         index = sum(p.start_s <= span.start_s for p in passes)
         _draw_bar(axes, 1, span, zero_s, colours[index % len(colours)])
     pieces = [(1e3 * (span.start_s - zero_s), 1e3 * span.length_s) for span in timeline.host()]
