@@ -159,7 +159,7 @@ def test_ctrl_c_waits_for_the_step_and_leaves_the_engine_empty(overlapped: bool)
     assert 4 <= len(steps) < 10
     assert not engine.has_work
     engine.check()
-    assert [a.output_tokens for a in ask(engine, questions(3, 3), 2)] == [3, 3]
+    assert [a.figures.completion_tokens for a in ask(engine, questions(3, 3), 2)] == [3, 3]
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -220,7 +220,7 @@ def test_the_run_that_is_behind_goes_on_and_times_hold_no_time_of_others(monkeyp
     assert counts[-1] == 40
     for run, step_s in zip(runs, seconds, strict=True):
         for answer in run.in_order():
-            assert answer.output_tokens == 5
+            assert answer.figures.completion_tokens == 5
             assert answer.end_s - answer.first_s == pytest.approx(4 * step_s), "of its own steps only"
 
 

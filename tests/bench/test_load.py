@@ -41,7 +41,8 @@ def test_chunks_add_up_to_the_tokens_of_usage():
     answer = answer_of(PROMPT, 0.5, iter([*events, (4.0, chunk("c")), (4.1, {"choices": [], "usage": usage})]))
     assert answer.arrivals == ((2.0, 1), (3.0, 4.0), (4.0, 4.0))
     assert (answer.first_s, answer.end_s, answer.tpot_s) == (2.0, 4.0, 0.25)
-    assert (answer.decoded_tokens, answer.decode_passes, answer.accepted_tokens) == (8, 4, 4)
+    figures = answer.figures
+    assert (figures.decoded_tokens, figures.decode_passes, figures.accepted_tokens) == (8, 4, 4)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -126,7 +127,7 @@ def test_a_real_server(model, prompts, tmp_path):
         for concurrency, rate in ((3, None), (None, 200.0)):
             answers = drive(target, asked, concurrency, rate, seed=0)
             assert [a.prompt for a in answers] == asked
-            assert all(a.output_tokens == 12 for a in answers)
+            assert all(a.figures.completion_tokens == 12 for a in answers)
             assert all(a.start_s <= a.first_s <= a.end_s for a in answers)
             figures = record(Run("server", concurrency, 0, tuple(answers), None, None))
             assert 1.0 <= figures["acceptance_length"] <= 4.0

@@ -9,21 +9,13 @@ from paceline.bench.prompt_file import Prompt
 from paceline.bench.report import category_rows, summary
 from paceline.control.online_cost import Predictions
 from paceline.control.protocols import StepAccounting
+from paceline.core.figures import Figures
 from paceline.engine.stats import DraftCounts, Stats
 
 
 def answer(start_s=0.0, times=(1.0, 2.0, 3.0), category="qa", tokens=None, **counts):
-    figures = {"decode_passes": 2, "decoded_tokens": 2, "drafted_tokens": 0, "verified_tokens": 0}
-    figures |= {"accepted_tokens": 0} | counts
-    return MeasuredAnswer(
-        prompt=Prompt(1, category, "x"),
-        prompt_tokens=5,
-        output_tokens=len(times),
-        start_s=start_s,
-        arrivals=tuple((t, 1) for t in times),
-        token_ids=tokens,
-        **figures,
-    )
+    figures = replace(Figures(5, len(times), 0, 2, 2, 0, 0, 0, seed=0), **counts)
+    return MeasuredAnswer(Prompt(1, category, "x"), figures, start_s, tuple((t, 1) for t in times), tokens)
 
 
 def run(answers, draft="off", concurrency=1, repeat=0, stats=None):

@@ -215,19 +215,7 @@ def _answer(opened: _OpenQuestion, outcome: Outcome) -> MeasuredAnswer:
     figures, prompt = outcome.figures, opened.question.prompt
     if outcome.error is not None or figures is None or not opened.arrivals:
         raise PacelineError(f"question {prompt.question_id} failed: {outcome.error or 'it got no tokens'}")
-    return MeasuredAnswer(
-        prompt=prompt,
-        prompt_tokens=figures.prompt_tokens,
-        output_tokens=figures.completion_tokens,
-        start_s=opened.start_s,
-        arrivals=tuple(opened.arrivals),
-        decode_passes=figures.decode_passes,
-        decoded_tokens=figures.decoded_tokens,
-        drafted_tokens=figures.drafted_tokens,
-        verified_tokens=figures.verified_tokens,
-        accepted_tokens=figures.accepted_tokens,
-        token_ids=tuple(opened.token_ids),
-    )
+    return MeasuredAnswer(prompt, figures, opened.start_s, tuple(opened.arrivals), tuple(opened.token_ids))
 
 
 # Several engines ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.measure import MeasuredAnswer
 from paceline.core.errors import PacelineError
+from paceline.core.figures import Figures
 from paceline.serve.terminal.running_server import ANSWER_S, RunningServer, events
 
 if TYPE_CHECKING:
@@ -115,24 +116,25 @@ def answer_of(prompt: Prompt, start_s: float, events: Iterator[tuple[float, dict
         end_s = time_s
     if usage is None:
         raise PacelineError("the server does not report usage in streams, so tokens cannot be counted")
-    return _answer(prompt, start_s, times or [end_s], usage)
+    figures, times = _figures(usage), times or [end_s]
+    first = min(1, figures.completion_tokens) if len(times) > 1 else figures.completion_tokens
+    share = (figures.completion_tokens - first) / max(len(times) - 1, 1)
+    arrivals = ((times[0], first), *((time_s, share) for time_s in times[1:]))
+    return MeasuredAnswer(prompt, figures, start_s, arrivals)
 
 
-def _answer(prompt: Prompt, start_s: float, times: list[float], usage: Mapping[str, Any]) -> MeasuredAnswer:
+def _figures(usage: Mapping[str, Any]) -> Figures:
     tokens, speculation = int(usage["completion_tokens"]), usage.get("speculation") or {}
-    first = min(1, tokens) if len(times) > 1 else tokens
-    share = (tokens - first) / max(len(times) - 1, 1)
     length = float(speculation.get("acceptance_length") or 0.0)
     decoded = max(tokens - 1, 0)  # the first token comes from the prefill
-    return MeasuredAnswer(
-        prompt=prompt,
+    return Figures(
         prompt_tokens=int(usage["prompt_tokens"]),
-        output_tokens=tokens,
-        start_s=start_s,
-        arrivals=((times[0], first), *((time_s, share) for time_s in times[1:])),
+        completion_tokens=tokens,
+        cached_tokens=0,
         decode_passes=round(decoded / length) if length > 0.0 else 0,
         decoded_tokens=decoded,
         drafted_tokens=int(speculation.get("drafted_tokens", 0)),
         verified_tokens=int(speculation.get("verified_tokens", 0)),
         accepted_tokens=int(speculation.get("accepted_tokens", 0)),
+        seed=0,
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.bench.prompt_file import Prompt
+    from paceline.core.figures import Figures
     from paceline.engine.stats import Stats
 
     Json = dict[str, Any]
@@ -25,15 +26,9 @@ class MeasuredAnswer:
     """One request as its client saw it. Times are seconds of one monotonic clock."""
 
     prompt: Prompt
-    prompt_tokens: int
-    output_tokens: int
+    figures: Figures
     start_s: float  # time at which the request was sent
     arrivals: tuple[tuple[float, float], ...]  # (time_s, number of tokens), in order
-    decode_passes: int
-    decoded_tokens: int
-    drafted_tokens: int
-    verified_tokens: int
-    accepted_tokens: int
     token_ids: tuple[int, ...] | None = None  # None: a server does not send token ids
 
     @property
@@ -49,7 +44,7 @@ class MeasuredAnswer:
     @property
     def tpot_s(self) -> float | None:
         """Time per output token after the first, seconds; None for an answer of one token."""
-        gaps = self.output_tokens - 1
+        gaps = self.figures.completion_tokens - 1
         return (self.end_s - self.first_s) / gaps if gaps > 0 else None
 
 
@@ -68,14 +63,13 @@ class Run:
 
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
     """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
-    passes = sum(a.decode_passes for a in answers)
-    return sum(a.decoded_tokens for a in answers) / passes if passes else None
+    passes = sum(a.figures.decode_passes for a in answers)
+    return sum(a.figures.decoded_tokens for a in answers) / passes if passes else None
 
 
 def record(run: Run) -> Json:
     """Return a run's record with the keys of the bench contract."""
     answers = run.answers
-    output_tokens = sum(a.output_tokens for a in answers)
     wall_s = max(a.end_s for a in answers) - min(a.start_s for a in answers)
     return {
         "draft": run.draft,
@@ -83,35 +77,32 @@ def record(run: Run) -> Json:
         "repeat": run.repeat,
         "overlap": "on" if run.stats and run.stats.overlapped_steps else "off",
         "warm": run.warm,
-        "requests": len(answers),
-        "prompt_tokens": sum(a.prompt_tokens for a in answers),
-        "output_tokens": output_tokens,
         "wall_s": wall_s,
-        "output_tokens_per_s": _rate(output_tokens, wall_s),
-        **_latencies(answers),
-        **_speculation(answers),
+        **_figures_of(answers, wall_s),
         **_steps(run.stats),
-        **_repetition(answers),
         "peak_rss_mb": run.peak_rss_mb,
         "by_category": _by_category(answers),
     }
 
 
-def _latencies(answers: Sequence[MeasuredAnswer]) -> Json:
+def _figures_of(answers: Sequence[MeasuredAnswer], seconds: float) -> Json:
+    """Return the figures of some answers. seconds: that their rate is of."""
+    figures = [a.figures for a in answers]
+    tokens = sum(f.completion_tokens for f in figures)
     return {
+        "requests": len(answers),
+        "prompt_tokens": sum(f.prompt_tokens for f in figures),
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / seconds if seconds > 0.0 else None,
         "ttft_ms": spread_of([(a.first_s - a.start_s) * MS_PER_S for a in answers]),
         "tpot_ms": spread_of([a.tpot_s * MS_PER_S for a in answers if a.tpot_s is not None]),
         "e2e_ms": spread_of([(a.end_s - a.start_s) * MS_PER_S for a in answers]),
-    }
-
-
-def _speculation(answers: Sequence[MeasuredAnswer]) -> Json:
-    return {
-        "drafted_tokens": sum(a.drafted_tokens for a in answers),
-        "verified_tokens": sum(a.verified_tokens for a in answers),
-        "accepted_tokens": sum(a.accepted_tokens for a in answers),
+        "drafted_tokens": sum(f.drafted_tokens for f in figures),
+        "verified_tokens": sum(f.verified_tokens for f in figures),
+        "accepted_tokens": sum(f.accepted_tokens for f in figures),
         "acceptance_length": acceptance_length(answers),
         "kept_per_position": kept_per_position(answers),
+        **_repetition(answers),
     }
 
 
@@ -141,20 +132,7 @@ def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:
     """Return the figures of each category; a rate is tokens over summed request times."""
     categories = dict.fromkeys(a.prompt.category for a in answers)
     groups = {c: [a for a in answers if a.prompt.category == c] for c in categories}
-    return {category: _category(group) for category, group in groups.items()}
-
-
-def _category(answers: Sequence[MeasuredAnswer]) -> Json:
-    tokens = sum(a.output_tokens for a in answers)
-    return {
-        "requests": len(answers),
-        "prompt_tokens": sum(a.prompt_tokens for a in answers),
-        "output_tokens": tokens,
-        "output_tokens_per_s": _rate(tokens, sum(a.end_s - a.start_s for a in answers)),
-        **_latencies(answers),
-        **_speculation(answers),
-        **_repetition(answers),
-    }
+    return {c: _figures_of(group, sum(a.end_s - a.start_s for a in group)) for c, group in groups.items()}
 
 
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
@@ -176,7 +154,3 @@ def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
         "repeat_share": repeat_share([ids for _, ids in known]),
         "without_loops": {"requests": len(without_loops), "acceptance_length": acceptance_length(without_loops)},
     }
-
-
-def _rate(tokens: float, time_s: float) -> float | None:
-    return tokens / time_s if time_s > 0.0 else None
