@@ -46,7 +46,7 @@ from paceline.model.template import compiled
 from paceline.serve.prompts import Prompts
 from paceline.serve.terminal.output_files import check_file
 from paceline.sim.simulator import SimulatedReplica, Simulator
-from paceline.sim.workloads import Sizes, make
+from paceline.sim.workloads import Sizes, drafted, make
 from tools.entry import exit_status
 
 if TYPE_CHECKING:
@@ -341,7 +341,8 @@ def in_simulator(args: Namespace, names: Sequence[str], sizes: Sequence[int]) ->
 def _simulated(profile: Profile, name: str, size: int, seed: int, max_tokens: int) -> float:
     chances = np.clip(conditional(profile.accepted_at), 0.001, 0.999)
     sizes = Sizes(prompt_tokens=max_tokens, output_tokens=max_tokens)
-    load = make("closed", REQUESTS_PER_ROW * size, sizes, chances, SPREAD, seed)
+    rng = np.random.default_rng(seed)
+    load = drafted(make("closed", REQUESTS_PER_ROW * size, sizes, rng), chances, SPREAD, rng)
     cost = step_cost(profile)
     policy = without(name, Goodput(cost, size, (len(chances),), (chances,)))
     return Simulator(load, SimulatedReplica(size), cost, policy, seed).run().throughput

@@ -180,7 +180,7 @@ def day_trace() -> FleetTrace:
     for number in range(24):
         time_h = number + hour.arrival_s / HOUR_S
         share = 0.1 + 0.9 * np.sin(np.pi * ((time_h - 3) % 24) / 24) ** 4  # most at 15 h
-        part = hour.thinned(share, seed=number)
+        part = hour.only(np.flatnonzero(np.random.default_rng(number).random(len(hour)) < share))
         hours.append(replace(part, arrival_s=part.arrival_s + number * HOUR_S))
     times, prompts, outputs = (
         np.concatenate([getattr(h, n) for h in hours]) for n in ("arrival_s", "prompt_lens", "output_lens")

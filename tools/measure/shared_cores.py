@@ -161,7 +161,7 @@ class SharedReplica(StepReplica):
         self._num_new = 0  # requests taken since the last step
 
     def submit(self, now: float, leg: Leg) -> None:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         self._num_new += 1
         super().submit(now, leg)
 

@@ -268,12 +268,8 @@ def _workload(args: Namespace, profile: Profile, rows: int) -> Workload:
     from paceline.sim import workloads
 
     chances = np.clip(conditional(profile.accepted_at) * args.scale, 0.001, 0.999)
-    if args.trace:
-        path = Path(args.trace)
-        return workloads.read_trace(path, args.trace_format, args.requests, chances, args.spread, args.seed)
-    sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
-    number = args.requests or 16 * rows * args.replicas
-    return workloads.make(args.arrivals, number, sizes, chances, args.spread, args.seed)
+    rng = np.random.default_rng(args.seed)
+    return workloads.drafted(workloads.asked(args, 16 * rows * args.replicas, rng), chances, args.spread, rng)
 
 
 def policy_of(name: str, profile: Profile, rows: int) -> Policy:

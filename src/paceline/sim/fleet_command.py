@@ -137,15 +137,7 @@ def _trace(args: Namespace) -> FleetTrace:
 
     from paceline.sim import fleet_traces, workloads
 
-    if args.trace:
-        trace = fleet_traces.read_fleet_trace(Path(args.trace), args.trace_format)
-    else:
-        sizes = workloads.Sizes(args.prompt_tokens, args.output_tokens, args.tail)
-        number = args.requests or 16 * args.replicas
-        made = workloads.make(args.arrivals, number, sizes, np.array([0.5]), 0.0, args.seed)
-        trace = fleet_traces.FleetTrace(made.arrival_s, made.prompt_lens, made.output_lens, [()] * number)
-    if args.requests:
-        trace = trace.first(args.requests)
+    trace = workloads.asked(args, 16 * args.replicas, np.random.default_rng(args.seed))
     if len(trace) * args.copies > fleet_traces.MAX_REQUESTS:
         raise ConfigError(f"--copies {args.copies}: a run has at most {fleet_traces.MAX_REQUESTS} requests")
     return trace.repeated(args.copies) if args.copies > 1 else trace

@@ -55,9 +55,10 @@ class FleetTrace:
 
     def first(self, count: int) -> FleetTrace:
         """Return the first requests."""
-        return self._of(np.arange(min(count, len(self))))
+        return self.only(np.arange(min(count, len(self))))
 
-    def _of(self, chosen: NDArray[int64]) -> FleetTrace:
+    def only(self, chosen: NDArray[int64]) -> FleetTrace:
+        """Return some requests, by index."""
         arrival_s, prompts, outputs = (
             self.arrival_s[chosen],
             self.prompt_lens[chosen],
@@ -78,10 +79,6 @@ class FleetTrace:
         stride = 1 + max((max(p) for p in self.pages if p), default=0)
         pages = _CopiedPages(self.pages, order, stride)
         return FleetTrace(times[order] - times[order[0]], prompts, outputs, pages, self.page_tokens)
-
-    def thinned(self, shares: NDArray[float64], seed: int = 0) -> FleetTrace:
-        """Return each request with its chance. shares: [n] from 0 to 1."""
-        return self._of(np.flatnonzero(np.random.default_rng(seed).random(len(self)) < shares))
 
 
 class _CopiedPages(Sequence[tuple[int, ...]]):

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, inf, isnan
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -52,33 +52,6 @@ class Ends:
     end_s: NDArray[float64]
 
 
-class SimulatedEngine(Protocol):
-    """A replica between events."""
-
-    next_s: float  # time of its next event; inf: none
-
-    @property
-    def open_rows(self) -> int:
-        """Requests that have not ended."""
-
-    @property
-    def backlog(self) -> float:
-        """Prompt tokens that are not computed, at the last event."""
-
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens a second by which the backlog shrinks until the next event."""
-
-    def submit(self, now: float, leg: Leg) -> None:
-        """Take a request."""
-
-    def advance(self) -> None:
-        """Run the next event."""
-
-    def stop(self, now: float) -> list[Cut]:
-        """Give up all requests and return them."""
-
-
 class RowInFlight(NamedTuple):
     """A row that decodes, in order of its end."""
 
@@ -92,7 +65,7 @@ class FluidReplica:
 
     def __init__(self, rates: RateTable, trace: FleetTrace, ends: Ends, speed: float = 1.0) -> None:
         """Take how much faster it is than the table."""
-        self.next_s = inf
+        self.next_s = inf  # time of its next event; inf: none
         self._rates = rates
         self._trace = trace
         self._ends = ends
@@ -110,21 +83,21 @@ class FluidReplica:
 
     @property
     def open_rows(self) -> int:
-        """See `SimulatedEngine`."""
+        """Requests that have not ended."""
         return len(self._rows) + len(self._ending) + len(self._queue) + (self._head is not None)
 
     @property
     def backlog(self) -> float:
-        """See `SimulatedEngine`."""
+        """Prompt tokens that are not computed, at the last event."""
         return self._queued + (self._head.tokens_left if self._head else 0.0)
 
     @property
     def prefill_rate(self) -> float:
-        """See `SimulatedEngine`."""
+        """Tokens a second by which the backlog shrinks until the next event."""
         return self._per_s[0] * self._head.step_tokens if self._head else 0.0
 
     def submit(self, now: float, leg: Leg) -> None:
-        """See `SimulatedEngine`."""
+        """Take a request."""
         self._move(now)
         mid_step = bool(self._rows) and self._head is None and not self._queue
         self._queue.append(leg)
@@ -132,7 +105,7 @@ class FluidReplica:
         self._plan(mid_step=mid_step)
 
     def advance(self) -> None:
-        """See `SimulatedEngine`."""
+        """Run the next event."""
         self._move(self.next_s)
         head = self._head
         if head and head.steps_left <= LATE:
@@ -146,7 +119,7 @@ class FluidReplica:
         self._plan()
 
     def stop(self, now: float) -> list[Cut]:
-        """See `SimulatedEngine`."""
+        """Give up all requests and return them."""
         self._move(now)
         cuts = [Cut(leg.request, leg.told, 0) for leg in self._queue]
         if self._head:
@@ -265,21 +238,21 @@ class StepReplica(Simulator):
 
     @property
     def open_rows(self) -> int:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         return len(self._queue) + int(np.count_nonzero(self._request >= 0))
 
     @property
     def backlog(self) -> float:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         return float(self._to_prefill.sum()) + sum(self._fresh(request) for request in self._queue)
 
     @property
     def prefill_rate(self) -> float:
-        """See `SimulatedEngine`: 0, as the backlog is known at every step."""
+        """See `FluidReplica`: 0, as the backlog is known at every step."""
         return 0.0
 
     def submit(self, now: float, leg: Leg) -> None:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         self._legs[leg.request] = leg
         self._queue.append(leg.request)
         if self._planned is None:
@@ -287,14 +260,14 @@ class StepReplica(Simulator):
             self._begin_step()
 
     def advance(self) -> None:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         assert self._planned is not None
         self._now = self.next_s
         self._end_step(self._planned)
         self._begin_step()
 
     def stop(self, now: float) -> list[Cut]:
-        """See `SimulatedEngine`."""
+        """See `FluidReplica`."""
         cuts = [Cut(request, self._legs[request].told, 0) for request in self._queue]
         for row in np.flatnonzero(self._request >= 0).tolist():
             request = int(self._request[row])
@@ -330,3 +303,6 @@ class StepReplica(Simulator):
         chunks = np.zeros_like(waiting)
         chunks[oldest] = super()._share_out(budget, waiting[oldest])
         return chunks
+
+
+SimulatedEngine = FluidReplica | StepReplica

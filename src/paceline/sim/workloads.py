@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.errors import ConfigError
 from paceline.core.flags import listed
-from paceline.sim.fleet_traces import MAX_REQUEST_TOKENS, read_fleet_trace
+from paceline.sim.fleet_traces import MAX_REQUEST_TOKENS, FleetTrace, read_fleet_trace
 from paceline.sim.simulator import Workload, mixed_ease
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from argparse import Namespace
 
     from numpy import float64
     from numpy.typing import NDArray
@@ -48,32 +49,33 @@ def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[
     raise ConfigError(f"--arrivals {spec}: write closed, poisson:RATE or bursts:RATE,SIZE, numbers above 0")
 
 
-def make(
-    spec: str, num_requests: int, sizes: Sizes, chances: NDArray[float64], spread: float, seed: int = 0
-) -> Workload:
-    """Return a workload.
+def asked(args: Namespace, usual_number: int, rng: np.random.Generator) -> FleetTrace:
+    """Return the requests that flags ask for: a file's, or made ones. Raises `ConfigError`."""
+    if args.trace:
+        trace = read_fleet_trace(Path(args.trace), args.trace_format)
+        return trace.first(args.requests) if args.requests else trace
+    sizes = Sizes(args.prompt_tokens, args.output_tokens, args.tail)
+    return make(args.arrivals, args.requests or usual_number, sizes, rng)
 
-    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation of requests'
-    acceptance among themselves, logits.
-    """
-    rng = np.random.default_rng(seed)
+
+def make(spec: str, num_requests: int, sizes: Sizes, rng: np.random.Generator) -> FleetTrace:
+    """Return requests whose prompts share nothing. spec: see `arrivals`. Raises `ConfigError`."""
     times = arrivals(spec, num_requests, rng)
     lens = np.full(num_requests, sizes.output_tokens)
     if sizes.tail:
         lens = np.clip(
             sizes.output_tokens * rng.lognormal(0, sizes.tail, num_requests), 1, MAX_REQUEST_TOKENS
         ).astype(int)
-    ease = rng.normal(0, spread, num_requests)
-    return Workload(times, np.full(num_requests, sizes.prompt_tokens), lens, mixed_ease(chances, ease))
+    return FleetTrace(times, np.full(num_requests, sizes.prompt_tokens), lens, [()] * num_requests)
 
 
-def read_trace(
-    path: Path, form: str, most: int | None, chances: NDArray[float64], spread: float, seed: int = 0
-) -> Workload:
-    """Read a trace for one engine, see `fleet_traces.py`. most: requests. Raises `ConfigError`."""
-    trace = read_fleet_trace(path, form)
-    trace = trace.first(most) if most else trace
-    ease = np.random.default_rng(seed).normal(0, spread, len(trace))
+def drafted(trace: FleetTrace, chances: NDArray[float64], spread: float, rng: np.random.Generator) -> Workload:
+    """Return requests with their chances of acceptance.
+
+    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation of requests'
+    acceptance among themselves, logits.
+    """
+    ease = rng.normal(0, spread, len(trace))
     return Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, mixed_ease(chances, ease))
 
 
