@@ -72,16 +72,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
 # Modules that run a command elsewhere, by the value of its option --on.
 ELSEWHERE = {"ray": "paceline.ray.serve_command"}
-_SWITCHES = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")  # values of a switch
 _INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _PIPE_CLOSED = 141  # 128 + SIGPIPE
 _RESUMABLE = ("train", "compare")  # commands that resume where they stopped
@@ -349,10 +340,9 @@ def _words(action: argparse.Action, value: str) -> list[str]:
 
 
 def _switch(action: argparse.Action, value: str) -> list[str]:
-    on = _SWITCHES.get(value.lower())
-    if on is None:
+    if value.lower() not in (*_ON, *_OFF):
         raise ConfigError(f"{_variable(action)} must be 1 or 0, not {value!r}")
-    if on:
+    if value.lower() in _ON:
         return [action.option_strings[0]]
     return (
         [option for option in action.option_strings if option.startswith("--no-")][:1] if _has_no(action) else []

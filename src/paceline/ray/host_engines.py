@@ -64,6 +64,8 @@ class HostCommands:
 class HostEngines:
     """Engine behind an actor; see `Engines`. Once the actor is dead it stays down."""
 
+    pid: int | None = None  # of a process that is another machine's, perhaps
+
     def __init__(self, host: Any, front: str) -> None:
         """host: handle of an `EngineHost`. front: name of this front."""
         self.restarts = 0  # of the engine's process, since it was first seen; a line that breaks is none
@@ -86,11 +88,6 @@ class HostEngines:
     def dead(self) -> bool:
         """True once the actor has ended."""
         return self._line.dead
-
-    @property
-    def pid(self) -> int | None:
-        """None: the process is another machine's, perhaps."""
-        return None
 
     @property
     def num_open(self) -> int:

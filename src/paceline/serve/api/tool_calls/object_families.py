@@ -67,39 +67,30 @@ class HermesCalls(JsonCalls):
     name = "hermes"
     openers = (OPEN,)
     bare_first = False
-    markers = (OPEN, CLOSE)
+    markers: tuple[str, ...] = (OPEN, CLOSE)
     _form, _closer = ObjectForm(before="\n", after="\n"), CLOSE
 
     def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
         """Add the rules of calls behind the first opener and return their expression."""
-        call = f"{self._form.rule(lark, tools)} {lark.mark(CLOSE)}"
-        return repeated(call, f'"\\n" {lark.mark(OPEN)} {call}', parallel, '"\\n"?')
+        call = f"{self._form.rule(lark, tools)} {lark.mark(self._closer)}"
+        return repeated(call, f'"\\n" {lark.mark(self.openers[0])} {call}', parallel, '"\\n"?')
 
     def written(self, name: str, arguments: str) -> str:
         """Return a call as text."""
-        return OPEN + self._form.text(name, arguments) + CLOSE
+        return self.openers[0] + self._form.text(name, arguments) + self._closer
 
 
-class GemmaCalls(JsonCalls):
+class GemmaCalls(HermesCalls):
     """The family `gemma`: objects in a fenced block of kind `tool_code`."""
 
     name = "gemma"
     openers = (CODE,)
-    bare_first = False
-    _form, _closer = ObjectForm(after="\n```"), FENCE
+    markers = ()
+    _form, _closer = ObjectForm(after="\n"), FENCE
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
         """Return True if the template or the vocabulary has Gemma's turns."""
         return "<start_of_turn>" in template or "<start_of_turn>" in tokens
-
-    def calls(self, lark: LarkText, tools: Sequence[Tool], parallel: bool) -> str:
-        """Add the rules of calls behind the first opener and return their expression."""
-        call = self._form.rule(lark, tools)
-        return repeated(call, f'"\\n" {literal(CODE)} {call}', parallel, '"\\n"?')
-
-    def written(self, name: str, arguments: str) -> str:
-        """Return a call as text."""
-        return CODE + self._form.text(name, arguments)
 
 
 class MistralCalls(ToolFamily):
