@@ -51,8 +51,8 @@ class _Text(logging.Formatter):
         super().__init__(f"{process}: %(message)s" if process else "%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {text}" if _timed(record) else text
+        text, at = super().format(record), time.localtime(record.created)
+        return f"{time.strftime('%H:%M:%S', at)} {text}" if getattr(record, "timed", False) else text
 
 
 class JsonLines(logging.Formatter):
@@ -75,10 +75,6 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             found["exception"] = self.formatException(record.exc_info)[-MAX_CHARS:]
         return json.dumps(found | getattr(record, "fields", {}), default=str)
-
-
-def _timed(record: logging.LogRecord) -> bool:
-    return bool(getattr(record, "timed", False))
 
 
 def timed(fields: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from paceline.core.errors import PacelineError
     from paceline.engine.assembly.config import EngineConfig
     from paceline.serve.chat_options import ChatOptions
-    from paceline.serve.engines import Engines
     from paceline.serve.server import HttpConfig
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,9 @@ async def _serve(
 
     place: as `deploy`, which may take long, so the port is taken and all flags are read before.
     """
-    server = HttpServer(http, lambda _: _engines(http, application), chat)
+    from paceline.ray.ray_fleet import ray_fleet
+
+    server = HttpServer(http, lambda _: ray_fleet(http.fleet, application), chat)
     with _removed_at_end(application):
         try:
             server.hold()
@@ -85,12 +86,6 @@ async def _serve(
             server.abandon()
             raise
         await server.run(lambda url, ready: tell_ready(http, began_s, url, ready, placed))
-
-
-def _engines(http: HttpConfig, application: str) -> Engines:
-    from paceline.ray.ray_fleet import ray_fleet
-
-    return ray_fleet(http.fleet, application)
 
 
 @contextmanager

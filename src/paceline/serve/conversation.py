@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import RequestError
@@ -19,7 +18,6 @@ MAX_SCHEMA_NODES = 10_000  # values in one function's parameters
 MAX_DESCRIPTION_CHARS = 64 << 10
 MAX_FUNCTION_CHARS = 128  # of a name, as in Anthropic's API
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_FUNCTION_CHARS}}}")
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tool_use: ToolUse | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final: bool = False  # the answer continues the last message
 

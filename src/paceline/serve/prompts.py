@@ -16,7 +16,7 @@ from paceline.serve.conversation import Conversation
 from paceline.serve.template_values import template_values, written_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from paceline.core.params import SamplingParams, Speculation
@@ -116,15 +116,11 @@ class Prompts:
             return marks.open in final and marks.close not in final.rpartition(marks.open)[2]
         return conversation.add_generation_prompt and text.rstrip().endswith(marks.open)
 
-    def answer_form(self, use: ToolUse | None, opened: bool) -> Callable[[SamplingParams], SamplingParams]:
-        """Return what adds the grammar of an answer with calls or reasoning to parameters."""
-
-        def formed(params: SamplingParams) -> SamplingParams:
-            if self.forms is None or (params.grammar is None and use is None):
-                return params
-            return replace(params, grammar=self.forms.grammar(use, params.grammar, opened))
-
-        return formed
+    def formed(self, params: SamplingParams, use: ToolUse | None, opened: bool) -> SamplingParams:
+        """Return parameters with the grammar of an answer with calls or reasoning."""
+        if self.forms is None or (params.grammar is None and use is None):
+            return params
+        return replace(params, grammar=self.forms.grammar(use, params.grammar, opened))
 
     def reader_plan(self, use: ToolUse | None, prompt: TokenPrompt) -> ReaderPlan | None:
         """Return how to read an answer; None if it is plain text."""

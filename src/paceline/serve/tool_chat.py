@@ -66,7 +66,7 @@ class ChatCall:
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with the grammar that the answers must fit."""
-        return self.prompts.answer_form(self.use, self.prompt.opened)(params)
+        return self.prompts.formed(params, self.use, self.prompt.opened)
 
     def finished(self, completion: Completion) -> Completion:
         """Return a completion whose answers are read into their parts."""

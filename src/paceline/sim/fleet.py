@@ -23,7 +23,7 @@ from paceline.sim.replicas import Cut, Ends, Leg
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from numpy import bool_, float64, int64
+    from numpy import float64, int64
     from numpy.typing import NDArray
 
     from paceline.control.routing import RoutingPolicy
@@ -53,29 +53,18 @@ class FleetOptions:
     pack_rows: int = 0  # once all requests are in: free a replica if the others need no more rows each; 0: never
 
 
-@dataclass(slots=True, eq=False)
 class ReplicaStates:
     """Everything that routing reads of the replicas, kept up to date. [n] each"""
 
-    tables: Sequence[tuple[float, ...]]  # `step_s_by_rows` of each
-    prefill_s: NDArray[float64]  # of a token
-    names: list[str] = field(init=False)
-    alive: NDArray[bool_] = field(init=False)
-    open_rows: NDArray[int64] = field(init=False)
-    backlog: NDArray[float64] = field(init=False)  # tokens at `since_s`
-    rate: NDArray[float64] = field(init=False)  # by which the backlog shrinks, tokens a second
-    since_s: NDArray[float64] = field(init=False)
-    token_s: NDArray[float64] = field(init=False)
-    slower_s: NDArray[float64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        count = len(self.tables)
-        self.names = [str(i) for i in range(count)]
-        self.alive = np.zeros(count, np.bool_)
-        self.open_rows = np.zeros(count, np.int64)
-        self.backlog, self.rate, self.since_s, self.token_s, self.slower_s = np.zeros((5, count))
-        for index in range(count):
-            self.token_s[index], self.slower_s[index] = decoding_s(0, self.tables[index])
+    def __init__(self, tables: Sequence[tuple[float, ...]], prefill_s: NDArray[float64]) -> None:
+        """tables: `step_s_by_rows` of each. prefill_s: of a token."""
+        self.tables, self.prefill_s = tables, prefill_s
+        self.names = [str(i) for i in range(len(tables))]
+        self.alive = np.zeros(len(tables), np.bool_)
+        self.open_rows = np.zeros(len(tables), np.int64)
+        # Tokens at `since_s`, and tokens a second by which they shrink.
+        self.backlog, self.rate, self.since_s = np.zeros((3, len(tables)))
+        self.token_s, self.slower_s = np.array([decoding_s(0, table) for table in tables]).T.copy()
 
     def note(self, index: int, engine: SimulatedEngine, now: float) -> None:
         """Read a replica after an event."""

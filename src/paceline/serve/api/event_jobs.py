@@ -73,7 +73,7 @@ def _job(
     prompts, conversation = serving.prompts, body.conversation()
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
     plain = params_of(prompts.room(prompt.ids))
-    params = prompts.answer_form(use, prompt.opened)(plain)
+    params = prompts.formed(plain, use, prompt.opened)
     prompts.check_room(prompt.ids, params.max_tokens)
     plain_text = ReaderPlan(prompts.tokenizer, family=None, tools=(), marks=None, opened=False)
     plan = prompts.reader_plan(use, prompt) or plain_text

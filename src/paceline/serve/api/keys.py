@@ -106,7 +106,8 @@ class KeyRing:
 
     def __init__(self, api_key: str | None, path: Path | None) -> None:
         """Read the file. Raises `ConfigError`."""
-        self._single = None if api_key is None else _single(api_key)
+        digest = hashlib.sha256((api_key or "").encode()).hexdigest()
+        self._single = None if api_key is None else StoredKey("", "", digest, ADMIN)
         self._path = path
         self._of_file = () if path is None else read_keys(path)
 
@@ -133,10 +134,6 @@ class KeyRing:
         key = given[:MAX_KEY_BYTES]
         fitting = [stored for stored in known if stored.fits(key)]
         return fitting[0] if fitting else None
-
-
-def _single(api_key: str) -> StoredKey:
-    return StoredKey("", "", hashlib.sha256(api_key.encode()).hexdigest(), ADMIN)
 
 
 def salted(own: str, asked: str) -> str:

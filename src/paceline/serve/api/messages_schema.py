@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from paceline.core.errors import RequestError
 from paceline.core.params import MAX_STOPS, Grammar, SamplingParams
 from paceline.engine.wire import Salt
-from paceline.serve.api.fields import WITHOUT_EFFECT, Body
+from paceline.serve.api.fields import Body
 from paceline.serve.api.schema import MAX_MESSAGES, MAX_PARTS, Name, SpeculationBody, given_params, seed_asked
 from paceline.serve.api.tools import Effort, Id, template_kwargs
 from paceline.serve.conversation import MAX_TOOLS, Conversation, Tool, ToolUse, check_size, use_of
@@ -198,7 +198,6 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
-    without_effect: ClassVar[Mapping[str, str]] = WITHOUT_EFFECT
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None

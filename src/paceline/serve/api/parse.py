@@ -160,7 +160,7 @@ def chat_job(data: bytes, serving: Serving, arrival_s: float) -> Job:
     body = with_sampling(body, prompts.sampling)
     conversation = _conversation(body)
     use, prompt = conversation.tool_use, prompts.of_conversation(conversation)
-    requests = _requests(body, [prompt], prompts, prompts.answer_form(use, prompt.opened))
+    requests = _requests(body, [prompt], prompts, lambda params: prompts.formed(params, use, prompt.opened))
     plan = prompts.reader_plan(use, prompt)
     as_ids = bool(body.return_tokens_as_token_ids)
     form = ChatFormat(prompts.tokenizer, plan, use is not None and use.legacy, as_ids)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from paceline.core.errors import RequestError
 from paceline.core.params import Grammar, SamplingParams, shown
 from paceline.engine.wire import Salt
-from paceline.serve.api.fields import WITHOUT_EFFECT, Body
+from paceline.serve.api.fields import Body
 from paceline.serve.api.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -175,7 +175,6 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     """The body of POST /v1/responses."""
 
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
-    without_effect: ClassVar[Mapping[str, str]] = WITHOUT_EFFECT
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
