@@ -187,7 +187,7 @@ class Timeline:
         return Deferred(wait)
 
     def of(self, kind: str) -> list[Span]:
-        """Return the target's passes, the drafters' calls or the engine's steps, in the order of their start."""
+        """Return the spans of one kind in the order of their start."""
         return sorted((span for span in self.spans if span.kind == kind), key=lambda span: span.start_s)
 
     def cycles(self) -> list[PassCycle]:

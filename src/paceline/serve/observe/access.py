@@ -178,7 +178,7 @@ def _begun(scope: Scope) -> tuple[RequestRecord, str | None]:
 
 
 def _add_id(record: RequestRecord, headers: MutableHeaders, asked: str | None) -> None:
-    """Add the request's id to a response: the client's, else the one that the route gave."""
+    """Add an id to a response: the client's, else the one that the route gave."""
     if (given := headers.get(REQUEST_ID)) is not None:
         record.response_id = given
         if asked is None:

@@ -47,7 +47,7 @@ class PageFile:
     headers: Mapping[str, str]
 
     def response(self, asked: Headers) -> Response:
-        """Return the response to a request's headers. That to HEAD loses its body on the way."""
+        """Return the response to a request's headers; HEAD loses its body on the way."""
         if self.headers["etag"] in asked.get("if-none-match", "").replace("W/", "").split(", "):
             return Response(status_code=304, headers=self.headers)
         if "gzip" in asked.get("accept-encoding", ""):
