@@ -386,16 +386,6 @@ def turns(
     return tables[0], tables[1]
 
 
-def _of_blocks(corrector: PackedLayer | None) -> dict[str, Any]:
-    """Return what only block heads have."""
-    matrices, vectors = corrector or ({}, {})
-    return {
-        "reads_rows": corrector is not None,
-        "corrector_matrices": matrices,
-        "corrector_vectors": vectors,
-    }
-
-
 def compile_decoder(
     config: ModelConfig,
     team: kernels.ThreadPool,
@@ -416,6 +406,7 @@ def compile_decoder(
     angles, sizes = turns(rotations, factors)
     fusing_matrices, fusing_vectors = entry.fusing or ({}, {})
     input_matrices, input_vectors = entry.of_layers or ({}, {})
+    corrector_matrices, corrector_vectors = output.corrector or ({}, {})
     return kernels.Decoder(
         **settings_of(config, ranks.size if ranks else 1),
         pool=team,
@@ -433,7 +424,9 @@ def compile_decoder(
         input_vectors=input_vectors,
         token_ids=output.token_ids,
         ranks=ranks,
-        **_of_blocks(output.corrector),
+        reads_rows=output.corrector is not None,
+        corrector_matrices=corrector_matrices,
+        corrector_vectors=corrector_vectors,
     )
 
 
