@@ -10,11 +10,12 @@ from paceline import kernels
 from paceline.core.nouns import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from numpy import float16, float32, int64
+    from numpy import float16, float32, floating, int64
     from numpy.typing import NDArray
 
+    from paceline.backend.seam import FedBack, PassRequest
     from paceline.core.nouns import Taps
 
 
@@ -58,10 +59,38 @@ class HostTapStore:
         return states
 
 
+def fed_back_rows(fed_back: FedBack) -> NDArray[floating]:
+    """Return the features fed back to guesses, [num_guesses, width]."""
+    assert isinstance(fed_back.hidden, np.ndarray)
+    features: NDArray[floating] = fed_back.hidden.take(fed_back.rows, axis=0)
+    return features
+
+
+def host_features(
+    request: PassRequest,
+    fuse: Callable[[NDArray[floating]], NDArray[floating]],
+    mask: Callable[[], NDArray[floating]],
+) -> NDArray[floating]:
+    """Return the features beside a head's tokens, [num_tokens, width]; of guesses in float32.
+
+    fuse: makes features [n, width] of taps. mask: returns that of tokens not known yet, [1, width].
+    """
+    asked, packed = request.features, request.packed
+    assert asked is not None
+    assert isinstance(asked.taps, HostTapStore)
+    if asked.fed_back is not None and not asked.pieces:
+        return fed_back_rows(asked.fed_back).astype(np.float32, copy=False)
+    known = fuse(asked.taps.read(packed.pages, asked.pieces))
+    if len(known) == len(packed.token_ids):
+        return known
+    guessed = mask() if asked.fed_back is None else fed_back_rows(asked.fed_back)
+    return interleave(known, asked.pieces, guessed, packed.cu_len)
+
+
 def interleave(
-    known: NDArray[float32],
+    known: NDArray[floating],
     pieces: Sequence[tuple[int, int, int]],
-    guessed: NDArray[float32],
+    guessed: NDArray[floating],
     cu_len: NDArray[int64],
 ) -> NDArray[float32]:
     """Return a pass's features [num_tokens, width] float32: rows have known tokens, then guesses.

@@ -9,9 +9,10 @@ import numpy as np
 
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32, read_inputs, run_pass, run_steps
-from paceline.backend.native.head import NativeHead, fed_back_rows
+from paceline.backend.native.head import NativeHead
 from paceline.backend.sampling import logit_rows
 from paceline.backend.seam import PassResult
+from paceline.backend.taps import fed_back_rows
 
 if TYPE_CHECKING:
     from numpy import float32, floating
@@ -56,7 +57,7 @@ class NativeBlockHead(NativeHead):
         self.compiled.correct(
             as_float32(states[request.places]),
             np.array(request.before, np.int64),
-            fed_back_rows(request.state),
+            as_float32(fed_back_rows(request.state)),
             read_specs,
             vocab=vocab,
             chosen=chosen,

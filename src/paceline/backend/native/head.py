@@ -11,7 +11,7 @@ import numpy as np
 from paceline import kernels
 from paceline.backend.native.decoder import as_float32, run_pass, run_steps
 from paceline.backend.seam import Capabilities
-from paceline.backend.taps import HostTapStore, interleave
+from paceline.backend.taps import HostTapStore, host_features
 from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.backend.native.decoder import NativeDecoder
     from paceline.backend.native.draft_vocabulary import DraftVocabulary
-    from paceline.backend.seam import FedBack, PassRequest, PassResult, Pending
+    from paceline.backend.seam import PassRequest, PassResult, Pending
     from paceline.model.heads.config import HeadConfig
 
 
@@ -79,16 +79,7 @@ class NativeHead:
 
     def _features(self, request: PassRequest) -> NDArray[float32]:
         """Return the features beside the tokens of a pass, [num_tokens, width]."""
-        asked, packed = request.features, request.packed
-        assert asked is not None
-        assert isinstance(asked.taps, HostTapStore)
-        if asked.fed_back is not None and not asked.pieces:
-            return fed_back_rows(asked.fed_back)
-        known = self.fuse(asked.taps.read(packed.pages, asked.pieces))
-        if len(known) == len(packed.token_ids):
-            return known
-        guessed = self._mask_feature if asked.fed_back is None else fed_back_rows(asked.fed_back)
-        return interleave(known, asked.pieces, guessed, packed.cu_len)
+        return as_float32(host_features(request, self.fuse, lambda: self._mask_feature))
 
     def fuse(self, tapped: NDArray[floating]) -> NDArray[float32]:
         """Return the feature [n, width] of each token from its taps [n, tapped_size]."""
@@ -103,12 +94,6 @@ class NativeHead:
 
     def _norm(self, name: str, rows: NDArray[float32]) -> NDArray[float32]:
         return _norm(self.vectors[name], rows, self.config.layers.norm_eps)
-
-
-def fed_back_rows(fed_back: FedBack) -> NDArray[float32]:
-    """Return the features fed back to guesses, [num_guesses, width]."""
-    assert isinstance(fed_back.hidden, np.ndarray)
-    return as_float32(fed_back.hidden.take(fed_back.rows, axis=0))
 
 
 def _norm(weight: NDArray[float32], rows: NDArray[float32], eps: float) -> NDArray[float32]:

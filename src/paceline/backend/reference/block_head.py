@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from paceline.backend.reference.attention import KVStore, cos_sin, rotate, rotation_of
 from paceline.backend.reference.decoder import ReferenceDecoder, check_draft_type, linear, rms_norm, to_numpy
-from paceline.backend.reference.head import ReferenceHead, fed_back_rows, last_norm
+from paceline.backend.reference.head import ReferenceHead, last_norm
 from paceline.backend.seam import PassResult
+from paceline.backend.taps import fed_back_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

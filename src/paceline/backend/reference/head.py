@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -41,7 +40,7 @@ from paceline.backend.reference.decoder import (
 )
 from paceline.backend.reference.mixture import mix
 from paceline.backend.seam import Capabilities
-from paceline.backend.taps import HostTapStore, interleave
+from paceline.backend.taps import HostTapStore, host_features
 from paceline.backend.target import Deferred
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from paceline.backend.device import Device
-    from paceline.backend.seam import FedBack, Packed, PassRequest, PassResult, Pending
+    from paceline.backend.seam import Packed, PassRequest, PassResult, Pending
     from paceline.core.nouns import SamplingSpec
     from paceline.model.config import ModelConfig
     from paceline.model.heads.checkpoint import Head
@@ -148,16 +147,7 @@ class ReferenceHead:
 
     def _features(self, request: PassRequest) -> NDArray[floating]:
         """Return the features beside the tokens of a pass, [num_tokens, width]; of guesses in float32."""
-        asked, packed = request.features, request.packed
-        assert asked is not None
-        assert isinstance(asked.taps, HostTapStore)
-        if asked.fed_back is not None and not asked.pieces:
-            return fed_back_rows(asked.fed_back).astype(np.float32)
-        known = self.fuse(asked.taps.read(packed.pages, asked.pieces))
-        if len(known) == len(packed.token_ids):
-            return known
-        guessed = self._mask_feature if asked.fed_back is None else fed_back_rows(asked.fed_back)
-        return interleave(known, asked.pieces, guessed, packed.cu_len)
+        return host_features(request, self.fuse, lambda: self._mask_feature)
 
     @torch.inference_mode()
     def fuse(self, tapped: NDArray[floating]) -> NDArray[floating]:
@@ -171,13 +161,6 @@ class ReferenceHead:
         spread = logits.new_full((len(logits), self._vocab_size), -torch.inf)
         spread[:, self._token_ids] = logits
         return choose_from(spread, specs, wants_second=wants_second)
-
-
-def fed_back_rows(fed_back: FedBack) -> NDArray[floating]:
-    """Return the features fed back to guesses, [num_guesses, width]."""
-    assert isinstance(fed_back.hidden, np.ndarray)
-    features: NDArray[floating] = fed_back.hidden.take(fed_back.rows, axis=0)
-    return features
 
 
 # Layers ------------------------------------------------------------------------------------------
