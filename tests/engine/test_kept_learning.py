@@ -12,7 +12,7 @@ import pytest
 from paceline import LLM
 from paceline.control.controller import ClosedLoop
 from paceline.control.goodput import Goodput
-from paceline.control.trace_files import begun_with, replay
+from paceline.control.trace_files import read_head, replay
 from paceline.core.params import SamplingParams
 from paceline.core.request_nouns import Request
 from paceline.engine.assembly import auto
@@ -199,7 +199,7 @@ def test_a_replay_begins_with_it_too(tmp_path: Path) -> None:
     serve_and_end()
     file = tmp_path / "trace.jsonl"
     assert "started from" in serve_and_end(replace(CONFIG, trace=str(file)))
-    assert "passes learnt on" in begun_with(file)
+    assert "passes learnt on" in read_head(file).begun_with
     steps = list(replay(file))
     assert len(steps) > 5
     for step in steps:

@@ -32,25 +32,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Replay a trace; print a summary, or one step."""
     if args.step is None:
-        _say_start(args.trace)
         _summary(args.trace)
     else:
         _one_step(args.trace, args.step)
     return 0
 
 
-def _say_start(path: str) -> None:
-    """Say what the controller knew when it began."""
-    from paceline.control.trace_files import begun_with
-    from paceline.serve.terminal.display import say
-
-    say(f"started from {begun_with(Path(path)) or 'nothing learnt before'}")
-
-
 def _summary(path: str) -> None:
-    from paceline.control.trace_files import law_name, replay
+    from paceline.control.trace_files import read_head, replay
     from paceline.serve.terminal.display import progress, say, table
 
+    head = read_head(Path(path))
+    say(f"started from {head.begun_with or 'nothing learnt before'}")
     steps: list[Step] = []
     stairs: list[Curve | None] = []
 
@@ -63,11 +56,8 @@ def _summary(path: str) -> None:
             update(len(steps), 0)
     if not steps:
         raise ConfigError(f"{path} has no steps")
-    ks: Counter[int] = Counter()
-    kept: Counter[int] = Counter()
-    for step in steps:
-        ks.update(step.outcomes.num_verified.tolist())
-        kept.update(step.outcomes.num_accepted.tolist())
+    ks = Counter[int](k for step in steps for k in step.outcomes.num_verified.tolist())
+    kept = Counter[int](k for step in steps for k in step.outcomes.num_accepted.tolist())
     rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
     table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
     chosen = [s for s in steps if _same(s)]  # the time of another choice is unknown
@@ -78,7 +68,7 @@ def _summary(path: str) -> None:
         say(f"predicted step time is off by {median(errors):.1%} (median), {p90:.1%} (p90)")
     dropped, worth = sum(int(s.dropped.sum()) for s in steps), sum(s.dropped_tokens for s in steps)
     say(f"trimmed: {dropped} drafts were made and not verified; they were worth {worth:.1f} tokens, as believed")
-    _say_retired(path, steps)
+    _say_retired(head.names, steps)
     tokens = sum(float(s.outcomes.num_accepted.sum()) + len(s.outcomes.rows) for s in steps)
     hoped = sum(s.now.tokens for s in steps)
     say(f"tokens: {tokens:.0f} committed by decoding, {hoped:.0f} expected")
@@ -90,7 +80,7 @@ def _summary(path: str) -> None:
         say(f"overlap: would have been faster in {win} of {len(found)} steps; {done} were overlapped")
     if stairs[0] is not None:
         _say_filled(stairs[0], steps)
-    if law_name(Path(path)) == TYPICAL:
+    if head.law == TYPICAL:
         say(
             "law typical: kept drafts include changed tokens; usage.speculation.changed_tokens of an answer counts"
         )
@@ -136,14 +126,12 @@ def _same(step: Step) -> bool:
     return bool((now.ks == then.ks).all() and (now.drafters == then.drafters).all())
 
 
-def _say_retired(path: str, steps: Sequence[Step]) -> None:
-    from paceline.control.trace_files import drafter_names
+def _say_retired(names: Sequence[str], steps: Sequence[Step]) -> None:
     from paceline.serve.terminal.display import say
 
     for number, step in enumerate(steps, start=1):
         for drafter in step.now.retired:
-            name = drafter_names(Path(path))[drafter]
-            say(f"step {number}: {name} was given up and unloaded, as it could not pay")
+            say(f"step {number}: {names[drafter]} was given up and unloaded, as it could not pay")
 
 
 def _seconds(step: Step) -> float:

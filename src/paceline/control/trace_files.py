@@ -11,7 +11,7 @@ import json
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -176,20 +176,19 @@ def replay(path: Path, on_step: Callable[[ClosedLoop, int], None] | None = None)
         raise ConfigError(f"{path} is no trace this version reads: {type(error).__name__} {error}") from None
 
 
-def drafter_names(path: Path) -> tuple[str, ...]:
-    """Return the names of a trace's drafters by index. Raises `ConfigError`."""
-    return tuple(next(_read(path), {}).get("names", ()))
+class TraceHead(NamedTuple):
+    """Facts about the engine of a trace."""
+
+    names: tuple[str, ...]  # of its drafters, by index
+    begun_with: str  # what an engine before it had learnt; empty: nothing
+    law: str  # empty: it is not told
 
 
-def begun_with(path: Path) -> str:
-    """Return what an earlier engine had learnt for a trace's; empty: nothing. Raises `ConfigError`."""
-    learnt = KeptLearning.from_json(next(_read(path), {}).get("learnt"))
-    return "" if learnt is None else learnt.about
-
-
-def law_name(path: Path) -> str:
-    """Return the law of a trace's engine, empty if it is not told. Raises `ConfigError`."""
-    return str(next(_read(path), {}).get("law", ""))
+def read_head(path: Path) -> TraceHead:
+    """Return what the first line of a trace tells of its engine. Raises `ConfigError`."""
+    head = next(_read(path), {})
+    learnt = KeptLearning.from_json(head.get("learnt"))
+    return TraceHead(tuple(head.get("names", ())), learnt.about if learnt else "", str(head.get("law", "")))
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from paceline.control.files import read_profile
-from paceline.control.trace_files import drafter_names
+from paceline.control.trace_files import read_head
 from paceline.core.errors import BadModelFile, ConfigError, ModelError, ModelNotFound, RequestError
 from paceline.model.files.tokenizer_file import FolderText
 from paceline.model.tokenizer import Tokenizer
@@ -151,4 +151,4 @@ def test_a_profile_that_is_no_file_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=path):
         read_profile(Path(path))
     with pytest.raises(ConfigError, match=path):
-        drafter_names(Path(path))
+        read_head(Path(path))
