@@ -16,9 +16,9 @@ from scipy import stats
 from paceline.core import noise
 from paceline.core.noise import Lane
 from paceline.core.nouns import RowDraft
-from paceline.verify import block_verification, rejection
+from paceline.verify import block_verification
 from paceline.verify.law import LAWS, load_law
-from paceline.verify.row_scores import RowScores, draft_probs, excess
+from paceline.verify.row_scores import RowScores, draft_probs, excess, keep_chance
 
 from . import world as w
 from .world import World
@@ -49,7 +49,7 @@ def rejection_chances(world: World, drafted: RowDraft) -> Iterator[tuple[float, 
     alive, last = 1.0, 0
     for index, token in enumerate(drafted.token_ids):
         p, q = world.p(last), draft_probs(drafted, index, world.vocab)
-        keep, rest = rejection.keep_chance(p, q, token), excess(p, q)
+        keep, rest = keep_chance(p, q, token), excess(p, q)
         yield alive * (1 - keep), rest / rest.sum() if rest.sum() else rest
         alive, last = alive * keep, token
     yield alive, world.p(last)
@@ -294,8 +294,7 @@ def test_mutant_residual_not_renormalised(monkeypatch: pytest.MonkeyPatch, law: 
 
 def test_mutant_block_verification_forgets_how_much_is_still_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """c_i of the last draft alone, in place of the product: token-wise chances, and coins for the whole draft."""
-    real = block_verification._still_wanted
-    monkeypatch.setattr(block_verification, "_still_wanted", lambda wanted, p, q, token: real(1.0, p, q, token))
+    monkeypatch.setattr(block_verification, "keep_chance", lambda p, q, token, _: keep_chance(p, q, token))
     assert w.law_fit(load_law("block"), DRAFTERS["its own draws"]) < WRONG
     world = World.random(0)
     joint, _ = w.exact(world, lambda d: block_chances(world, d), w.every_draw, 2)

@@ -64,14 +64,5 @@ class Figures:
 
         earlier: of that engine, which says how much of the prompt was cached.
         """
-        return replace(
-            self,
-            cached_tokens=earlier.cached_tokens,
-            decode_passes=self.decode_passes + earlier.decode_passes,
-            decoded_tokens=self.decoded_tokens + earlier.decoded_tokens,
-            drafted_tokens=self.drafted_tokens + earlier.drafted_tokens,
-            verified_tokens=self.verified_tokens + earlier.verified_tokens,
-            accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
-            changed_tokens=self.changed_tokens + earlier.changed_tokens,
-            changed_nats=self.changed_nats + earlier.changed_nats,
-        )
+        sums = {name: getattr(self, name) + count for name, count in earlier._asdict().items()}
+        return replace(self, **sums | {"cached_tokens": earlier.cached_tokens})

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import BROKEN
 from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
-from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows
+from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows, keep_chance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy import float64, floating
+    from numpy import float64
     from numpy.typing import NDArray
 
     from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
@@ -66,12 +66,7 @@ def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray
         rest = excess(wanted * p, q)
         mass = float(rest.sum())
         yield (1.0 if wanted == 1.0 else mass / (mass + 1.0 - wanted)), rest
-        wanted = _still_wanted(wanted, p, q, drafted.token_ids[index])
-
-
-def _still_wanted(wanted: float, p: NDArray[float64], q: NDArray[floating], token_id: int) -> float:
-    target, given = wanted * float(p[token_id]), float(q[token_id])
-    return 0.0 if target == 0.0 else 1.0 if target >= given else target / given
+        wanted = keep_chance(p, q, drafted.token_ids[index], wanted)
 
 
 def _verify_row(drafted: RowDraft, row: RowScores) -> list[int]:

@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING
 from paceline.core.nouns import BROKEN
 from paceline.core.sampling import BrokenRow
 from paceline.verify.coupled import coupled_row
-from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows
+from paceline.verify.row_scores import RowScores, draft_probs, excess, judge_rows, keep_chance
 
 if TYPE_CHECKING:
-    from numpy import float64, floating
-    from numpy.typing import NDArray
-
     from paceline.core.nouns import Draft, RowDraft, Scores, Verdict
 
 
@@ -35,12 +32,6 @@ class Rejection:
     def judge(self, draft: Draft, scores: Scores) -> Verdict:
         """Keep each row's drafts up to the first that its coin rejects."""
         return judge_rows(_rejection_row, draft, scores)
-
-
-def keep_chance(p: NDArray[float64], q: NDArray[floating], token_id: int) -> float:
-    """Return the probability with which a draft is kept. p, q: [vocab]."""
-    wanted, given = float(p[token_id]), float(q[token_id])
-    return 0.0 if wanted == 0.0 else 1.0 if wanted >= given else wanted / given
 
 
 def _rejection_row(drafted: RowDraft, row: RowScores) -> list[int]:

@@ -88,6 +88,12 @@ def draft_probs(drafted: RowDraft, index: int, vocab_size: int) -> NDArray[float
     return one_hot
 
 
+def keep_chance(p: NDArray[float64], q: NDArray[floating], token_id: int, share: float = 1.0) -> float:
+    """Return min(share * p / q, 1), a draft's chance to stay. p, q: [vocab]."""
+    wanted, given = share * float(p[token_id]), float(q[token_id])
+    return 0.0 if wanted == 0.0 else 1.0 if wanted >= given else wanted / given
+
+
 def excess(p: NDArray[float64], q: NDArray[floating]) -> NDArray[float64]:
     """Return max(p - q, 0), the residual weights of a rejected draft. [vocab]"""
     import numpy as np
