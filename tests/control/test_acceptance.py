@@ -105,8 +105,8 @@ def test_a_confidence_that_knows_is_believed_and_one_that_does_not_is_not() -> N
         kept = outcomes(rng, sigmoid(0.3 + hint))
         knowing.observe(rows, np.full(32, 2), kept, sigmoid(0.5 * hint))  # half as bold as it should be
         guessing.observe(rows, np.full(32, 2), kept, sigmoid(rng.normal(0, 1.5, (32, 2))))
-    assert knowing.shared.values[1] == pytest.approx(2.0, rel=0.25)
-    assert guessing.shared.values[1] < 0.15
+    assert knowing.shared[1] == pytest.approx(2.0, rel=0.25)
+    assert guessing.shared[1] < 0.15
     sure, unsure = (sigmoid(knowing.logits_with(rows[:1], np.full((1, 2), c)))[0, 0] for c in (0.8, 0.2))
     assert sure > 0.85
     assert unsure < 0.25

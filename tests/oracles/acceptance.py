@@ -39,7 +39,7 @@ class SlowAcceptanceModel(AcceptanceModel):
         """Return the same with the drafter's confidence. [n, depth]; NaN stays NaN."""
         depth = confidence.shape[1]
         z = logit(confidence) - self.mean_confidence[:depth]
-        z *= self.shared.values[1]
+        z *= self.shared[1]
         z += self.depth_logit[:depth]
         z += self.row_logit[rows][:, None]
         return z
@@ -76,7 +76,7 @@ class SlowAcceptanceModel(AcceptanceModel):
         z = self.logits(rows)
         after = np.minimum(np.arange(self.max_depth) + 1, self.max_depth - 1)
         least = bar / sigmoid(z[:, after])
-        weight = self.shared.values[1]
+        weight = self.shared[1]
         z -= weight * self.mean_confidence
         found = [Stop(odds, weight, low) for odds, low in zip(z.tolist(), least.tolist(), strict=True)]
         return found, [_deepest(stop) for stop in found]
@@ -97,8 +97,8 @@ class SlowAcceptanceModel(AcceptanceModel):
     ) -> None:
         """Learn from a step: how many drafts of each row were verified, and how many were accepted. [n]"""
         self.depth_var += RATES.depth_drift
-        self.row_var += RATES.row_drift * self.shared.row_variance
-        np.minimum(self.row_var, self.shared.row_variance, out=self.row_var)
+        self.row_var += RATES.row_drift * self.shared[0]
+        np.minimum(self.row_var, self.shared[0], out=self.row_var)
         depth = min(int(num_verified.max(initial=0)), self.max_depth)
         if depth == 0:
             return
@@ -121,7 +121,7 @@ class SlowAcceptanceModel(AcceptanceModel):
     ) -> None:
         """One step of the filter, all outcomes at once. tested, kept: [n, depth] 1 or 0."""
         depth_var, row_var, row_logit = self.depth_var[:depth], self.row_var[rows], self.row_logit[rows]
-        weight_of_confidence = self.shared.values[1]
+        weight_of_confidence = self.shared[1]
         chance = sigmoid(self.depth_logit[:depth] + row_logit[:, None] + weight_of_confidence * delta)
         error = tested * (kept - chance)
         weight = tested * (chance - chance * chance)
@@ -140,10 +140,10 @@ class SlowAcceptanceModel(AcceptanceModel):
 
     def _learn_row_variance(self, seen: float) -> None:
         bounded = min(max(seen, RATES.min_row_sd**2), RATES.max_row_sd**2)
-        self.shared.values[0] += RATES.row_sd_rate * (bounded - self.shared.row_variance)
+        self.shared[0] += RATES.row_sd_rate * (bounded - self.shared[0])
 
     def _learn_confidence_weight(self, weight: float, error: float) -> None:
-        values = self.shared.values
+        values = self.shared
         values[2] = 1 / (1 / (values[2] + RATES.weight_drift) + weight)
         values[1] = max(0.0, values[1] + values[2] * error)
 

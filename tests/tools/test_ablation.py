@@ -57,7 +57,7 @@ def state_of(loop: ClosedLoop) -> dict[str, float]:
     head = policy.choice.models[1]
     return {
         "row history": float(np.abs(head.row_logit).max()),
-        "confidence": float(head.shared.values[1]),
+        "confidence": float(head.shared[1]),
         "host time": float(cost.host.row_s.max()),
         "online correction": abs(cost.machine_drift) + float(np.abs(cost.passes.log_error).max()),
         "realised ratio": abs(policy.hysteresis.means.of(4)[1].realised_ratio - 1.0),

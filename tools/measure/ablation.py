@@ -115,7 +115,7 @@ class _NoRowHistory(_Forgetful):
     def _clear(self) -> None:
         for model in self.choice.models:
             model.row_logit[:] = 0.0
-            model.row_var[:] = model.shared.values[0] = TINY
+            model.row_var[:] = model.shared[0] = TINY
 
 
 class _NoConfidence(_Forgetful):
@@ -123,7 +123,7 @@ class _NoConfidence(_Forgetful):
 
     def _clear(self) -> None:
         for model in self.choice.models:
-            model.shared.values[1:] = 0.0, TINY
+            model.shared[1:] = 0.0, TINY
 
 
 class _NoBeginMargin(Hysteresis):

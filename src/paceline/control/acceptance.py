@@ -50,18 +50,6 @@ class FilterRates(NamedTuple):
 RATES = np.array(FilterRates())
 
 
-class SharedEffects:
-    """Three numbers that all rows of a drafter share, in one array."""
-
-    def __init__(self) -> None:
-        self.values = np.array([PRIOR_ROW_SD**2, PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD**2])
-
-    @property
-    def row_variance(self) -> float:
-        """Variance of the offsets of rows."""
-        return float(self.values[0])
-
-
 class AcceptanceModel:
     """Estimates for one drafter, in arrays that compiled code reads and updates."""
 
@@ -73,9 +61,10 @@ class AcceptanceModel:
         self.row_var = np.full(num_rows, PRIOR_ROW_SD**2)
         self.mean_confidence = np.zeros(max_depth)  # logits
         self.num_confidences = np.zeros(max_depth)  # that each mean counts
-        self.shared = SharedEffects()
+        # Of all rows: variance of their offsets, weight of confidence, and its variance. [3]
+        self.shared = np.array([PRIOR_ROW_SD**2, PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD**2])
         by_depth = self.depth_logit, self.depth_var, self.mean_confidence, self.num_confidences
-        self.estimates = kernels.Estimates(*by_depth, self.row_logit, self.row_var, self.shared.values)
+        self.estimates = kernels.Estimates(*by_depth, self.row_logit, self.row_var, self.shared)
 
     @property
     def max_depth(self) -> int:
@@ -85,7 +74,7 @@ class AcceptanceModel:
     def admit(self, row: int) -> None:
         """Begin a new text in a row: nothing sets it apart from others yet."""
         self.row_logit[row] = 0.0
-        self.row_var[row] = self.shared.row_variance
+        self.row_var[row] = self.shared[0]
 
     def alive(
         self,

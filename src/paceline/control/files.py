@@ -19,7 +19,7 @@ from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, ExpertCost, MeasuredCost, TableCost, TargetCost
 from paceline.control.dynamic_table import DEEPEST, STATS, read_table, shares, table_json, unused_fields
 from paceline.control.goodput import Goodput
-from paceline.control.learnt import KeptLearning
+from paceline.control.learnt import begin_with
 from paceline.control.online_cost import OnlineCost
 from paceline.control.reading import ReadLimits
 from paceline.control.row_by_row import Objective
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy import float64
     from numpy.typing import NDArray
 
+    from paceline.control.learnt import KeptLearning
     from paceline.control.protocols import TraceSink
 
 
@@ -96,7 +97,7 @@ def make_loop(
         branching = Branching(cost, policy.choice.models, branches, indices)
     loop = ClosedLoop(policy, cost, names, sink, branching=branching)
     if learnt is not None:
-        learnt.begin(loop)
+        begin_with(loop, learnt)
     return loop
 
 

@@ -69,7 +69,7 @@ class KeptAcceptance(Struct, frozen=True, forbid_unknown_fields=True):
     depth_var: Annotated[list[_Variance], _BY_DEPTH]
     mean_confidence: Annotated[list[_Logit], _BY_DEPTH]
     num_confidences: Annotated[list[Annotated[float, Meta(ge=0.0, le=1e6)]], _BY_DEPTH]
-    shared: Annotated[list[_Variance], Meta(min_length=3, max_length=3)]  # as `SharedEffects.values`
+    shared: Annotated[list[_Variance], Meta(min_length=3, max_length=3)]  # as `AcceptanceModel.shared`
 
 
 class KeptPrices(Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,10 +155,6 @@ class KeptLearning:
         """See `Learnt.about`."""
         return self.learnt.about
 
-    def begin(self, loop: ClosedLoop) -> None:
-        """Give it to a fresh loop."""
-        begin_with(loop, self.learnt, self.days)
-
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` reads."""
         return {"days": self.days, "of": msgspec.to_builtins(self.learnt, str_keys=True)}
@@ -204,7 +200,7 @@ def learnt_by(loop: ClosedLoop, key: str, model: str, now_s: float, before: Lear
 def _acceptance(model: AcceptanceModel) -> KeptAcceptance:
     variances = np.minimum(model.depth_var, DEPTH_SD**2)  # it grows with each step that tests nothing
     logits, means = (np.clip(a, -MAX_LOGIT, MAX_LOGIT) for a in (model.depth_logit, model.mean_confidence))
-    shared = np.clip(model.shared.values, 0.0, MAX_VARIANCE)
+    shared = np.clip(model.shared, 0.0, MAX_VARIANCE)
     return KeptAcceptance(*(a.tolist() for a in (logits, variances, means, model.num_confidences, shared)))
 
 
@@ -230,17 +226,14 @@ def _ratio(kind: KindMeans) -> KeptRatio | None:
 # Into a loop -------------------------------------------------------------------------------------
 
 
-def begin_with(loop: ClosedLoop, learnt: Learnt, days: float) -> None:
-    """Give a fresh loop what was learnt some days ago.
-
-    Parts of another shape are left out.
-    """
-    policy = loop.policy
+def begin_with(loop: ClosedLoop, before: KeptLearning) -> None:
+    """Give a fresh loop what was learnt before. Parts of another shape are left out."""
+    policy, learnt = loop.policy, before.learnt
     if not isinstance(policy, Goodput):
         return
     for name, model in zip(loop.names, policy.choice.models, strict=True):
         if (kept := learnt.acceptance.get(name)) is not None:
-            _take_acceptance(model, kept, days)
+            _take_acceptance(model, kept, before.days)
     if learnt.prices is not None and loop.cost is not None:
         _take_prices(loop.cost, learnt.prices)
     for load, ratios in learnt.loads.items():
@@ -260,9 +253,9 @@ def _take_acceptance(model: AcceptanceModel, kept: KeptAcceptance, days: float) 
     model.depth_var[:] = np.minimum(variances + gained, DEPTH_SD**2)
     model.mean_confidence[:] = means
     model.num_confidences[:] = np.minimum(numbers, KEPT_CONFIDENCES)
-    model.shared.values[:] = kept.shared
-    model.shared.values[2] += KEPT_WEIGHT_SD**2
-    model.row_var[:] = model.shared.row_variance
+    model.shared[:] = kept.shared
+    model.shared[2] += KEPT_WEIGHT_SD**2
+    model.row_var[:] = model.shared[0]
 
 
 def _take_prices(cost: OnlineCost, kept: KeptPrices) -> None:
