@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from numpy import floating
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import Decoder, Packed, PassResult, Span
-    from paceline.core.nouns import Batch, Plan, SamplingSpec, Scores, Verdict
+    from paceline.backend.seam import Decoder, Packed, Span
+    from paceline.core.nouns import Batch, Plan, Scores, Verdict
     from paceline.core.request_nouns import Request
     from paceline.draft.drafter import Target
-    from paceline.draft.model.id_map import IdMap
     from paceline.draft.model.retokenize import Retokenizer
 
 PAGES_PER_PAGE = 2  # of the target's: a text may have more tokens here, and hosts give memory as it is used
@@ -191,17 +190,13 @@ class ForeignDraftModel:
         if self._dense and not dense:  # a certain guess, as lawful as a lookup: the noise is the law's own
             choose = choose._replace(kind=GREEDY_KIND, edits=None)
         id_map = guesses.retokenizer.id_map(guesses.own_ids)
-        run = partial(_choose, id_map, logits)
+        run = partial(id_map.choose, logits[None])
         drawn = draw(run, [choose], [len(guesses.token_ids)], dense=dense)
         if drawn.token_ids[0] < 0:
             return False
         guesses.add(id_map.draft_id(drawn.token_ids[0]))
         guesses.probs += drawn.probs or []
         return True
-
-
-def _choose(id_map: IdMap, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> PassResult:
-    return id_map.choose(logits[None], specs)
 
 
 class ForeignRows:
@@ -235,15 +230,12 @@ class ForeignRows:
             return False
         known = self._rows.written_tokens(row, first, self._written[row])
         same = next((i for i, (a, b) in enumerate(zip(token_ids, known, strict=False)) if a != b), None)
-        self.keep(row, first + (min(len(token_ids), len(known)) if same is None else same))
+        kept = min(len(token_ids), len(known)) if same is None else same
+        self._valid[row] = min(self._valid[row], first + kept)
         self._rows.put_tokens(row, first, token_ids)
         self._rows.set_len(row, length)
         self._written[row] = length
         return True
-
-    def keep(self, row: int, max_len: int) -> None:
-        """Count at most the first `max_len` tokens of a row as stored."""
-        self._valid[row] = min(self._valid[row], max_len)
 
     def guess(self, row: int, token_ids: Sequence[int]) -> None:
         """Note guesses behind the text, of which all but the last are in the store."""

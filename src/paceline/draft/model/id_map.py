@@ -151,11 +151,7 @@ def all_ids(tokens: TokenMap, drafter: Vocabulary, before: bytes = b"") -> IdMap
         else:
             continue
         ids[draft_id] = size + draft_id if target_id < 0 else target_id
-    return _of(ids, size + drafter.size)
-
-
-def _of(ids: Mapping[int, int], width: int) -> IdMap:
-    return _sorted(np.array([*ids], np.int64), np.array([*ids.values()], np.int64), width)
+    return _sorted(np.array([*ids], np.int64), np.array([*ids.values()], np.int64), size + drafter.size)
 
 
 def _sorted(draft_ids: NDArray[int64], target_ids: NDArray[int64], width: int) -> IdMap:
