@@ -2,19 +2,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.statistics import median_interval, num_repeated, percentile, repeat_share, spread_of
+from paceline.bench.statistics import median_interval, num_repeated, repeat_share, spread_of
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
-
-
-@given(numbers, st.floats(0.0, 1.0))
-def test_percentile_is_numpys(values, share):
-    assert percentile(values, share) == pytest.approx(float(np.percentile(values, 100 * share)), abs=1e-6)
 
 
 def test_spread_of_nothing_is_null():

@@ -308,7 +308,7 @@ def test_broken_messages_do_not_end_the_server(model: Path) -> None:
 
 def _next(link: zmq.Socket[bytes], kind: type[Any]) -> Any:
     """Return the next message of a kind."""
-    while link.poll(1000 * PATIENCE_S):
+    while link.poll(int(1000 * PATIENCE_S)):
         message = decode_to_server(link.recv())
         assert not isinstance(message, Failed), message
         if isinstance(message, kind):

@@ -86,7 +86,8 @@ def _print_products(team: kernels.ThreadPool, limits: MachineLimits, config: Mod
 
 
 def _print_passes(rounds: int, decoder: NativeDecoder, weights: str, limits: MachineLimits) -> None:
-    kv, team = decoder.new_kv(num_pages()), decoder.team
+    num_pages = max(s.num_rows * -(-(s.context + s.num_tokens) // PAGE_TOKENS) for s in PASS_SHAPES)
+    kv, team = decoder.new_kv(num_pages), decoder.team
     matrices = all_matrices(decoder.config, weights)
     times: dict[PassShape, list[float]] = {shape: [] for shape in PASS_SHAPES}
     products: dict[int, list[float]] = {1: [], 64: []}
@@ -204,11 +205,6 @@ PASS_SHAPES = (
     *(PassShape(1, n, 2048) for n in (1, 8)),
     *(PassShape(n, 1, 256) for n in (16, 64)),
 )
-
-
-def num_pages(shapes: Sequence[PassShape] = PASS_SHAPES) -> int:
-    """Return the KV pages that the largest of some passes needs."""
-    return max(s.num_rows * -(-(s.context + s.num_tokens) // PAGE_TOKENS) for s in shapes)
 
 
 def time_passes(
