@@ -8,7 +8,6 @@ norms, other attention, softmax, the residual stream.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,20 +27,12 @@ COMPUTES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROW_MULTIPLE = 128
 
 
-@dataclass(frozen=True, slots=True)
-class PrecisionChoice:
-    """Number type of products, and the reason."""
-
-    name: str  # a key of `COMPUTES`
-    why: str  # reason, shown to the user
-
-
-def choose_compute(requested: str, device: torch.device) -> PrecisionChoice:
-    """Return the requested type; for "auto" bfloat16 if the device has instructions for it."""
+def choose_compute(requested: str, device: torch.device) -> tuple[str, str]:
+    """Return a key of `COMPUTES` and why; for "auto" bfloat16 where it is fast."""
     if requested != AUTO:
-        return PrecisionChoice(requested, "as asked")
+        return requested, "as asked"
     fast, why = _HARDWARE.get(device.type, _unknown)()
-    return PrecisionChoice("bfloat16" if fast else "float32", why)
+    return "bfloat16" if fast else "float32", why
 
 
 def _processor() -> tuple[bool, str]:

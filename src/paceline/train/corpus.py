@@ -35,11 +35,6 @@ class CapturedPrompt:
     prompt_ids: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]  # token ids of each
 
-    @property
-    def num_answer_tokens(self) -> int:
-        """Number of tokens of all answers."""
-        return sum(map(len, self.answers))
-
 
 def read_answers(folder: Path) -> Iterator[CapturedPrompt]:
     """Yield the complete lines of a folder's answers. Raises `ConfigError` if it is no capture."""

@@ -17,9 +17,7 @@ from paceline.train.widen import SOURCES, PromptPair, is_translation, widen
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from paceline.train.corpus import CapturedPrompt
+    from collections.abc import Sequence
 
 _GENERATE = [
     sys.executable,
@@ -104,18 +102,13 @@ def _write(path: Path, pairs: Sequence[PromptPair], seed: int) -> Path:
 
 def _print_counts(out: Path) -> None:
     counts: dict[str, list[int]] = {}
-    for kind, captured in _by_kind(read_answers(out)):
-        row = counts.setdefault(kind, [0, 0, 0])
+    for captured in read_answers(out):
+        word = captured.name.partition(" ")[0]
+        row = counts.setdefault(word if word in SOURCES else "as given", [0, 0, 0])
         row[0] += 1
         row[1] += len(captured.answers)
-        row[2] += captured.num_answer_tokens
+        row[2] += sum(map(len, captured.answers))
     table = Table("prompts", "how many", "answers", "tokens", title=str(out))
     for kind, (prompts, answers, tokens) in sorted(counts.items()):
         table.add_row(kind, f"{prompts:,}", f"{answers:,}", f"{tokens:,}")
     Console().print(table)
-
-
-def _by_kind(answers: Iterable[CapturedPrompt]) -> Iterator[tuple[str, CapturedPrompt]]:
-    for captured in answers:
-        word = captured.name.partition(" ")[0]
-        yield (word if word in SOURCES else "as given"), captured

@@ -27,7 +27,7 @@ from paceline.train.run_folder import (
     write_json,
 )
 from paceline.train.summary import PICTURE, plot
-from paceline.train.trainer import Evaluation, Trainer, evaluate
+from paceline.train.trainer import Trainer, evaluate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,8 +60,8 @@ class TrainMaterial:
 
 def train(
     recipe: Recipe, config: TrainConfig, material: TrainMaterial, choices: dict[str, Any], folder: Path, kind: str
-) -> Evaluation:
-    """Train in a folder and return the last evaluation.
+) -> None:
+    """Train in a folder.
 
     choices: the user's settings of the drafter. kind: number type of its files, a key of `recipe.KINDS`.
     """
@@ -69,7 +69,8 @@ def train(
         material.target, material.corpus.texts, material.store, material.vocabulary, config.own_tokens
     )
     trainer = Trainer(recipe, config, batcher, material.training)
-    initial = _inherited_weights(recipe) if config.keep_start else {}
+    inherited = recipe.inherited if config.keep_start else ()  # of `--start-from`
+    initial = {name: recipe.weights[name].detach().clone() for name in inherited}
     settings = _settings(config, material, choices)
     make_folder(folder)
     evaluator = _Evaluator(trainer, config, batcher, material.held_out, folder)
@@ -92,7 +93,6 @@ def train(
     settings["keep_start"] = config.keep_start
     write_json(folder / "provenance.json", _provenance(settings, material, folder))
     _draw(folder)
-    return evaluator.last
 
 
 def _draw(folder: Path) -> None:
@@ -101,11 +101,6 @@ def _draw(folder: Path) -> None:
         plot(folder, folder / PICTURE)
     except ConfigError as error:
         sys.stderr.write(f"{PICTURE} is left out: {error}\n")
-
-
-def _inherited_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Return copies of the weights that `--start-from` brought."""
-    return {name: recipe.weights[name].detach().clone() for name in recipe.inherited}
 
 
 @torch.no_grad()
@@ -131,11 +126,6 @@ class _Evaluator:
         self._held_out = held_out
         self._folder = folder
         self._started = time.monotonic()
-
-    @property
-    def last(self) -> Evaluation:
-        row = read_metrics(self._folder)[-1]
-        return Evaluation(row["divergence"], tuple(row["agreement"]), tuple(row["accepted"]))
 
     def evaluate(self, loss: float, step: int | None = None) -> None:
         """Evaluate the current weights and log them as `step`, by default the trainer's."""

@@ -14,7 +14,6 @@ from paceline.train.run_folder import read_metrics
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Sequence
 
 PICTURE = "acceptance.png"  # of a finished run, in its folder
 
@@ -35,12 +34,13 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def print_summary(folder: Path, vocab_size: int, coverage: float, accepted: Sequence[float]) -> None:
-    """Print the acceptance by position at the start and at the end.
+def print_summary(folder: Path, vocab_size: int, coverage: float) -> None:
+    """Print a run's acceptance by position at the start and at the end.
 
-    accepted: by position, at the end. coverage: share of answer tokens in the draft vocabulary.
+    coverage: share of answer tokens in the draft vocabulary.
     """
-    pairs = list(zip(read_metrics(folder)[0]["accepted"], accepted, strict=False))
+    rows = read_metrics(folder)
+    pairs = list(zip(rows[0]["accepted"], rows[-1]["accepted"], strict=False))
     title = f"{folder}, {vocab_size} tokens ({coverage:.1%} of the answers)"
     table = Table("draft", "at the start", "trained", title=title)
     for position, (before, after) in enumerate(pairs, 1):

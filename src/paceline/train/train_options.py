@@ -234,10 +234,10 @@ def train_config(args: Namespace, material: TrainMaterial, **changes: float) -> 
     """Return the settings of the run; without --steps, its steps are those of --epochs."""
     lengths = [len(text) for text in material.corpus.texts]
     per_epoch = sum(1 for _ in packs(material.training, lengths, args.batch_tokens))
-    compute = choose_compute(args.compute, torch.device(args.device))
-    sys.stderr.write(f"matrix products in {compute.name}: {compute.why}\n")
+    compute, why = choose_compute(args.compute, torch.device(args.device))
+    sys.stderr.write(f"matrix products in {compute}: {why}\n")
     steps = args.steps or max(1, round(args.epochs * per_epoch))
-    return of_flags(TrainConfig, args, **{"steps": steps, "compute": compute.name} | changes)
+    return of_flags(TrainConfig, args, **{"steps": steps, "compute": compute} | changes)
 
 
 def start_from(args: Namespace, recipe: Recipe) -> dict[str, str]:
@@ -274,8 +274,8 @@ def train_and_report(
     """Train a drafter in the folder of `--out` and print its acceptance."""
     reading = {"weights": _weight_type(args), "max_len": args.max_len}
     choices = choices | reading | start_from(args, recipe)
-    last = train(recipe, config, material, choices, args.out, args.type)
-    print_summary(args.out, len(material.vocabulary), material.coverage, last.accepted)
+    train(recipe, config, material, choices, args.out, args.type)
+    print_summary(args.out, len(material.vocabulary), material.coverage)
     return 0
 
 
