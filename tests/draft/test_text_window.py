@@ -113,7 +113,7 @@ def test_a_window_is_the_end_of_its_text(counts: list[int], max_len: int) -> Non
         packed = window.pack([(1, 0, held, [7])], [1], ahead=MAX_K - 1)
         assert packed.token_ids.tolist() == [*range(first, length), 7]
         assert packed.positions.tolist() == [*range(held + 1)]
-        assert len(set(packed.pages[0].tolist())) == packed.pages.shape[1] <= window.pages_per_row
+        assert len(set(packed.pages[0].tolist())) == packed.pages.shape[1] <= window._pages_per_row
         window._rows.check(window.num_pages)
         assert not window.follow(1), "nothing is new"
 

@@ -27,7 +27,7 @@ from paceline.draft.late import STEP_TOKENS, LateDrafter, may_draft_late
 from paceline.draft.model.cross_vocabulary import ForeignDraftModel
 from paceline.draft.model.id_map import TranslatedDecoder, difference, map_tokens
 from paceline.draft.model.retokenize import RETOKENIZERS, VocabularyPair
-from paceline.draft.model.text_window import MAX_WINDOW, MIN_WINDOW, TextWindow, window_bytes
+from paceline.draft.model.text_window import MAX_WINDOW, MIN_WINDOW, TextWindow
 from paceline.draft.registry import bounded
 from paceline.draft.request_vocabulary import RequestVocabulary
 from paceline.draft.shipped import shipped_folder, trained_to
@@ -113,26 +113,19 @@ class DraftModelConfig:
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `ConfigError`."""
         if self.layers is not None and self.model is None:
-            self._refuse_weights("the target's own layers have")
-            self._refuse_window("the target's own layers read the target's KV")
+            self._refuse("weights", "the target's own layers have the type that --weights says")
+            self._refuse("max_len", "the target's own layers read the target's KV")
             return self._own_layers(target)
         folder = Path(self.model) if self.model else shipped_folder(self.name, target.fingerprint)
         if self.model is None or shares_tables(folder):
-            self._refuse_tokens("its file names the tokens that it writes")
+            self._refuse("tokens", "its file names the tokens that it writes")
             return self._cut_model(folder, target)
         return self._own_model(self.model, target, load)
 
-    def _refuse_weights(self, what: str) -> None:
-        if self.weights is not None:
-            raise ConfigError(f"leave out {self.name}:weights={self.weights}: {what} the type that --weights says")
-
-    def _refuse_tokens(self, why: str) -> None:
-        if self.tokens is not None:
-            raise ConfigError(f"leave out {self.name}:tokens={self.tokens}: {why}")
-
-    def _refuse_window(self, why: str) -> None:
-        if self.max_len is not None:
-            raise ConfigError(f"leave out {self.name}:max_len={self.max_len}: {why}")
+    def _refuse(self, option: str, why: str) -> None:
+        """Raise `ConfigError` if an option is given that means nothing here."""
+        if (value := getattr(self, option)) is not None:
+            raise ConfigError(f"leave out {self.name}:{option}={value}: {why}")
 
     def _check_layers(self, num_layers: int) -> None:
         if self.layers is not None and not 1 <= self.layers <= num_layers:
@@ -175,10 +168,10 @@ class DraftModelConfig:
         if self.vocabulary is not None or difference(target.vocabulary, drafter.vocabulary) is not None:
             tokens = map_tokens(target.vocabulary, drafter.vocabulary)
             way = self.vocabulary or (by_token if tokens.share >= ENOUGH_SHARED else by_string)
-            self._refuse_tokens("a drafter with another vocabulary writes all of its tokens")
+            self._refuse("tokens", "a drafter with another vocabulary writes all of its tokens")
             report["vocabulary"] = f"{way}: the drafter has {tokens.share:.1%} of the target's tokens"
             if way != by_token or not tokens.is_total:
-                self._refuse_window("a drafter with another vocabulary has a text of its own already")
+                self._refuse("max_len", "a drafter with another vocabulary has a text of its own already")
                 pair = VocabularyPair(target.vocabulary, drafter.vocabulary, tokens)
                 new_retokenizer = partial(RETOKENIZERS[way], pair)
                 return ForeignDraftModel(self.name, target, decoder, new_retokenizer, report, self.layers)
@@ -197,7 +190,7 @@ class DraftModelConfig:
     def _num_tokens(self, size: int, drafter: DraftWeights) -> int:
         """Return the size of the draft vocabulary, of `size` tokens at most."""
         if drafter.narrow is None:
-            self._refuse_tokens("drafters on this backend write all tokens")
+            self._refuse("tokens", "drafters on this backend write all tokens")
             return size
         if self.tokens is not None:
             bounded(self, "tokens", 1, size)
@@ -215,9 +208,15 @@ class DraftModelConfig:
         read_as: NDArray[int64] | None = None,
         hint_gain: float = 0.0,
     ) -> Drafter:
+        stops = not target.law_needs_probs
+        new = partial(DraftModel, target, decoder, vocabulary=vocabulary, read_as=read_as)
         if self.max_len is not None:
-            report = {**report, "max_len": self.max_len}
-            drafter = self._over_window(target, decoder, report, kept, vocabulary=vocabulary, read_as=read_as)
+            window = self._window(target, decoder, self.max_len)
+            kv = decoder.new_kv(window.num_pages, self.layers)
+            state = window.bytes_per_row(kv)
+            needs = Needs(pages="own", bytes_per_row=state, reads=self.max_len, stops=stops, trained_to=kept)
+            drafter = new(kv, needs, {**report, "max_len": self.max_len}, self.layers)
+            drafter.read_only(window)
             drafter.hints.gain = hint_gain
             return drafter
         kv = decoder.new_kv(target.num_pages, self.layers)
@@ -226,45 +225,25 @@ class DraftModelConfig:
             stores=(self.name,),
             kv_bytes_per_token=kv.bytes_per_token,
             reads=WHOLE_TEXT,
-            stops=not target.law_needs_probs,
+            stops=stops,
             trained_to=kept,
         )
         if read_as is None and not target.apart and may_draft_late(decoder, target):
             late = replace(needs, late=True, reads_per_step=STEP_TOKENS)
             return late_drafter(target, decoder, kv, late, report, self.layers, vocabulary, hint_gain=hint_gain)
-        drafter = DraftModel(
-            target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
-        )
+        drafter = new(kv, needs, report, self.layers)
         drafter.hints.gain = hint_gain
         return drafter
 
-    def _over_window(
-        self,
-        target: Target,
-        decoder: Decoder,
-        report: Mapping[str, Any],
-        kept: tuple[float, ...],
-        *,
-        vocabulary: RequestVocabulary | None,
-        read_as: NDArray[int64] | None,
-    ) -> DraftModel:
-        """Return a drafter that reads the last `max_len` tokens, with pages for these."""
-        assert self.max_len is not None
+    def _window(self, target: Target, decoder: Decoder, max_len: int) -> TextWindow:
+        """Return the last `max_len` tokens of each of the target's rows."""
         most = decoder.config.max_context
-        if self.max_len > most:
-            raise ConfigError(f"{self.name}:max_len={self.max_len}: the model was made for {most} tokens")
+        if max_len > most:
+            raise ConfigError(f"{self.name}:max_len={max_len}: the model was made for {most} tokens")
         most_pages = None
         if decoder.capabilities.device:  # it gives all memory at once: for the target's texts, and drafts behind
             most_pages = target.num_pages + target.rows.num_rows
-        window = TextWindow(target.rows, self.max_len, most_pages)
-        kv = decoder.new_kv(window.num_pages, self.layers)
-        state, stops = window_bytes(window, kv.bytes_per_token), not target.law_needs_probs
-        needs = Needs(pages="own", bytes_per_row=state, reads=self.max_len, stops=stops, trained_to=kept)
-        drafter = DraftModel(
-            target, decoder, kv, needs, report, self.layers, vocabulary=vocabulary, read_as=read_as
-        )
-        drafter.read_only(window)
-        return drafter
+        return TextWindow(target.rows, max_len, most_pages)
 
 
 def late_drafter(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
 
-    from paceline.backend.seam import Packed, RowView, Span
+    from paceline.backend.seam import KV, Packed, RowView, Span
     from paceline.core.nouns import SamplingSpec
 
 MIN_WINDOW, MAX_WINDOW = 4 * MAX_K, 1 << 20
@@ -62,8 +62,8 @@ class TextWindow:
         """most_pages: of all rows together; None: as many as they could hold."""
         self.max_len = max_len
         self._text = rows
-        self.pages_per_row = -(-max_len // PAGE_TOKENS)
-        whole = rows.num_rows * self.pages_per_row
+        self._pages_per_row = -(-max_len // PAGE_TOKENS)
+        whole = rows.num_rows * self._pages_per_row
         self.num_pages = min(whole, most_pages or whole)
         self._rows = OwnedRows(rows.num_rows, max_len, self.num_pages)
         self._first = [0] * rows.num_rows  # token of the text that each window begins with
@@ -74,6 +74,10 @@ class TextWindow:
     def late_steps(self) -> int:
         """See `RowView.late_steps`."""
         return self._text.late_steps
+
+    def bytes_per_row(self, kv: KV) -> int:
+        """Return the most memory of a row's keys and values in a store."""
+        return self._pages_per_row * PAGE_TOKENS * kv.bytes_per_token
 
     def release(self, row: int) -> None:
         """Forget a row, and take its pages back."""
@@ -134,8 +138,3 @@ class TextWindow:
     def penalised(self, row: int) -> bool:
         """See `RowView.penalised`."""
         return self._text.penalised(row)
-
-
-def window_bytes(window: TextWindow, bytes_per_token: int) -> int:
-    """Return the most memory of a row's keys and values."""
-    return window.pages_per_row * PAGE_TOKENS * bytes_per_token
