@@ -261,7 +261,7 @@ class Member:
 
     def figures(self) -> dict[str, Any]:
         """Return its line in the table of the fleet."""
-        rate, newest, ready = self.recent.since(RATE_S), self.recent.newest, self.ready
+        rate, newest, ready = self.recent.since(time.monotonic() - RATE_S), self.recent.newest, self.ready
         gauges = None if newest is None else newest.gauges
         return {
             "replica": self.name,

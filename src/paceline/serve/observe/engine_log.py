@@ -25,10 +25,9 @@ async def tell_doings(recent: Recent, every_s: float = EVERY_S) -> None:
     while True:
         begin_s = time.monotonic()
         await asyncio.sleep(every_s)
-        window_s = time.monotonic() - begin_s
-        newest, gained = recent.newest, recent.since(window_s)
+        newest, gained = recent.newest, recent.since(begin_s)
         if newest is not None and gained is not None and gained.steps:
-            fields = doings(gained, newest.gauges, recent.speed(window_s))
+            fields = doings(gained, newest.gauges, recent.speed(begin_s))
             log.info(line(fields), extra=timed(fields))
 
 

@@ -58,33 +58,33 @@ class Recent:
         """Newest snapshot; None before the engine is ready."""
         return self._snapshots[-1][1] if self._snapshots else None
 
-    def since(self, window_s: float) -> Stats | None:
-        """Return what was counted in the last `window_s` seconds; None without a snapshot."""
+    def since(self, begin_s: float) -> Stats | None:
+        """Return what was counted since a moment of `time.monotonic()`; None without a snapshot."""
         newest = self.newest
         if newest is None:
             return None
-        begin_s = time.monotonic() - window_s
         before = [snapshot for at_s, snapshot in self._snapshots if at_s <= begin_s]
         return newest.stats.since(before[-1].stats if before else self._snapshots[0][1].stats)
 
-    def speed(self, window_s: float) -> tuple[float, float | None]:
-        """Return tokens per second of the time in steps, and the same estimated without drafts.
+    def speed(self, begin_s: float) -> tuple[float, float | None]:
+        """Return tokens per second of the time in steps since then, and the same estimated without drafts.
 
         Engines step side by side, so their speeds add up.
         """
-        counted = [stats for engine in self.engines() if (stats := engine.since(window_s)) is not None]
+        counted = [stats for engine in self.engines() if (stats := engine.since(begin_s)) is not None]
         tokens_per_s = sum(stats.output_tokens / stats.step_s for stats in counted if stats.step_s)
-        whole = self.since(window_s)
+        whole = self.since(begin_s)
         speedup = None if whole is None else whole.predictions.speedup
         return round(tokens_per_s, 3), round(tokens_per_s / speedup, 3) if speedup else None
 
     def figures(self) -> dict[str, Any]:
         """Return rates of the last seconds, and counts since the engine started."""
-        newest, share = self.newest, self.since(SHARE_S)
+        now_s = time.monotonic()
+        newest, share = self.newest, self.since(now_s - SHARE_S)
         if newest is None or share is None:
             return {}
         stats, gauges = newest.stats, newest.gauges
-        tokens_per_s, plain_tokens_per_s = self.speed(RATE_S)
+        tokens_per_s, plain_tokens_per_s = self.speed(now_s - RATE_S)
         return {
             "tokens_per_s": tokens_per_s,
             "plain_tokens_per_s": plain_tokens_per_s,
