@@ -67,9 +67,9 @@ class Recent:
         return newest.stats.since(before[-1].stats if before else self._snapshots[0][1].stats)
 
     def speed(self, begin_s: float) -> tuple[float, float | None]:
-        """Return tokens per second of the time in steps since then, and the same estimated without drafts.
+        """Return tokens per second of steps, and an estimate of the same without drafts.
 
-        Engines step side by side, so their speeds add up.
+        begin_s: as for `since`. Engines step side by side, so their speeds add up.
         """
         counted = [stats for engine in self.engines() if (stats := engine.since(begin_s)) is not None]
         tokens_per_s = sum(stats.output_tokens / stats.step_s for stats in counted if stats.step_s)
