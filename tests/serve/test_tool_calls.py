@@ -279,7 +279,8 @@ def test_an_answer_that_fits_its_grammar_has_no_malformed_call(
     num_calls = 0
     for thinks, opened, with_content in ((False, False, False), (True, False, True), (True, True, False)):
         forms = forms_of(name, tokenizer, thinks=thinks)
-        use = ToolUse(TOOLS, choice, "weather" if choice == "named" else None)
+        kind, allowed = ("required", ("weather",)) if choice == "named" else (choice, ())
+        use = ToolUse(TOOLS, kind, allowed, parallel=choice != "named")
         content = Grammar.json_schema({"type": "object", "maxProperties": 0}) if with_content else None
         grammar = forms.grammar(use, content, opened)
         assert grammar is not None

@@ -72,10 +72,12 @@ def joined(stream: Any) -> tuple[str, str, list[dict[str, str]], str | None]:
     return content, reasoning, calls, reason
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"]
-)
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED], ids=["required", "named", "allowed"])
 def test_a_call_is_well_formed_and_streams_as_it_is_whole(
     client: openai.OpenAI, choice: Any, temperature: float
 ) -> None:
@@ -101,6 +103,22 @@ def test_a_choice_of_none_and_no_tools_are_plain_text(client: openai.OpenAI) -> 
     for extra in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}, {}):
         message = ask(client, max_tokens=8, **extra).choices[0].message
         assert message.tool_calls is None
+
+
+def test_tools_that_may_not_be_called_stay_in_the_prompt(client: openai.OpenAI) -> None:
+    """So what a conversation has in the cache serves whatever its next answer may call."""
+    free = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    both, one = (prompt_tokens(client, tools=[WEATHER, NOW], tool_choice=choice) for choice in ("auto", free))
+    assert one == both > prompt_tokens(client, tools=[WEATHER])
+    function = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    tools = [function, function | {"name": "now"}]
+    answer = client.responses.create(model="default", input="hi", tools=tools, tool_choice=allowed)  # type: ignore[call-overload]
+    assert [item.name for item in answer.output if item.type == "function_call"][:1] == ["weather"]
+    assert answer.tool_choice.to_dict() == allowed
+    for refused in ({"type": "function"}, {"type": "allowed_tools", "mode": "auto"}):
+        with pytest.raises(openai.BadRequestError, match="tool_choice needs"):
+            client.responses.create(model="default", input="hi", tools=tools, tool_choice=refused)  # type: ignore[call-overload]
 
 
 def test_the_old_form_of_functions_is_answered_in_its_form(client: openai.OpenAI) -> None:
@@ -147,6 +165,8 @@ REFUSED = [
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools"),
     ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": ALLOWED}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "functions": [WEATHER["function"]]}, "functions"),
     ({"reasoning_effort": "enormous"}, "reasoning_effort"),

@@ -50,8 +50,8 @@ class ToolUse:
     """The tools of a conversation and how they are to be used."""
 
     tools: tuple[Tool, ...]
-    choice: str = "auto"  # auto, none, required or named
-    named: str | None = None  # the tool to call, with choice `named`
+    choice: str = "auto"  # auto, none or required
+    allowed: tuple[str, ...] = ()  # names of those that may be called; empty: all
     parallel: bool = True  # one answer may have several calls
     legacy: bool = False  # asked for as `functions`
 
@@ -61,30 +61,31 @@ class ToolUse:
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise RequestError("tools: two functions have the same name", "tools")
-        if self.choice == "named" and self.named not in names:
-            raise RequestError(
-                f"tool_choice names {shown(self.named)}, which is not among the tools", "tool_choice"
-            )
+        if unknown := next((name for name in self.allowed if name not in names), None):
+            raise RequestError(f"tool_choice names {shown(unknown)}, which is not among the tools", "tool_choice")
 
     @property
     def callable(self) -> tuple[Tool, ...]:
         """The tools that an answer may call."""
         if self.choice == "none":
             return ()
-        return tuple(t for t in self.tools if self.choice != "named" or t.name == self.named)
+        return tuple(t for t in self.tools if not self.allowed or t.name in self.allowed)
 
 
 def use_of(
     tools: Sequence[Tool],
     choice: str = "auto",
-    named: str | None = None,
+    allowed: Sequence[str] | None = None,
     parallel: bool = True,
     legacy: bool = False,
 ) -> ToolUse | None:
-    """Return how tools are to be used; None without tools. Raises `RequestError`."""
+    """Return how tools are to be used; None without tools. Raises `RequestError`.
+
+    allowed: names of those that may be called; None: all.
+    """
     if tools:
-        return ToolUse(tuple(tools), choice, named, parallel, legacy)
-    if choice in ("required", "named"):
+        return ToolUse(tuple(tools), choice, tuple(allowed or ()), parallel, legacy)
+    if choice == "required":
         raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
     return None
 

@@ -12,13 +12,14 @@ from paceline.core.errors import RequestError
 from paceline.serve.api.fields import read_once
 from paceline.serve.api.tool_calls.events import ParsedAnswer, collected
 from paceline.serve.api.tools import CallBodyPart, ToolBody, template_kwargs
-from paceline.serve.conversation import Conversation, Tool, ToolUse
+from paceline.serve.conversation import Conversation, Tool, use_of
 from paceline.serve.prompts import with_text_content
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from paceline.core.params import SamplingParams
+    from paceline.serve.conversation import ToolUse
     from paceline.serve.prompts import Prompts, TokenPrompt
     from paceline.serve.results import Completion
 
@@ -40,8 +41,9 @@ class ChatExtras:
         if not self.tools:
             return None
         tools = tuple(_tool(given) for given in self.tools)
-        named = None if self.tool_choice in CHOICES else self.tool_choice
-        return ToolUse(tools, "named" if named else self.tool_choice, named, self.parallel_tool_calls)
+        if self.tool_choice in CHOICES:
+            return use_of(tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        return use_of(tools, "required", [self.tool_choice], parallel=False)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
         """Return the conversation to go on. Raises `RequestError`."""

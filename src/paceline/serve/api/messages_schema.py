@@ -233,8 +233,10 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
         tools = [Tool(t.name, t.description, t.input_schema, bool(t.strict)) for t in self.tools or ()]
         if choice is None:
             return use_of(tools)
-        kind = {"any": "required", "tool": "named"}.get(choice.type, choice.type)
-        return use_of(tools, kind, choice.name, not choice.disable_parallel_tool_use)
+        if choice.type == "tool":
+            return use_of(tools, "required", [choice.name or ""], parallel=False)
+        kind = "required" if choice.type == "any" else choice.type
+        return use_of(tools, kind, parallel=not choice.disable_parallel_tool_use)
 
     def _kwargs(self) -> dict[str, Any]:
         effort = None if self.output_config is None else self.output_config.effort

@@ -18,7 +18,7 @@ from paceline.serve.api.errors import MAX_BODY_BYTES, ApiError
 from paceline.serve.api.openai_format import ChatFormat, CompletionFormat, ResponseMeta
 from paceline.serve.api.schema import MAX_ANSWERS, ChatBody, CompletionBody, seeds_of_prompts
 from paceline.serve.api.score_format import Extras
-from paceline.serve.api.tools import FunctionName, NamedTool, template_kwargs
+from paceline.serve.api.tools import FunctionName, ToolChoice, template_kwargs
 from paceline.serve.conversation import Conversation, use_of
 from paceline.serve.prompts import requests_of, seed_of
 
@@ -171,14 +171,16 @@ def _tool_use(body: ChatBody) -> ToolUse | None:
     """Return the tools and how to use them; None without tools. Raises `RequestError`."""
     if body.tools and body.functions:
         raise RequestError("functions is the old form of tools; send one of them", "functions")
-    choice = body.function_call if body.functions else body.tool_choice
-    named = choice.function if isinstance(choice, NamedTool) else choice
-    named = named if isinstance(named, FunctionName) else None
-    tools = [t.function.tool(t.strict) for t in body.tools or ()] or [f.tool() for f in body.functions or ()]
-    legacy = bool(body.functions)
-    kind = "named" if named is not None else str(choice or "auto")
-    parallel = body.parallel_tool_calls is not False and not legacy
-    return use_of(tools, kind, None if named is None else named.name, parallel, legacy)
+    if body.functions:
+        functions, call = [function.tool() for function in body.functions], body.function_call
+        if isinstance(call, FunctionName):
+            return use_of(functions, "required", [call.name], parallel=False, legacy=True)
+        return use_of(functions, call or "auto", parallel=False, legacy=True)
+    tools = [tool.function.tool(tool.strict) for tool in body.tools or ()]
+    parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
+    if isinstance(choice, ToolChoice):
+        return choice.use_of(tools, parallel=parallel)
+    return use_of(tools, choice or "auto", parallel=parallel)
 
 
 def _conversation(body: ChatBody) -> Conversation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -132,11 +132,30 @@ class ResponsesTool(Struct, frozen=True, forbid_unknown_fields=True):
     defer_loading: Any = None
 
 
-class ResponsesChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """A `tool_choice` that names a function."""
+class AllowedFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    """A function among those allowed."""
 
     type: Literal["function"]
     name: Id
+
+
+class ResponsesChoice(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A `tool_choice` that names one function, or those allowed."""
+
+    type: Literal["function", "allowed_tools"]
+    name: Id | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+
+    def use_of(self, tools: Sequence[Tool], *, parallel: bool) -> ToolUse | None:
+        """Return how tools are to be used; None without tools. Raises `RequestError`."""
+        if self.type == "function" and self.name is not None:
+            return use_of(tools, "required", [self.name], parallel=False)
+        if self.type == "function" or self.tools is None:
+            raise RequestError(
+                "tool_choice needs the name of a function, or tools that are allowed", "tool_choice"
+            )
+        return use_of(tools, self.mode or "auto", [tool.name for tool in self.tools], parallel)
 
 
 class TextForm(Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,10 +241,11 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
     def _tool_use(self) -> ToolUse | None:
         choice = self.tool_choice
-        named = choice.name if isinstance(choice, ResponsesChoice) else None
         tools = [Tool(t.name, t.description, t.parameters, bool(t.strict)) for t in self.tools or ()]
-        kind = "named" if named is not None else str(choice or "auto")
-        return use_of(tools, kind, named, self.parallel_tool_calls is not False)
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(choice, ResponsesChoice):
+            return choice.use_of(tools, parallel=parallel)
+        return use_of(tools, choice or "auto", parallel=parallel)
 
     def grammar(self) -> Grammar | None:
         """Return the grammar that the answer must fit, if any. Raises `RequestError`."""

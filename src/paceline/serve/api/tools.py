@@ -14,10 +14,13 @@ from paceline.serve.conversation import (
     Tool,
     check_function_name,
     check_size,
+    use_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from paceline.serve.conversation import ToolUse
 
 MAX_CALLS = 128  # of one message
 MAX_TEMPLATE_KWARGS = 32
@@ -62,10 +65,35 @@ class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A `tool_choice` that names a function."""
+    """A function among those allowed."""
 
     function: FunctionName
     type: Literal["function"] | None = None
+
+
+class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
+    """Functions that may be called, of all that the prompt has."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `tool_choice` that names one function, or those allowed."""
+
+    type: Literal["function", "allowed_tools"] | None = None
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def use_of(self, tools: Sequence[Tool], *, parallel: bool) -> ToolUse | None:
+        """Return how tools are to be used; None without tools. Raises `RequestError`."""
+        if (self.function is None) == (self.allowed_tools is None):
+            raise RequestError("tool_choice takes a function, or allowed_tools", "tool_choice")
+        if self.function is not None:
+            return use_of(tools, "required", [self.function.name], parallel=False)
+        assert self.allowed_tools is not None
+        names = [tool.function.name for tool in self.allowed_tools.tools]
+        return use_of(tools, self.allowed_tools.mode, names, parallel)
 
 
 class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,7 +140,7 @@ Functions = Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)]
 Calls = Annotated[list[CallBodyPart], Meta(max_length=MAX_CALLS)]
 
 
-Choice = Literal["auto", "none", "required"] | NamedTool
+Choice = Literal["auto", "none", "required"] | ToolChoice
 FunctionChoice = Literal["auto", "none"] | FunctionName
 TemplateKwargs = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_KWARGS)]
 

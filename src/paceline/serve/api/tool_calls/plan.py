@@ -80,8 +80,8 @@ class AnswerForms:
 
     def _with_calls(self, lark: LarkText, use: ToolUse, content: str | None) -> str:
         """Return the expression of an answer that may or must call tools."""
-        family, parallel = self.family, use.parallel and use.choice != "named"
-        calls = family.calls(lark, use.callable, parallel)
+        family = self.family
+        calls = family.calls(lark, use.callable, use.parallel)
         opener = family.openers[0] if family.openers else None
         begun = calls if family.bare_first or opener is None else f"{lark.mark(opener)} {calls}"
         if use.choice != "auto":
