@@ -105,6 +105,16 @@ def test_a_choice_of_none_and_no_tools_are_plain_text(client: openai.OpenAI) -> 
         assert message.tool_calls is None
 
 
+def test_a_value_that_is_not_among_those_listed_is_told_which_are(chatty: Server) -> None:
+    found = []
+    for extra in ({"tool_choice": "maybe"}, {"messages": [USER | {"role": "boss"}]}):
+        body = {"messages": [USER], **extra}
+        answer = httpx.post(f"{chatty.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        found.append(answer.json()["error"]["message"].partition("; ")[2])
+    roles = "'assistant', 'developer', 'function', 'system', 'tool', 'user'"
+    assert found == ["allowed: 'auto', 'none', 'required', an object", f"allowed: {roles}"]
+
+
 def test_tools_that_may_not_be_called_stay_in_the_prompt(client: openai.OpenAI) -> None:
     """So what a conversation has in the cache serves whatever its next answer may call."""
     free = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}

@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, inspect
 
 from paceline.core.errors import RequestError, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 MAX_MESSAGE_CHARS = 300  # of an error message that quotes the client
 MAX_IGNORED = 64  # unknown fields of one body: null ones below the top, and as many others if they are ignored
@@ -216,6 +219,7 @@ def _same(value: Any, known: Any) -> bool:
 
 _AT = re.compile(r"(?: - at `\$\.(\w+)[^`]*|required field `(\w+))`$")
 _PATH = re.compile(r" - at `\$([^`]*)`$")
+_STEP = re.compile(r"\.(\w+)|\[([^\]]*)\]")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 
 
@@ -235,7 +239,35 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
     if unknown and not _PATH.search(message):
         return _unknown_field(unknown[1], kind)
     text = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
+    if message.startswith("Invalid enum value") and (place := _PATH.search(message)):
+        text += f"; allowed: {', '.join(_choices(kind, place[1]))}"
     return RequestError(text, (at[1] or at[2])[:64] if at else None)
+
+
+def _choices(kind: type[Body], path: str) -> list[str]:
+    """Return what may lie at a path of msgspec's, where it lists values."""
+    found = list(_single([inspect.type_info(kind)]))
+    for name, _ in _STEP.findall(path):
+        found = list(_single(inner for each in found for inner in _types_in(each, name)))
+    values = [repr(value) for each in found if isinstance(each, inspect.LiteralType) for value in each.values]
+    return values + ["an object"] * any(isinstance(each, inspect.StructType) for each in found)
+
+
+def _single(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    for each in types:
+        if isinstance(each, inspect.UnionType):
+            yield from _single(each.types)
+        else:
+            yield each
+
+
+def _types_in(kind: inspect.Type, name: str) -> list[inspect.Type]:
+    """Return the type of a field as a list, or that of every item."""
+    if isinstance(kind, inspect.StructType):
+        return [field.type for field in kind.fields if field.encode_name == name]
+    if isinstance(kind, inspect.DictType):
+        return [kind.value_type]
+    return [kind.item_type] if isinstance(kind, inspect.ListType) else []
 
 
 def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
@@ -244,7 +276,7 @@ def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
     if unknown is None or path is None:
         return None
     found = [values]
-    for name, _ in re.findall(r"\.(\w+)|\[([^\]]*)\]", path[1]):
+    for name, _ in _STEP.findall(path[1]):
         found = [inner for each in found for inner in _inner(each, name)]
     holders = [each for each in found if isinstance(each, dict) and unknown[1] in each]
     if only_null:
