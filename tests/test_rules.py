@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 COMPILED = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cpp", ".h"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ATTRIBUTES, MAX_WORDS = 500, 60, 15, 15
-MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 64_100, 418, 10_500
+MAX_SOURCE_LINES, MAX_SOURCE_FILES, MAX_COMPILED_LINES = 63_800, 418, 10_500
 GPU_FOLDER = SOURCE / "backend" / "cuda"  # counted apart: kernels, what runs instead of them elsewhere, their rows
 MAX_GPU_LINES, MAX_GPU_FILES = 9_400, 50
 # File names that stand in several folders, and why.
