@@ -19,10 +19,11 @@ from paceline.model.files import kept_data, kept_headers
 from paceline.model.files.gguf_tokenizer import tokenizer_from_gguf
 from paceline.model.files.kept_tokenizers import TokenTable, keep_tokenizer, kept_table, kept_tokenizer, read_kept
 from paceline.model.files.tokenizer_file import FolderText
+from paceline.model.template_source import TemplateSource
 from paceline.model.tokenizer import Tokenizer, raw_spelling
 from paceline.model.weights import TextSource, load_model, load_tokenizer, tokenizer_json
 from paceline.serve.tokenizer_cache import TokenizerCache
-from paceline.serve.worker.messages import Language, Ready, Template
+from paceline.serve.worker.messages import Language, Ready
 from tests.model.helpers import byte_level_metadata, write_gguf
 from tests.model.test_tokenizer import piece_metadata
 from tests.tiny import tiny_config, tiny_raw_tokenizer, tiny_weights
@@ -234,7 +235,7 @@ def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
 
 def test_a_template_that_is_not_valid_fails_when_it_is_needed() -> None:
     """It was tried before, beside the tokenizer."""
-    text, template = tiny_raw_tokenizer().to_str().encode(), Template("{% if %}", {})
+    text, template = tiny_raw_tokenizer().to_str().encode(), TemplateSource("{% if %}", {})
 
     async def scenario() -> None:
         cache = TokenizerCache()

@@ -454,7 +454,8 @@ def test_what_was_not_deployed_is_not_removed(
     folders: list[Path] = []
     monkeypatch.setattr(serve_command, "start_local_ray", lambda _, folder, **__: folders.append(Path(folder)))
     monkeypatch.setattr(serve_command, "deploy", refused)
-    monkeypatch.setattr(serve_command, "_engines", lambda *_: EngineFleet(ReplicaOptions()))
+    fleets = SimpleNamespace(ray_fleet=lambda *_: EngineFleet(ReplicaOptions()))
+    monkeypatch.setitem(sys.modules, "paceline.ray.ray_fleet", fleets)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["serve", "--on", "ray", "--port", "0"]) == 2

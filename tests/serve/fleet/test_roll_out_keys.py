@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from paceline.serve.api.keys import KeyRing, new_key
-from paceline.serve.api.roll_outs import RollOuts
+from paceline.serve.api.roll_outs import ABOUT, RollOuts
 from paceline.serve.app import make_app
 from paceline.serve.operation import OperationOptions
 from paceline.serve.tokenizer_cache import TokenizerCache
@@ -40,7 +40,7 @@ def test_only_admins_command_the_engine(role: str, tmp_path: Path) -> None:
             }
 
     found = asyncio.run(scenario())
-    reads = {name for name in found if name.startswith("/get_")}
+    reads = {"/get_weight_version", *ABOUT}
     assert {found[name] for name in reads} == {200}
     refused = {name for name, status in found.items() if status == 403}
     assert refused == (set() if role == "admin" else set(found) - reads)
