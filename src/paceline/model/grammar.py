@@ -48,6 +48,7 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
+MAX_REASON_CHARS = 300  # of the library's words in an error
 
 
 def source(grammar: Grammar) -> str:
@@ -86,7 +87,9 @@ def check(grammar: Grammar, tokenizer: Tokenizer | None = None) -> None:
     matcher = _matcher(vocabulary, grammar)
     matcher.compute_bitmask()
     if matcher.is_error():  # compiling does not find out whether anything may begin
-        raise RequestError("the grammar cannot be used: nothing may begin it, or too much work does", "grammar")
+        raise RequestError(
+            "the grammar cannot be used: nothing may begin it, or its beginning is too much work", "grammar"
+        )
 
 
 def _matcher(vocabulary: llguidance.LLTokenizer, grammar: Grammar) -> llguidance.LLMatcher:
@@ -105,7 +108,7 @@ def _refusal(grammar: Grammar, message: str) -> RequestError:
     if found := _KEYS.search(message):
         keys = ", ".join(json.loads(f"[{found[1]}]"))
         return RequestError(f"the JSON schema uses {keys}, which is not supported", "grammar")
-    reason = message.partition("<state>")[0].strip()[:300]
+    reason = message.partition("<state>")[0].strip()[:MAX_REASON_CHARS]
     return RequestError(f"the {what} cannot be used: {reason}", "grammar")
 
 

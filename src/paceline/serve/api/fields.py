@@ -239,8 +239,9 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
     if unknown and not _PATH.search(message):
         return _unknown_field(unknown[1], kind)
     text = message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "..."
-    if message.startswith("Invalid enum value") and (place := _PATH.search(message)):
-        text += f"; allowed: {', '.join(_choices(kind, place[1]))}"
+    place = _PATH.search(message) if message.startswith("Invalid enum value") else None
+    if place and (allowed := _choices(kind, place[1])):
+        text += f"; allowed: {', '.join(allowed)}"
     return RequestError(text, (at[1] or at[2])[:64] if at else None)
 
 

@@ -106,8 +106,7 @@ class KeyRing:
 
     def __init__(self, api_key: str | None, path: Path | None) -> None:
         """Read the file. Raises `ConfigError`."""
-        digest = hashlib.sha256((api_key or "").encode()).hexdigest()
-        self._single = None if api_key is None else StoredKey("", "", digest, ADMIN)
+        self._single = None if api_key is None else StoredKey("", "", _digest(api_key), ADMIN)
         self._path = path
         self._of_file = () if path is None else read_keys(path)
 
@@ -134,6 +133,10 @@ class KeyRing:
         key = given[:MAX_KEY_BYTES]
         fitting = [stored for stored in known if stored.fits(key)]
         return fitting[0] if fitting else None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def salted(own: str, asked: str) -> str:

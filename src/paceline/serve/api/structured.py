@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 
 from paceline.core.errors import QueueFull, RequestError
 from paceline.core.params import MAX_GRAMMAR_CHARS, MAX_GRAMMAR_CHOICES, Grammar
-from paceline.serve.api.fields import read_once
+from paceline.serve.api.fields import MAX_MESSAGE_CHARS, read_once
 from paceline.serve.sandbox.keeper import MAX_WAITING
 
 if TYPE_CHECKING:
@@ -172,7 +172,9 @@ def from_grammar(text: str) -> Grammar:
     except RecursionError:
         raise RequestError("the grammar is nested too deeply", "grammar") from None
     except Exception as error:
-        raise RequestError(f"the grammar is neither Lark nor GBNF: {str(error)[:300]}", "grammar") from None
+        raise RequestError(
+            f"the grammar is neither Lark nor GBNF: {str(error)[:MAX_MESSAGE_CHARS]}", "grammar"
+        ) from None
     return Grammar.lark(lark)
 
 
@@ -180,7 +182,9 @@ def _from_tag(given: ResponseFormat | str) -> Grammar | None:
     try:
         form = msgspec.json.decode(given, type=read_once(ResponseFormat)) if isinstance(given, str) else given
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"this is no structural tag: {str(error)[:300]}", "structural_tag") from None
+        raise RequestError(
+            f"this is no structural tag: {str(error)[:MAX_MESSAGE_CHARS]}", "structural_tag"
+        ) from None
     return form.grammar()
 
 

@@ -31,8 +31,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prefix_cache_hits", "Prompt tokens found there", lambda s: s.cached_tokens),
     ("vllm:num_preemptions", "Requests sent back to the queue", lambda s: s.preemptions),
     ("vllm:spec_decode_num_drafts", "Drafts scored", lambda s: sum(sum(c.verified_at[:1]) for c in _counts(s))),
-    ("vllm:spec_decode_num_draft_tokens", "Their tokens", lambda s: sum(c.verified for c in _counts(s))),
-    ("vllm:spec_decode_num_accepted_tokens", "Of these, kept", lambda s: sum(c.accepted for c in _counts(s))),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens scored", lambda s: sum(c.verified for c in _counts(s))),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept", lambda s: sum(c.accepted for c in _counts(s))),
 )
 
 
@@ -61,7 +61,7 @@ class VllmNames(Collector):
             counter.add_metric([model], count(snapshot.stats))
             yield counter
         labels, name = ["model_name", "position"], "vllm:spec_decode_num_accepted_tokens_per_pos"
-        kept = CounterMetricFamily(name, "Of drafts' tokens, kept", labels=labels)
+        kept = CounterMetricFamily(name, "Draft tokens kept, by position", labels=labels)
         columns = zip_longest(*(counts.accepted_at for counts in _counts(snapshot.stats)), fillvalue=0)
         for position, column in enumerate(columns):
             kept.add_metric([model, str(position)], sum(column))
