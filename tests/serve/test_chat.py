@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,6 @@ from tests.serve.conftest import running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.serve.conftest import Server
 
@@ -276,6 +276,16 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def interrupt(self) -> None:
+        """Send what Ctrl-C sends, once the process waits.
+
+        Python's prompt notices a signal between showing itself and waiting only at the next key.
+        """
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "R":
+            time.sleep(0.01)
+        self.process.send_signal(signal.SIGINT)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -302,7 +312,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     at = terminal.until("> ", at)
     terminal.type('"""\rno wait\r')
     at = terminal.until(r"no wait\s+\. ", at)
-    terminal.process.send_signal(signal.SIGINT)
+    terminal.interrupt()
     at = terminal.until(r"\n> ", at)
     terminal.type("/set max_tokens 15000\r")
     at = terminal.until("> ", terminal.until("max_tokens 15000", terminal.until("\n", at)))
