@@ -24,7 +24,7 @@ from tools.measure.sim_inputs import (
     take_in,
     told,
 )
-from tools.measure.step_prices import BEGINNING, Prices, Stepper, StepTime
+from tools.measure.step_prices import BEGINNING, DECODE_STEPS, SHORT, Prices, Stepper, StepTime
 
 from paceline.control.cost import Curve, TargetCost
 from paceline.control.files import read_profile
@@ -158,10 +158,10 @@ def test_a_stepper_tells_the_work_of_its_steps() -> None:
     engine = build(EngineConfig(model="shape:num_layers=1,hidden_size=64", draft="off", limits=limits)).engine
     stepper = Stepper(engine)
     first = stepper.run(0.0)
-    assert [s.rows for s in first] == [0, 1]
+    assert [s.rows for s in first] == [0] + [1] * DECODE_STEPS
     assert first[0].work.tokens == first[0].work.unscored + 1 == first[0].work.kv_tokens
-    assert first[1].work.tokens == 1
-    found = stepper.episode(inf, BEGINNING)
+    assert all(s.work.tokens == 1 for s in first[1:])
+    found = stepper.episode(inf, BEGINNING, SHORT)
     assert {s.rows for s in found} == {0, 1, 2, 3, 4}
     assert all(s.target_s > 0 for s in found)
     assert any(s.work.kv_tokens > s.work.tokens + 160 for s in found if s.work.unscored)

@@ -73,7 +73,7 @@ LOADS = (
     LoadKind(8, 1, 1, 256),
     LoadKind(3, 1, 96, 64),
     LoadKind(24, 6),
-    LoadKind(30, 10),
+    LoadKind(40, 20),
 )
 KV_TOKENS = 24576  # of each replica: room for all rows and the shared beginnings
 FILLS = LoadKind(KV_TOKENS // FILLING + 4, 1, 1, FILLING)  # all memory for keys and values is used once

@@ -4,7 +4,8 @@
 
 It loads an engine with the flags of `paceline serve`, on one core. For each line `SECONDS` on its input it takes
 steps for that long, and writes their passes as one line of JSON. Rows are added one by one, up to the limit, so
-that prompts of many lengths are computed beside any number of rows, behind a shared beginning or without one.
+that prompts of many lengths are computed beside any number of rows, behind a shared beginning or without one. Some
+episodes have short prompts only and some long ones, which tells the price of a key from that of a token.
 Drafts are off. Times are of the processor: what another process takes of the core is not the engine's.
 
 A start's own calibration takes 2.5 s and no step with a long prompt, so the prices of a prompt token and of a key
@@ -20,6 +21,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from statistics import median
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING
@@ -45,8 +47,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16
 DECODE_STEPS = 5  # after each prompt
-FRESH = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 348)  # tokens of a prompt behind its beginning
-BEGINNING = 160  # tokens that prompts of an episode share; every other episode has none
+SHORT, LONG = (8, 16, 24, 32, 48, 64), (96, 128, 192, 256, 348)  # tokens of prompts behind their beginning
+BEGINNING = 160  # tokens that prompts of an episode share, if they share some
+EPISODES = ((0, SHORT), (BEGINNING, LONG), (BEGINNING, SHORT), (0, LONG))  # in turns
 POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # of the curve of token rows
 FILLING = 1500  # tokens of a prompt that fills memory
 OUTLIER = 1.3  # a step that takes so much longer than its price was interrupted
@@ -73,6 +76,7 @@ class Stepper:
         self._chance = random.Random(seed)  # noqa: S311 - no secret
         self._params = SamplingParams(temperature=0.0, max_tokens=8 * MOST_ROWS * DECODE_STEPS, ignore_eos=True)
         self._num_added = 0
+        self._kinds = cycle(EPISODES)
 
     def fill(self) -> None:
         """Use all memory for keys and values once.
@@ -88,19 +92,20 @@ class Stepper:
 
     def run(self, seconds: float) -> list[StepTime]:
         """Take steps for so long, and those of one row at least."""
-        end_s, found, episodes = perf_counter() + seconds, list[StepTime](), 0
-        while not episodes or perf_counter() < end_s:
-            found += self.episode(end_s, BEGINNING * (episodes % 2))
-            episodes += 1
+        end_s, found = perf_counter() + seconds, list[StepTime]()
+        while not found or perf_counter() < end_s:
+            found += self.episode(end_s, *next(self._kinds))
         return found
 
-    def episode(self, end_s: float, num_shared: int) -> list[StepTime]:
-        """Add rows one by one, and return the steps. num_shared: tokens of all prompts' beginning."""
+    def episode(self, end_s: float, num_shared: int, lengths: Sequence[int]) -> list[StepTime]:
+        """Add rows one by one, and return the steps.
+
+        num_shared: tokens of all prompts' beginning. lengths: of what may follow it.
+        """
         beginning, found = self._tokens(num_shared), []
         for _ in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
-            found.append(self._add((*beginning, *self._tokens(self._chance.choice(FRESH)))))
-            steps = [self._step() for _ in range(DECODE_STEPS)]
-            found.append(sorted(steps, key=lambda s: s.target_s)[DECODE_STEPS // 2])
+            found.append(self._add((*beginning, *self._tokens(self._chance.choice(lengths)))))
+            found += [self._step() for _ in range(DECODE_STEPS)]
             if perf_counter() > end_s:
                 break
         for request_id in [r.request.request_id for r in self._engine.scheduler.requests.values()]:
