@@ -117,6 +117,7 @@ Kernels choose() {
 
 const bool kFetchesPastCaches = is_zen5_or_newer();
 Prefetching prefetching[kMostInPiece + 1];
+constinit thread_local PagesAhead pages_ahead;
 
 const Kernels& kernels() {
     static const Kernels chosen = choose();

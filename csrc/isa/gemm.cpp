@@ -51,6 +51,29 @@ struct Int4Weights {
     PACELINE_INLINE i32v whole(i32v sums, int32_t row_sum) { return sums + sums + splat(row_sum / 128 * 15); }
 };
 
+// A page ahead that a piece of rows prefetches beside its weights: two lines of keys and two of values each time.
+struct PageFetch {
+    const uint8_t *keys, *values;
+    size_t step;  // bytes to the next two lines, so that a piece just reaches the page's end
+};
+
+struct NoPage {};
+
+PACELINE_INLINE void fetch_page(NoPage) {}
+
+PACELINE_INLINE void fetch_page(PageFetch& page) {
+    fetch<Level::second>(page.keys), fetch<Level::second>(page.keys + 64);
+    fetch<Level::second>(page.values), fetch<Level::second>(page.values + 64);
+    page.keys += page.step, page.values += page.step;
+}
+
+// The next page ahead, for a piece that reads so many bytes of weights.
+PACELINE_INLINE PageFetch take_page(PagesAhead& pages, size_t weight_bytes) {
+    const size_t at = static_cast<size_t>(*pages.next++) * pages.bytes, times = weight_bytes / kFetched;
+    const size_t step = (pages.bytes + times - 1) / times;
+    return {pages.keys + at, pages.values + at, step < 128 ? step : 128};
+}
+
 // The inputs of a panel that are multiplied at once: all.
 struct AllInputs {
     static constexpr size_t begin = 0;
@@ -71,10 +94,12 @@ PACELINE_INLINE void start_spread(i32v (&sums)[R][kVectors], const SpreadRows& r
             sums[r][v] = is_first ? Form::start(rows.sums[(first + r) * kTileLanes]) : (i32v)load(out + r * stride + v * kLanes);
 }
 
-// Load a quad of the pair of quads that starts at `input`; prefetch at regular distances.
+// True if the next lines are prefetched before a quad of the pair of quads that starts at `input`.
 template <class Form>
-PACELINE_INLINE void load_quad(i32v (&x)[kVectors], const uint8_t* pair, size_t input, int quad, Prefetch& ahead) {
-    if (quad == 0 && input * Form::kPairBytes % (8 * kFetched) == 0) fetch(ahead);
+PACELINE_INLINE bool fetches_at(size_t input, int quad) { return quad == 0 && input * Form::kPairBytes % (8 * kFetched) == 0; }
+
+template <class Form>
+PACELINE_INLINE void load_quad(i32v (&x)[kVectors], const uint8_t* pair, int quad) {
     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) x[v] = Form::load(pair + v * kLanes * 4, quad);
 }
 
@@ -107,8 +132,9 @@ PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows
         start_spread<Form>(sums, rows, first, part.begin == 0, out + start, stride);
         for (size_t input = part.begin; input < part.end_of(width); input += 8, w += Form::kPairBytes) {
             PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
+                if (fetches_at<Form>(input, quad)) fetch(ahead);
                 i32v x[kVectors];
-                load_quad<Form>(x, w, input, quad, ahead);
+                load_quad<Form>(x, w, quad);
                 PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                     const i32v y = splat_bytes(a + r * width + input + quad * 4);
                     PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
@@ -122,10 +148,10 @@ PACELINE_APART void spread_rows(const SpreadPanel& panel, const SpreadRows& rows
 
 #if defined(__AVX512F__)
 // The same for more rows: each quad of activations is broadcast once for both vectors of weights. 12 rows then take 14 loads for 24
-// products, so that products are the bottleneck.
-template <class Form, int R, class Inputs>
+// products, so that products are the bottleneck, and a page is prefetched beside them.
+template <class Form, int R, class Inputs, class Page>
 PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows& rows, Inputs part, size_t first,
-                                     Prefetch ahead, float* out, size_t stride) {
+                                     Prefetch ahead, Page page, float* out, size_t stride) {
     const size_t width = rows.width;
     const uint8_t* w = panel.weights + part.begin / 8 * Form::kPairBytes;
     const int8_t* bases[(R + 3) / 4];  // of every fourth row: there are not enough registers for all
@@ -134,8 +160,9 @@ PACELINE_APART void spread_many_rows(const SpreadPanel& panel, const SpreadRows&
     start_spread<Form>(sums, rows, first, part.begin == 0, out, stride);
     for (size_t input = part.begin; input < part.end_of(width); input += 8, w += Form::kPairBytes) {
         PACELINE_UNROLL for (int quad = 0; quad < 2; ++quad) {
+            if (fetches_at<Form>(input, quad)) fetch(ahead), fetch_page(page);
             i32v x[kVectors];
-            load_quad<Form>(x, w, input, quad, ahead);
+            load_quad<Form>(x, w, quad);
             PACELINE_UNROLL for (int r = 0; r < R; ++r) {
                 const i32v y = broadcast(bases[r / 4], r % 4, width, quad * 4);
                 PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) dot(sums[r][v], x[v], y);
@@ -231,12 +258,15 @@ PACELINE_INLINE void spread_inputs(const SpreadPanel& panel, const SpreadRows& r
                                    size_t stride) {
     const uint8_t* const here = panel.weights + part.begin / 8 * Form::kPairBytes;
     const size_t bytes = (part.end_of(rows.width) - part.begin) / 8 * Form::kPairBytes;
+    [[maybe_unused]] PagesAhead& pages = pages_ahead;
     in_pieces(MaxRows, first, end, here, bytes, [&, start = first](size_t at, size_t count, Prefetch ahead) {
         float* to = out + (at - start) * stride;
         with_rows<MaxRows>(count, [&]<int R>() {
 #if defined(__AVX512F__)
-            if constexpr (R > kMaxRows) return spread_many_rows<Form, R>(panel, rows, part, at, ahead, to, stride);
-            else
+            if constexpr (R > kMaxRows) {
+                const auto multiply = [&](auto page) { spread_many_rows<Form, R>(panel, rows, part, at, ahead, page, to, stride); };
+                return pages.next == pages.end ? multiply(NoPage{}) : multiply(take_page(pages, bytes));
+            } else
 #endif
             spread_rows<Form, R>(panel, rows, part, at, ahead, to, stride);
         });

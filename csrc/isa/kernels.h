@@ -80,6 +80,15 @@ struct Prefetching {
 constexpr size_t kMostInPiece = 12;
 extern Prefetching prefetching[kMostInPiece + 1];
 
+// Keys and values that the next layer's attention reads, by page. Pages lie scattered, so attention waits for memory, while products of
+// many rows leave it idle: they prefetch a thread's share of these pages beside their weights.
+struct PagesAhead {
+    const uint8_t *keys = nullptr, *values = nullptr;  // of page 0
+    const int64_t *next = nullptr, *end = nullptr;     // page ids
+    size_t bytes = 0;                                  // of a page's keys, and of its values
+};
+extern constinit thread_local PagesAhead pages_ahead;
+
 // out[(row - first) * stride + o] for rows first..end and the 32 outputs of one panel, or of adjacent panels.
 struct GemmKernels {
     using Spread = void (*)(const SpreadPanel& panel, size_t num_panels, const SpreadRows& rows, size_t first, size_t end, float* out,

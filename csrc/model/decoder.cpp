@@ -82,7 +82,32 @@ void Decoder::plan(const Pass& pass) {
     plan_experts(pass);
     if (weights_.inputs.embed) plan_inputs(pass);
     plan_tiles(pass);
+    plan_pages(pass);
     plan_choices(pass);
+}
+
+// Note the pages that a pass of many tokens reads. Neighbouring rows that share a beginning have its pages once.
+void Decoder::plan_pages(const Pass& pass) {
+    auto& found = scratch_->pages;
+    found.clear();
+    if (pass.num_tokens < kTokensAhead * pool_->size() * shape_.num_ranks) return;
+    for (size_t row = 0; row < pass.num_rows; ++row) {
+        const int64_t* const own = pass.pages + row * pass.max_pages;
+        const size_t keys = pass.end_of_keys(row, static_cast<size_t>(pass.cu_len[row + 1]) - 1);
+        for (size_t i = static_cast<size_t>(pass.first_keys[row]) / kPageTokens; i * kPageTokens < keys; ++i)
+            if (row == 0 || own[i] != own[static_cast<ptrdiff_t>(i) - static_cast<ptrdiff_t>(pass.max_pages)]) found.push_back(own[i]);
+    }
+}
+
+// Let a thread's products prefetch its share of a layer's pages, until the next call; nothing behind the last layer.
+void Decoder::expect_pages(const Pass& pass, const KVStore& kv, size_t index, size_t thread) {
+    const auto& pages = scratch_->pages;
+    pages_ahead = {};
+    if (index >= pass.num_layers || weights_.layers[index].window) return;
+    const size_t layer = weights_.layers[index].kv;
+    const auto share = [&](size_t t) { return pages.data() + pages.size() * t / pool_->size(); };
+    pages_ahead = {static_cast<const uint8_t*>(kv.keys(layer)), static_cast<const uint8_t*>(kv.values(layer)), share(thread),
+                   share(thread + 1), kv.heads_per_page(layer) * kv.kernels().page_bytes(kv.padded_dim(layer))};
 }
 
 void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
@@ -92,7 +117,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
     if (weights_.fuse) fuse_features(pass, thread);
     if (weights_.inputs.embed) make_inputs(pass, thread);
     for (size_t layer = 0; layer < pass.num_layers; ++layer) {
-        if (!run_attention(pass, kv, layer, thread)) return;
+        if (!run_attention(pass, kv, layer, thread)) return expect_pages(pass, kv, pass.num_layers, thread);
         run_ffn(pass, layer, thread);
         if (weights_.inputs.embed) run_input(pass, layer, thread);
     }
@@ -157,6 +182,7 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
     norm_all(layer.all_k_norm, s.k, kv_stride);
     if (layer.k && !s.tilings[layer.tiling].stores_itself) store_all(pass, kv, index);
     attend(pass, kv, index, thread);
+    expect_pages(pass, kv, index + 1, thread);
     const size_t mixed_size = layer.o->in(), mixed_stride = round_up(mixed_size, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
     gather(s.mixed, mixed_stride, q_size, n, shape_.num_ranks);
     pool_->each(n, [&](size_t t) {

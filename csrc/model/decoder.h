@@ -54,6 +54,8 @@ class Decoder {
 
     // decoder.cpp
     void plan(const Pass& pass);
+    void plan_pages(const Pass& pass);
+    void expect_pages(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
     void run(const Pass& pass, const KVStore& kv, size_t thread);
     void gather(AlignedVector<float>& rows, size_t stride, size_t part, size_t count, size_t num_parts);
     bool run_attention(const Pass& pass, const KVStore& kv, size_t layer, size_t thread);
