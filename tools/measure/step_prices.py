@@ -49,6 +49,7 @@ MOST_ROWS = 16
 DECODE_STEPS = 5  # after each prompt
 SHORT, LONG = (8, 16, 24, 32, 48, 64), (96, 128, 192, 256, 348)  # tokens of prompts behind their beginning
 BEGINNING = 160  # tokens that prompts of an episode share, if they share some
+SHARERS = 4  # of every so many prompts one has the same beginning: keys that all rows read stay in a cache
 EPISODES = ((0, SHORT), (BEGINNING, LONG), (BEGINNING, SHORT), (0, LONG))  # in turns
 POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # of the curve of token rows
 FILLING = 1500  # tokens of a prompt that fills memory
@@ -100,11 +101,11 @@ class Stepper:
     def episode(self, end_s: float, num_shared: int, lengths: Sequence[int]) -> list[StepTime]:
         """Add rows one by one, and return the steps.
 
-        num_shared: tokens of all prompts' beginning. lengths: of what may follow it.
+        num_shared: tokens of a prompt's beginning, of `SHARERS` ones. lengths: of what may follow it.
         """
-        beginning, found = self._tokens(num_shared), []
-        for _ in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
-            found.append(self._add((*beginning, *self._tokens(self._chance.choice(lengths)))))
+        beginnings, found = [self._tokens(num_shared) for _ in range(SHARERS)], []
+        for row in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
+            found.append(self._add((*beginnings[row % SHARERS], *self._tokens(self._chance.choice(lengths)))))
             found += [self._step() for _ in range(DECODE_STEPS)]
             if perf_counter() > end_s:
                 break
