@@ -54,7 +54,7 @@ struct Int4Weights {
 // A page ahead that a piece of rows prefetches beside its weights: two lines of keys and two of values each time.
 struct PageFetch {
     const uint8_t *keys, *values;
-    size_t step;  // bytes to the next two lines, so that a piece just reaches the page's end
+    size_t step;  // bytes to the next two lines: at most two lines, fewer where a piece reaches the page's end with them
 };
 
 struct NoPage {};

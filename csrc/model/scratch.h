@@ -13,7 +13,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr size_t kQueryTokens = 8;  // tokens of a row whose attention is one tile
 constexpr size_t kHeadPanels = 8;   // panels of one tile of the LM head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
-constexpr size_t kTokensAhead = 10;  // products of so many for each thread, which share what memory brings, prefetch pages
+constexpr size_t kTokensAhead = 10;  // of each thread: passes of fewer need all bandwidth for weights, and prefetch no pages
 constexpr size_t kHeadRows = 48;  // wanted tokens that are multiplied with such a tile at once
 
 // The best token so far of one wanted token, as one thread has seen it, and the second.

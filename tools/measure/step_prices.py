@@ -49,7 +49,7 @@ MOST_ROWS = 16
 DECODE_STEPS = 5  # after each prompt
 SHORT, LONG = (8, 16, 24, 32, 48, 64), (96, 128, 192, 256, 348)  # tokens of prompts behind their beginning
 BEGINNING = 160  # tokens that prompts of an episode share, if they share some
-SHARERS = 4  # of every so many prompts one has the same beginning: keys that all rows read stay in a cache
+NUM_BEGINNINGS = 4  # of an episode's prompts, in turns: with one, a cache would keep the keys that all rows read
 EPISODES = ((0, SHORT), (BEGINNING, LONG), (BEGINNING, SHORT), (0, LONG))  # in turns
 POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # of the curve of token rows
 FILLING = 1500  # tokens of a prompt that fills memory
@@ -101,11 +101,12 @@ class Stepper:
     def episode(self, end_s: float, num_shared: int, lengths: Sequence[int]) -> list[StepTime]:
         """Add rows one by one, and return the steps.
 
-        num_shared: tokens of a prompt's beginning, of `SHARERS` ones. lengths: of what may follow it.
+        num_shared: tokens of a beginning, of which there are `NUM_BEGINNINGS`. lengths: of what may follow it.
         """
-        beginnings, found = [self._tokens(num_shared) for _ in range(SHARERS)], []
+        beginnings, found = [self._tokens(num_shared) for _ in range(NUM_BEGINNINGS)], []
         for row in range(min(MOST_ROWS, self._engine.scheduler.limits.num_rows)):
-            found.append(self._add((*beginnings[row % SHARERS], *self._tokens(self._chance.choice(lengths)))))
+            behind = self._tokens(self._chance.choice(lengths))
+            found.append(self._add((*beginnings[row % NUM_BEGINNINGS], *behind)))
             found += [self._step() for _ in range(DECODE_STEPS)]
             if perf_counter() > end_s:
                 break
