@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.engine.gauges import Gauges
 from paceline.engine.stats import DraftCounts, Stats
+from paceline.serve.observe.metrics import Metrics
 from paceline.serve.observe.vllm_names import VllmNames
 from paceline.serve.worker.messages import Snapshot
 from tests.serve.conftest import running
@@ -28,7 +30,7 @@ def test_a_router_finds_queue_pages_and_hits(model: Path, replicas: str) -> None
         text = client.get("/metrics").text
     found = {s.name: s for family in text_string_to_metric_families(text) for s in family.samples}
     assert found["vllm:num_requests_waiting"].value == found["vllm:num_requests_running"].value == 0
-    assert found["vllm:num_requests_running"].labels == {"model_name": "tiny"}
+    assert found["vllm:num_requests_running"].labels == {"model_name": "tiny", "engine": "0"}
     assert 0 <= found["vllm:kv_cache_usage_perc"].value <= 1
     assert found["vllm:cache_config_info"].labels["block_size"] == "16"
     assert int(found["vllm:cache_config_info"].labels["num_gpu_blocks"]) > 0
@@ -36,6 +38,11 @@ def test_a_router_finds_queue_pages_and_hits(model: Path, replicas: str) -> None
     assert found["vllm:generation_tokens_total"].value == 18
     assert found["vllm:prefix_cache_hits_total"].value == 32
     assert found["vllm:prefix_cache_queries_total"].value == 80
+    assert found["vllm:request_success_total"].labels["finished_reason"] == "length"
+    assert found["vllm:request_success_total"].value == 2
+    for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
+        assert found[f"vllm:{name}_seconds_count"].value == 2
+        assert found[f"vllm:{name}_seconds_sum"].value > 0
     assert "paceline_steps_total" in text, "our own names are there in any case"
 
 
@@ -43,11 +50,12 @@ def test_drafts_are_those_that_were_scored() -> None:
     """As in vLLM, whose share of accepted drafts is of these; others were trimmed before."""
     stats = Stats(drafters={"a": DraftCounts(100, [30, 20], [25, 15]), "b": DraftCounts(8, [4], [1], beside=2)})
     engines: Any = SimpleNamespace(snapshot=Snapshot(stats, Gauges.none()))
-    found = {family.name: family.samples[0].value for family in VllmNames(engines, lambda: "tiny").collect()}
-    assert found["vllm:spec_decode_num_drafts"] == 34
-    assert found["vllm:spec_decode_num_draft_tokens"] == 56
-    assert found["vllm:spec_decode_num_accepted_tokens"] == 41
-    [kept] = [f for f in VllmNames(engines, lambda: "tiny").collect() if f.name.endswith("_per_pos")]
+    families = list(VllmNames(engines, Metrics(CollectorRegistry()), lambda: "tiny").collect())
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    assert found["vllm:spec_decode_num_drafts_total"] == 34
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == 56
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == 41
+    [kept] = [f for f in families if f.name.endswith("_per_pos")]
     assert [(s.name, s.labels["position"], s.value) for s in kept.samples] == [
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0", 26),
         ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1", 15),

@@ -350,7 +350,7 @@ def make_app(
     if fleet is not None:
         metrics.recent.engines = lambda: [member.recent for member in fleet.members.values()]
     if operation.metrics_names != OWN_NAMES:
-        metrics.registry.register(VllmNames(client, partial(_name_or_none, state)))
+        metrics.registry.register(VllmNames(client, metrics, partial(_name_or_none, state)))
     routes = routes_of(state) + ([] if fleet is None else fleet_routes(fleet))
     if operation.rl:
         routes += [

@@ -164,17 +164,17 @@ class Metrics:
         self._tokens_of_keys = Counter(
             "paceline_key_tokens", "Tokens by the name of their key", ["key", "kind"], registry=self.registry
         )
-        self._ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
-        self._tpot = self._histogram(
+        self.ttft = self._histogram("paceline_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self.tpot = self._histogram(
             "paceline_time_per_output_token_seconds", "Mean time per token after the first", _TOKEN_SECONDS
         )
-        self._e2e = self._histogram("paceline_request_seconds", "Arrival to last token", _SECONDS)
+        self.e2e = self._histogram("paceline_request_seconds", "Arrival to last token", _SECONDS)
         version = Gauge("paceline_build_info", "Version", ["version"], registry=self.registry)
         version.labels(__version__).set(1)
 
     def first_token(self, wait_s: float) -> None:
         """Observe the time from a request's arrival to its first token."""
-        self._ttft.observe(wait_s)
+        self.ttft.observe(wait_s)
         self.recent.first_token(wait_s)
 
     def finished(
@@ -188,10 +188,10 @@ class Metrics:
         self.answers.labels(reason).inc()
         if figures is None:
             return
-        self._e2e.observe(total_s)
+        self.e2e.observe(total_s)
         if (num_tokens := figures.completion_tokens - num_told) > 1:
             mean_s = (total_s - first_s) / (num_tokens - 1)
-            self._tpot.observe(mean_s)
+            self.tpot.observe(mean_s)
             self.recent.later_tokens(mean_s)
 
     def refused(self, status: int) -> None:

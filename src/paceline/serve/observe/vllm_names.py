@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.core.nouns import PAGE_TOKENS
@@ -13,11 +13,13 @@ from paceline.core.nouns import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from prometheus_client import Histogram
     from prometheus_client.metrics_core import Metric
 
     from paceline.engine.gauges import Gauges
     from paceline.engine.stats import DraftCounts, Stats
     from paceline.serve.engines import Engines
+    from paceline.serve.observe.metrics import Metrics
 
 _GAUGES: tuple[tuple[str, str, Callable[[Gauges], float]], ...] = (
     ("vllm:num_requests_running", "Requests that hold a row", lambda g: g.num_running),
@@ -34,6 +36,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens scored", lambda s: sum(c.verified for c in _counts(s))),
     ("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept", lambda s: sum(c.accepted for c in _counts(s))),
 )
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Metrics], Histogram]], ...] = (
+    ("vllm:time_to_first_token_seconds", "Arrival to first token", lambda m: m.ttft),
+    ("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", lambda m: m.tpot),
+    ("vllm:e2e_request_latency_seconds", "Arrival to last token", lambda m: m.e2e),
+)
+_LABELS = ["model_name", "engine"]
+_ENGINE = "0"  # replicas are told apart by names of ours
 
 
 def _counts(stats: Stats) -> Iterable[DraftCounts]:
@@ -41,31 +50,59 @@ def _counts(stats: Stats) -> Iterable[DraftCounts]:
 
 
 class VllmNames(Collector):
-    """The newest snapshot under these names, labelled with the model's."""
+    """The newest snapshot and the server's observations under these names, labelled with the model's."""
 
-    def __init__(self, engines: Engines, model: Callable[[], str | None]) -> None:
+    def __init__(self, engines: Engines, metrics: Metrics, model: Callable[[], str | None]) -> None:
         """model: returns the name of the model, None before it is known."""
-        self._engines, self._model = engines, model
+        self._engines, self._metrics, self._model = engines, metrics, model
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         snapshot, model = self._engines.snapshot, self._model()
         if snapshot is None or model is None:
             return
+        own = [model, _ENGINE]
         for name, about, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, about, labels=["model_name"])
-            gauge.add_metric([model], value(snapshot.gauges))
+            gauge = GaugeMetricFamily(name, about, labels=_LABELS)
+            gauge.add_metric(own, value(snapshot.gauges))
             yield gauge
         for name, about, count in _COUNTERS:
-            counter = CounterMetricFamily(name, about, labels=["model_name"])
-            counter.add_metric([model], count(snapshot.stats))
+            counter = CounterMetricFamily(name, about, labels=_LABELS)
+            counter.add_metric(own, count(snapshot.stats))
             yield counter
-        labels, name = ["model_name", "position"], "vllm:spec_decode_num_accepted_tokens_per_pos"
-        kept = CounterMetricFamily(name, "Draft tokens kept, by position", labels=labels)
-        columns = zip_longest(*(counts.accepted_at for counts in _counts(snapshot.stats)), fillvalue=0)
-        for position, column in enumerate(columns):
-            kept.add_metric([model, str(position)], sum(column))
-        yield kept
-        config = GaugeMetricFamily("vllm:cache_config_info", "KV pages", labels=["block_size", "num_gpu_blocks"])
-        config.add_metric([str(PAGE_TOKENS), str(snapshot.gauges.num_pages)], 1)
+        yield _kept_by_position(own, snapshot.stats)
+        labels = ["block_size", "num_gpu_blocks", "engine"]
+        config = GaugeMetricFamily("vllm:cache_config_info", "KV pages", labels=labels)
+        config.add_metric([str(PAGE_TOKENS), str(snapshot.gauges.num_pages), _ENGINE], 1)
         yield config
+        yield from self._observed(own)
+
+    def _observed(self, own: list[str]) -> Iterator[Metric]:
+        """Yield the server's own observations."""
+        for name, about, histogram in _HISTOGRAMS:
+            yield _renamed(histogram(self._metrics), name, about, own)
+        ended = CounterMetricFamily("vllm:request_success", "Answers ended", labels=[*_LABELS, "finished_reason"])
+        for family in self._metrics.answers.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    ended.add_metric([*own, sample.labels["finish_reason"]], sample.value)
+        yield ended
+
+
+def _kept_by_position(own: list[str], stats: Stats) -> Metric:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    kept = CounterMetricFamily(name, "Draft tokens kept, by position", labels=[*_LABELS, "position"])
+    columns = zip_longest(*(counts.accepted_at for counts in _counts(stats)), fillvalue=0)
+    for position, column in enumerate(columns):
+        kept.add_metric([*own, str(position)], sum(column))
+    return kept
+
+
+def _renamed(histogram: Histogram, name: str, about: str, own: list[str]) -> Metric:
+    """Return a histogram without labels under another name."""
+    [family] = histogram.collect()
+    buckets = [(s.labels["le"], s.value) for s in family.samples if s.name.endswith("_bucket")]
+    [total] = [s.value for s in family.samples if s.name.endswith("_sum")]
+    made = HistogramMetricFamily(name, about, labels=_LABELS)
+    made.add_metric(own, buckets, total)
+    return made
