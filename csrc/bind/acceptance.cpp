@@ -23,7 +23,7 @@ Returned<double, 2> survival_probs(const Estimates& estimates, double largest_lo
 void observe_drafts(const AllEstimates& all, const Numbers& rates, const Ids& rows, const Ids& num_verified, const Ids& num_accepted,
                     const Ids& drafters, const std::vector<int64_t>& indices, const std::optional<Table<double>>& confidence) {
     const size_t n = rows.size();
-    require(rates.size() == 8, "eight rates");
+    require(rates.size() == 9, "nine rates");
     require(indices.size() == all.size(), "estimates are of drafters");
     require(num_verified.size() == n && num_accepted.size() == n && drafters.size() == n, "outcomes differ in number");
     require_rows(rows, all);
@@ -31,7 +31,7 @@ void observe_drafts(const AllEstimates& all, const Numbers& rates, const Ids& ro
     const Confidence known = checked_confidence(confidence, n);
     for (size_t d = 0; d < all.size(); ++d)
         if (all[d])
-            all[d]->observe({r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7]}, known,
+            all[d]->observe({r[0], r[1], r[2], r[3], r[4], r[5], r[6], r[7], r[8]}, known,
                             {rows.data(), num_verified.data(), num_accepted.data(), drafters.data(), indices[d], n});
 }
 

@@ -17,7 +17,7 @@ double logit(double p, double largest) {
 }
 
 void drift(const LogitTables& t, const Spread& spread, const FilterRates& rates) {
-    for (size_t d = 0; d < t.depth; ++d) t.depth_var[d] += rates.depth_drift;
+    for (size_t d = 0; d < t.depth; ++d) t.depth_var[d] = std::min(t.depth_var[d] + rates.depth_drift, rates.max_depth_var);
     for (size_t r = 0; r < t.num_rows; ++r) t.row_var[r] = std::min(t.row_var[r] + rates.row_drift * spread.row_var, spread.row_var);
 }
 

@@ -26,7 +26,7 @@ struct Spread {
 
 // In the order in which Python hands them over: `FilterRates` in control/acceptance.py.
 struct FilterRates {
-    double depth_drift, row_drift, spread, min_spread, max_spread, confidence_drift, max_usual, largest_logit;
+    double depth_drift, row_drift, spread, min_spread, max_spread, confidence_drift, max_usual, largest_logit, max_depth_var;
 };
 
 struct Confidence {

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from tests.oracles.acceptance import SlowAcceptanceModel, sigmoid, survival_of
 
-from paceline.control.acceptance import logit
+from paceline.control.acceptance import AcceptanceModel, learn_acceptance, logit
 from paceline.control.controller import ClosedLoop
 from paceline.control.cost import Curve, DraftCost, MeasuredCost, TargetCost
 from paceline.control.goodput import Goodput
 from paceline.control.online_cost import OnlineCost
-from paceline.control.policy import StepView, Work
+from paceline.control.policy import Outcomes, StepView, Work
 from paceline.control.protocols import StepTimes
 from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
 
@@ -95,6 +95,16 @@ def test_only_positions_that_were_tested_count() -> None:
         survival.observe(np.arange(4), np.full(4, 4), np.zeros(4, np.int64))
     assert survival.depth_logit[0] < before[0] - 1
     assert (survival.depth_logit[1:] == before[1:]).all()
+
+
+def test_a_depth_that_is_never_tested_is_no_less_certain_than_at_first() -> None:
+    """After a day of steps a new look at it must not be worth more than a first one."""
+    model, fresh = AcceptanceModel(1, 4), AcceptanceModel(1, 4)
+    zero = np.zeros(1, np.int64)
+    for _ in range(20_000):
+        learn_acceptance([model], Outcomes(zero, zero, zero, zero, 0.0, 5e-3))
+    hopes = [m.alive(zero, 4, optimism=2.0) for m in (model, fresh)]
+    assert (hopes[0] == hopes[1]).all()
 
 
 def test_a_confidence_that_knows_is_believed_and_one_that_does_not_is_not() -> None:

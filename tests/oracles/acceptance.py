@@ -96,7 +96,7 @@ class SlowAcceptanceModel(AcceptanceModel):
         confidence: NDArray[float64] | None = None,
     ) -> None:
         """Learn from a step: how many drafts of each row were verified, and how many were accepted. [n]"""
-        self.depth_var += RATES.depth_drift
+        np.minimum(self.depth_var + RATES.depth_drift, RATES.max_depth_var, out=self.depth_var)
         self.row_var += RATES.row_drift * self.shared[0]
         np.minimum(self.row_var, self.shared[0], out=self.row_var)
         depth = min(int(num_verified.max(initial=0)), self.max_depth)

@@ -45,6 +45,7 @@ class FilterRates(NamedTuple):
     weight_drift: float = 1e-5  # variance that the confidence weight gains with each step
     max_confidences: float = 1000.0  # that a mean counts: older ones are forgotten
     max_logit: float = MAX_LOGIT
+    max_depth_var: float = DEPTH_SD**2  # of an intercept: nothing is less certain than before anything was seen
 
 
 RATES = np.array(FilterRates())

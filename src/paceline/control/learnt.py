@@ -198,10 +198,9 @@ def learnt_by(loop: ClosedLoop, key: str, model: str, now_s: float, before: Lear
 
 
 def _acceptance(model: AcceptanceModel) -> KeptAcceptance:
-    variances = np.minimum(model.depth_var, DEPTH_SD**2)  # it grows with each step that tests nothing
     logits, means = (np.clip(a, -MAX_LOGIT, MAX_LOGIT) for a in (model.depth_logit, model.mean_confidence))
     shared = np.clip(model.shared, 0.0, MAX_VARIANCE)
-    return KeptAcceptance(*(a.tolist() for a in (logits, variances, means, model.num_confidences, shared)))
+    return KeptAcceptance(*(a.tolist() for a in (logits, model.depth_var, means, model.num_confidences, shared)))
 
 
 def _prices(cost: OnlineCost) -> KeptPrices:
