@@ -236,6 +236,20 @@ def test_a_port_that_is_held_is_no_other_servers() -> None:
     run(scenario)
 
 
+def test_flags_that_want_a_second_replica_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines_run(monkeypatch, NEVER_CONNECTS)
+
+    async def scenario() -> None:
+        http = HttpConfig(port=0, fleet=ReplicaOptions(hedge="p95", tail="spread"))
+        server = HttpServer(http, partial(start_engines, http, EngineConfig()))
+        server.abandon()
+
+    run(scenario)
+    assert "--hedge, --tail: nothing to do without a second replica" in caplog.text
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_while_the_model_loads_ends_the_server_quietly(

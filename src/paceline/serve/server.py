@@ -312,6 +312,8 @@ def start_engines(
 
     if options.replicas > 1:
         return start_fleet(options, engine, new_engine)
+    if options.of_several:
+        log.warning("%s: nothing to do without a second replica; see --replicas", ", ".join(options.of_several))
     return new_engine(engine, frozenset() if options.cores == AUTO else options.dealt()[0])
 
 

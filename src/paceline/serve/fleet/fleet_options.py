@@ -61,10 +61,15 @@ class ReplicaOptions:
             raise ConfigError(f"{flag} goes without --rl: by other weights two replicas write different texts")
 
     @property
+    def of_several(self) -> list[str]:
+        """The flags given that do nothing with one replica."""
+        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0, "--tail": self.tail != OFF}
+        return [flag for flag, used in given.items() if used]
+
+    @property
     def _writes_twice(self) -> str | None:
         """The first flag given by which two replicas write one answer."""
-        given = {"--hedge": self.hedge != HEDGES[0], "--audit": self.audit > 0}
-        return next((flag for flag, used in given.items() if used), None)
+        return next((flag for flag in self.of_several if flag != "--tail"), None)
 
     @property
     def crowded(self) -> bool:
