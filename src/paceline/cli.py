@@ -67,8 +67,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "key new": ("paceline.serve.terminal.key_command", "make a key for clients of a server"),
     "doctor": ("paceline.bench.doctor", "check a target and its drafter, and say what speed to expect"),
 }
-# Modules whose `begin` runs before a command is imported. The command finds its result in `args.begun`, and the
-# clock of that moment in `args.began_s`.
+# Modules whose `begin` runs before a command is imported. The command finds the result of `begin` in `args.begun`,
+# and the time of that moment in `args.began_s`.
 BEGUN_FIRST = {"serve": "paceline.serve.worker.child"}
 # Modules that run a command elsewhere, by the value of its option --on.
 ELSEWHERE = {"ray": "paceline.ray.serve_command"}
@@ -137,7 +137,7 @@ def _main(argv: list[str]) -> int:
 
 
 def _begun(name: str, argv: list[str]) -> Any:
-    """Begin what a command needs whatever its options say; None if nothing."""
+    """Begin what a command surely needs, before its options are read; None if nothing."""
     if name not in BEGUN_FIRST or {"-h", "--help", "--print-config", "--on", "--on=ray"} & set(argv):
         return None
     return importlib.import_module(BEGUN_FIRST[name]).begin()
@@ -161,7 +161,7 @@ def _imported(place: str, command: str) -> Any:
     place: its module[:class].
     """
     module_name, _, part = place.partition(":")
-    gc.disable()  # an eighth of an import, and a module is never garbage
+    gc.disable()  # collecting takes an eighth of an import's time, and a module is never garbage
     try:
         module = importlib.import_module(module_name)
         return getattr(module, part) if part else module
@@ -219,7 +219,7 @@ def parse(
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options with a long name but --help; argparse has no public list."""
+    """Yield all options with a long name except --help; argparse has no public list."""
     for action in parser._actions:
         if action.option_strings and action.option_strings[-1].startswith("--") and action.dest != "help":
             yield action
@@ -269,7 +269,7 @@ def _from_file(
         action = actions[key]
         adds = isinstance(action, argparse._AppendAction) or action.nargs == 0
         if adds and (_is_given(action, argv) or environ.get(_variable(action), "").strip()):
-            continue  # a list further up replaces this one, and no flag takes a switch back
+            continue  # set there already: that list replaces this one, and no flag takes a switch back
         found += _file_arguments(action, value, f"{section.path}: {key}")
     return found
 

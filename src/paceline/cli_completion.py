@@ -54,7 +54,7 @@ def whole_parser() -> ArgumentParser:
 
 
 def _options(parser: ArgumentParser) -> ArgumentParser:
-    """Return a parser with its % signs doubled away, which completions would take for formats."""
+    """Return a parser whose help texts hold their defaults: completions fill in no %(default)s."""
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
             action.help = action.help.replace("%(default)s", str(action.default))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # Arguments of `serve run` and of `args` in a Serve YAML, beside the options of `AsyncLLM`.
 PLACEMENT = ("replicas", "fronts", "cpus", "autoscaling", "tpot_ms")
 TEXTS = ("model", "api_key", "api_key_file", "served_model_name")  # arguments that are never numbers
-HEALTH_S = 1.0  # between two looks at a replica
+HEALTH_S = 1.0  # between two health checks of a replica
 POLICY = "paceline.ray:Headroom"
-MOST_NUMBER = 1e6  # of cores, or of milliseconds
+MOST_NUMBER = 1e6  # largest `cpus`, and largest `tpot_ms`
 _BOUNDS = re.compile("([0-9]{1,4})-([0-9]{1,4})")
 _FRACTION = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 
@@ -64,7 +64,7 @@ def application(
 def engines(config: EngineConfig, replicas: Mapping[str, Any], cpus: float, *, owned: bool = False) -> Any:
     """Return an application of engines alone.
 
-    replicas: arguments of their deployment. owned: it ends with the command that places it.
+    replicas: arguments of the engines' deployment. owned: the application ends with the command that places it.
     """
     deployment = serve.deployment(
         name="Engine",

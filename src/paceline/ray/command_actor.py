@@ -1,6 +1,6 @@
-"""Actors of commands in a cluster.
+"""Actors that stand for running commands in a cluster.
 
-A command's engines end with its actor. Other commands see it.
+A command's engines end with its actor. By the actor, other commands see that the command runs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import ray
 from paceline.ray.line import NAMESPACE
 from ray import serve
 
-AGAIN_S = 5.0  # before an actor that could not be reached is looked for again
-ENDING = "ends-serve"  # actor of a command that ends Ray Serve
-ENDS_S, LOOK_S = 60.0, 0.2  # for that at most, and between two looks
+AGAIN_S = 5.0  # wait before an actor that could not be reached is looked for again
+ENDING = "ends-serve"  # name of the actor of a command that is ending Ray Serve
+ENDS_S, LOOK_S = 60.0, 0.2  # longest wait for a command that is ending Ray Serve; time between two looks
 log = logging.getLogger(__name__)
 
 
 class CommandActor:
-    """Ends with the process of the command that made it: Ray ends it then."""
+    """Actor that Ray ends when the process of the command that made it ends."""
 
     async def end(self) -> None:
         """Wait for the end of this actor, which callers get as an error."""
@@ -33,9 +33,9 @@ class CommandActor:
 
 
 def make_command_actor(application: str) -> Any:
-    """Return an application's actor, which lives while this process and the handle do.
+    """Return an application's actor, which lives as long as this process and the handle.
 
-    It is on this machine: no other one's loss ends it. Raises `ValueError` if the name is taken.
+    The actor is on this machine, so the loss of another does not end it. Raises `ValueError` if the name is taken.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"name": application, "namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1}
@@ -55,12 +55,12 @@ def wait_for_ending() -> None:
 def end_serve(application: str) -> None:
     """End Ray Serve unless a command needs it.
 
-    application: of this command, which needs it no more. A command that begins meanwhile is seen here, or it sees
+    application: this command's, which it needs no more. A command that begins meanwhile is seen here, or it sees
     the actor made here and waits.
     """
     try:
         actor = make_command_actor(ENDING)
-    except ValueError:  # another command does the same
+    except ValueError:  # another command is ending Ray Serve
         return
     if not serve.status().applications and _commands() <= {ENDING, application}:
         serve.shutdown()
@@ -69,7 +69,7 @@ def end_serve(application: str) -> None:
 
 def _commands() -> set[str]:
     """Return the names of all commands' actors."""
-    return {name for name in names_here() if ":" not in name}  # those of engines have one
+    return {name for name in names_here() if ":" not in name}  # an engine's actor has a colon in its name
 
 
 def names_here() -> set[str]:
@@ -90,9 +90,9 @@ async def _has_ended(application: str) -> bool:
     try:
         actor = await asyncio.to_thread(ray.get_actor, application, namespace=NAMESPACE)
         await actor.end.remote()
-    except ActorUnavailableError:  # it may well live
+    except ActorUnavailableError:  # the actor may well live
         return False
-    except (ValueError, RayActorError):  # there is none, or it has ended
+    except (ValueError, RayActorError):  # there is no such actor, or it has ended
         return True
     except Exception as error:  # Ray's head may be away for a while
         log.warning("the command that placed %s cannot be reached: %s", application, error)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Generate:
     """Class for `Dataset.map_batches` that adds the columns text, token_ids and finish_reason.
 
-    Batches overlap, so that no engine waits for the last row of one:
+    Batches overlap, so that no engine waits for the last row of a batch:
 
         data.map_batches(Generate, fn_constructor_args=("default",), concurrency=2, batch_size=32)
     """

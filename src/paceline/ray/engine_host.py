@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from paceline.ray.pieces import LineAddress
     from paceline.serve.engines import Answers, Event
 
-UNREADY_S = 30.0  # without an engine, after which the replica counts as unhealthy
-FAILED_STARTS = 2  # in a row, likewise
+UNREADY_S = 30.0  # time without a ready engine after which the replica counts as unhealthy
+FAILED_STARTS = 2  # restarts without a ready engine after which it counts as unhealthy, too
 
 
 class EngineHost:
@@ -36,7 +36,7 @@ class EngineHost:
         self._open: dict[tuple[str, str], Answers] = {}  # by front and request id
         self._watchers: set[str] = set()  # fronts that want steps noted
         self._ready_s = time.monotonic()  # when an engine was last seen ready
-        self._restarts = 0  # of the process when it was
+        self._restarts = 0  # restarts of its process at that time
 
     async def start(self) -> None:
         """Load the model. Raises `ConfigError`, `ModelError`, `EngineDied`, `OSError`."""
@@ -48,7 +48,7 @@ class EngineHost:
         await self._client.first_ready
 
     async def health(self) -> None:
-        """Raise `EngineDied` for a dead engine in a live actor: Ray replaces it."""
+        """Raise `EngineDied` for a dead engine in a live actor: Ray then replaces the replica."""
         client = self._running
         now_s = time.monotonic()
         if client.ready is not None:
@@ -75,12 +75,12 @@ class EngineHost:
         return await self._lines.address()
 
     async def left(self, front: str) -> None:
-        """Cancel the requests of a front that hears of them no more."""
+        """Cancel the requests of a front that has left."""
         if front in self._watchers:
             self._watchers.discard(front)
             await self._running.watch(on=bool(self._watchers))
         for key in [key for key in self._open if key[0] == front]:
-            if (answers := self._open.pop(key, None)) is not None:  # else it has ended while others were cancelled
+            if (answers := self._open.pop(key, None)) is not None:  # None: it ended while others were cancelled
                 await answers.close()
 
     async def take(self, front: str, message: ToHost) -> None:
@@ -91,13 +91,13 @@ class EngineHost:
             (self._watchers.add if message.on else self._watchers.discard)(front)
             await self._running.watch(on=bool(self._watchers))
         elif isinstance(message, Cancel) and message.abort:
-            with suppress(EngineDied):  # its requests are told
+            with suppress(EngineDied):  # the open requests are told of it elsewhere
                 await self._running.commands.abort(lambda request_id: request_id == message.request_id)
         elif isinstance(message, Cancel) and (answers := self._open.pop((front, message.request_id), None)):
             await answers.close()
 
     def tell_state(self, line: FrontLine) -> None:
-        """Tell a front of an engine that is ready, or is so no more."""
+        """Tell a front that the engine is ready, or no longer, if that has changed."""
         client = self._client
         ready = None if client is None else client.ready
         if ready is line.told:
@@ -129,9 +129,9 @@ class EngineHost:
         except PacelineError as error:
             take(error)
         else:
-            if self._lines.of(front) is not line:  # it has left meanwhile
+            if self._lines.of(front) is not line:  # the front has left meanwhile
                 await answers.close()
-            elif answers.index:  # else it has ended already
+            elif answers.index:  # else the answer has ended already
                 self._open[front, request_id] = answers
 
     def _on_event(self, front: str, request_id: str, event: Event) -> None:

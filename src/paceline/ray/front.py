@@ -44,4 +44,4 @@ class Door:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
         scope["root_path"] = ""
-        await _served[0](scope, receive, send)  # Ray sends none before the constructor is done
+        await _served[0](scope, receive, send)  # Ray sends no request before the constructor is done

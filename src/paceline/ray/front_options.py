@@ -14,7 +14,7 @@ from paceline.serve.operation import OperationOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FLEET = ("route", "resume", "hedge", "tail")  # words of `ReplicaOptions`
+FLEET = ("route", "resume", "hedge", "tail")  # fields of `ReplicaOptions` that a front takes
 UNPUBLISHED = "engines may move between machines, and so would their endpoints"  # why there are no KV events
 NAMES = ("api_key", "api_key_file", "insecure", "rl", "served_model_name", "resume_wait_s", *FLEET)
 
@@ -29,14 +29,14 @@ class FrontOptions:
     operation: OperationOptions = field(default_factory=OperationOptions)
 
     def keys(self) -> KeyRing:
-        """Return the keys that are asked for. Raises `ConfigError` for a bad file."""
+        """Return the keys, one of which requests must carry. Raises `ConfigError` for a bad file."""
         return KeyRing(self.api_key, self.operation.api_key_file)
 
 
 def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
     """Return options by the names in `NAMES`.
 
-    Raises `ConfigError` if nothing is said of keys.
+    Raises `ConfigError` if there is neither a key nor `insecure`.
 
     Ray's proxy listens where it was told to, so that the front cannot know who may connect.
     """
@@ -64,7 +64,7 @@ def of_arguments(given: Mapping[str, Any]) -> FrontOptions:
 
 
 def _word(value: Any) -> str:
-    """Return a word, `on` or `off` for what YAML makes of them."""
+    """Return a value as a word; YAML reads `on` and `off` as truth values."""
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 

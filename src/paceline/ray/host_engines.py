@@ -31,12 +31,12 @@ class HostCommands:
     def __init__(self, host: Any, line: HostLine, open_ids: Callable[[], Sequence[str]]) -> None:
         self.version = FIRST_VERSION
         self.state = EngineState()
-        self._num_sent = 0  # and not answered yet
+        self._num_sent = 0  # commands that were sent and not answered yet
         self._host, self._line, self._open_ids = host, line, open_ids
 
     @property
     def obeying(self) -> bool:
-        """True while the engine carries out a command, and tells nothing."""
+        """True while the engine carries out a command, during which it sends nothing."""
         return self._num_sent > 0
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
@@ -64,13 +64,13 @@ class HostCommands:
 class HostEngines:
     """Engine behind an actor; see `Engines`. Once the actor is dead it stays down."""
 
-    pid: int | None = None  # of a process that is another machine's, perhaps
+    pid: int | None = None  # None: the process may be on another machine
 
     def __init__(self, host: Any, front: str) -> None:
         """host: handle of an `EngineHost`. front: name of this front."""
-        self.restarts = 0  # of the engine's process, since it was first seen; a line that breaks is none
-        self._first_restarts = 0  # of the process when it was
-        self._promise = ""  # key of its last weights; also while the line is down, in which they may change
+        self.restarts = 0  # of the engine's process since this front first saw it ready; a broken line is none
+        self._first_restarts = 0  # the actor's count of restarts at that time
+        self._promise = ""  # of the weights last seen; kept while the line is down, when they may change
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -112,7 +112,7 @@ class HostEngines:
             self._line.send([Cancel(request_id) for request_id in still_open])
 
     async def watch(self, *, on: bool) -> None:
-        """Choose if snapshots carry the engine's last steps, on later lines, too."""
+        """Choose if snapshots carry the engine's last steps, also after the line broke."""
         self._watches = on
         self._line.send([Watch(on)])
 
@@ -162,7 +162,7 @@ class HostEngines:
             self._first_restarts = message.restarts
             self.first_ready.set_result(message.ready)
         before, self.restarts = self.restarts, message.restarts - self._first_restarts
-        if self.on_ready is not None and (is_first or self.restarts != before):  # else its line is attached again
+        if self.on_ready is not None and (is_first or self.restarts != before):  # else only the line is new
             self.on_ready()
         elif self.on_renewed is not None and earlier not in ("", self._promise):
             self.on_renewed(earlier)
@@ -174,7 +174,7 @@ class HostEngines:
         self._down(why)
         if self.dead and not self.first_ready.done():
             self.first_ready.set_exception(EngineDied("the replica's actor ended before its engine was ready"))
-            self.first_ready.exception()  # nobody else need look
+            self.first_ready.exception()  # marks the error as seen: nobody else may look
 
     def _down(self, why: EngineDied) -> None:
         self.ready = None

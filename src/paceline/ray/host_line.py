@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from paceline.ray.line import FromHost, ToHost
     from paceline.ray.pieces import Pieces
 
-AGAIN_S = 0.1  # before a line that broke is attached again; doubled each time that it breaks at once again
-MOST_DOUBLED = 8  # times
-STEADY_S = 30.0  # that a line must last for its breaks to be forgotten
-MOST_BREAKS = 4  # of a line, from which on its replica counts as failed: no answer comes back to this process
+AGAIN_S = 0.1  # wait before a broken line is attached again; doubled each time that it soon breaks again
+MOST_DOUBLED = 8  # how often the wait is doubled at most
+STEADY_S = 30.0  # time that a line must last for its earlier breaks to be forgotten
+MOST_BREAKS = 4  # in a row, from which on the replica counts as dead: no open answer comes back to its process
 BROKE = "the line to a replica broke; it is attached again, so try again"
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class HostLine:
     def __init__(
         self, host: Any, front: str, on_message: Callable[[FromHost], None], on_break: Callable[[EngineDied], None]
     ) -> None:
-        """host: handle of an `EngineHost`. on_break: called with what open requests are told."""
+        """host: handle of an `EngineHost`. on_break: called with the error that open requests get."""
         self.dead = False  # the actor has ended
         self._host, self._front = host, front
         self._on_message, self._on_break = on_message, on_break
@@ -43,9 +43,9 @@ class HostLine:
         self._task = asyncio.create_task(self._keep())
 
     def send(self, messages: Sequence[ToHost]) -> None:
-        """Send now, but nothing while the line is broken.
+        """Send now; send nothing while the line is broken.
 
-        The replica has cancelled all that was open then.
+        When a line breaks, the replica cancels all that its front had open.
         """
         if self._pieces is not None:
             self._pieces.send(encode(messages))
@@ -65,7 +65,7 @@ class HostLine:
             began_s = time.monotonic()
             try:
                 await self._follow()
-            except ActorUnavailableError as error:  # it may well live
+            except ActorUnavailableError as error:  # the actor may well live
                 log.warning("the actor of a replica cannot be reached: %s", error)
             except RayActorError as error:
                 log.warning("the actor of a replica has ended: %s", type(error).__name__)

@@ -15,13 +15,13 @@ from paceline.serve.worker.messages import Cancel, OutcomeBatch, Ready, Rejected
 if TYPE_CHECKING:
     from paceline.core.request_nouns import Outcome
 
-NAMESPACE = "paceline"  # of the engines' actors
+NAMESPACE = "paceline"  # of all actors of Paceline
 
 
 class Down(Message, frozen=True):
     """The engine's process has ended or hangs: no open request goes on."""
 
-    hangs: bool  # and may well come back
+    hangs: bool  # the process hangs, and may well come back
 
 
 class EngineUp(Message, frozen=True):
@@ -37,7 +37,7 @@ FromHost = EngineUp | Down | OutcomeBatch | Rejected | Snapshot
 ToHost = Submit | Cancel | Watch | Command
 
 read_from_host = msgspec.msgpack.Decoder(list[FromHost]).decode
-split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode  # so that one bad message is no other's
+split = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode  # each is decoded alone: a bad one spoils no other
 read_to_host = msgspec.msgpack.Decoder(ToHost).decode
 read_reply = msgspec.msgpack.Decoder(Obeyed).decode
 
@@ -50,7 +50,7 @@ class FrontLine:
 
     def __init__(self) -> None:
         self.told: Ready | None = None  # the engine that the front knows of
-        self.restarts = 0  # of its process
+        self.restarts = 0  # of that engine's process, as told
         self._messages: list[FromHost] = []
         self._outcomes: list[Outcome] = []
         self._wake = asyncio.Event()

@@ -28,10 +28,10 @@ class Owner(Protocol):
         """Take a message of a front."""
 
     async def left(self, front: str) -> None:
-        """Cancel the requests of a front that hears of them no more."""
+        """Cancel the requests of a front that has left."""
 
     def tell_state(self, line: FrontLine) -> None:
-        """Tell a front of an engine that is ready, or is so no more."""
+        """Tell a front that the engine is ready, or no longer, if that has changed."""
 
 
 class LineServer:
@@ -51,7 +51,7 @@ class LineServer:
         self._listens.set()
 
     async def address(self) -> LineAddress:
-        """Return where fronts connect, once there is such a place."""
+        """Wait until this server listens, and return where fronts connect."""
         await self._listens.wait()
         assert self._server is not None
         host, port = self._server.sockets[0].getsockname()[:2]
@@ -82,7 +82,7 @@ class LineServer:
         await self._serve(front, pieces)
 
     async def _serve(self, front: str, pieces: Pieces) -> None:
-        await self.detach(front)  # nobody hears any more what an older line had open
+        await self.detach(front)  # nobody hears the answers of its older line any more
         line = self.lines[front] = FrontLine()
         work = [
             asyncio.create_task(self._tell(front, line, pieces)),

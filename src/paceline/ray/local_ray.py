@@ -17,19 +17,19 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _ALONE = {CLUSTERS: "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _USUAL = {"RAY_AUTH_MODE": "disabled"}  # nobody else can connect
 PREFIX = "paceline-ray-"
-MAX_FOLDER_BYTES = 40  # of its folder's path: names of sockets in it have 64
-ENDED_S = 5.0  # for processes that were killed to end
+MAX_FOLDER_BYTES = 40  # of the path of Ray's folder: names of sockets in it have 64 more
+ENDED_S = 5.0  # wait for killed processes to end
 OBJECT_BYTES = 128 << 20  # of Ray's object store: requests and answers are small
 
 
 def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **options: Any) -> None:
     """Start a Ray that listens on loopback only. Ray must not have been imported before.
 
-    folder: of its sockets, whose name must be short; None: a new one, which goes with this process. options:
+    folder: of Ray's sockets, with a short path; None: a new one, removed when this process ends. options:
     further ones of `ray.init`.
     """
     if folder is None:
-        atexit.register((owned := ExitStack()).close)  # behind Ray's own end, which is registered later
+        atexit.register((owned := ExitStack()).close)  # runs after Ray's own exit code, registered later
         folder = str(owned.enter_context(ray_folder()))
     os.environ.update(_ALONE)
     for name, value in _USUAL.items():
@@ -46,12 +46,12 @@ def start_local_ray(num_cpus: int | None = None, folder: str | None = None, **op
 
 
 def ray_folder() -> AbstractContextManager[Path]:
-    """Make a folder for a Ray, and remove what dead owners left."""
+    """Make a folder for a Ray, and remove the folders of dead owners."""
     return socket_folder(PREFIX, MAX_FOLDER_BYTES, _end_ray_in)
 
 
 def _end_ray_in(folder: Path) -> bool:
-    """End processes of a Ray, whose logs are in its folder; return whether all ended."""
+    """End the processes of the Ray with logs in a folder; return whether all ended."""
     session, end_s = f"{folder.resolve()}/session_", time.monotonic() + ENDED_S
     while found := _writers_in(session):
         if time.monotonic() > end_s:
@@ -64,7 +64,7 @@ def _end_ray_in(folder: Path) -> bool:
 
 
 def _writers_in(session: str) -> list[int]:
-    """Return a Ray's processes; those that have ended have no command line."""
+    """Return the ids of a Ray's processes; ended ones have no command line."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -79,7 +79,7 @@ def _writers_in(session: str) -> list[int]:
 def stay_on_loopback() -> None:
     """Bind a replica's port to loopback if this Ray is on one machine.
 
-    Ray Serve binds it to every address, and reads pickles there. Call it before a constructor ends.
+    Ray Serve binds the port to every address, and reads pickles there. Call this before a constructor ends.
     """
     if os.environ.get(CLUSTERS) != "0":
         return

@@ -21,7 +21,7 @@ SILENCE_S = 20.0  # after which the other end is taken for dead
 HELLO_S = 5.0  # for a front to say who it is
 SECRET_BYTES = 32
 NAME_BYTES = 16  # of a front's name
-PART_BYTES = 1 << 20  # of a long piece, each of which is a sign of life
+PART_BYTES = 1 << 20  # of each part of a long piece; each part counts as a sign of life
 _LENGTH = struct.Struct("<I")
 ENDED = (OSError, EOFError, TimeoutError)  # what `receive` raises when the other end has gone or is silent
 
@@ -45,7 +45,7 @@ class Pieces:
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most_bytes: int) -> None:
-        """most_bytes: of a piece that comes."""
+        """most_bytes: of the largest piece that `receive` takes."""
         self._reader, self._writer, self._most_bytes = reader, writer, most_bytes
         self._beating = asyncio.create_task(self._beat())
 
@@ -54,7 +54,7 @@ class Pieces:
         self._writer.write(_LENGTH.pack(len(piece)) + piece)
 
     async def sent(self) -> None:
-        """Wait while the other end takes in less than was sent. Raises one of `ENDED`."""
+        """Wait while the other end lags too far behind. Raises one of `ENDED`."""
         await self._writer.drain()
 
     async def receive(self) -> bytes:
@@ -112,7 +112,7 @@ def tls(environ: Mapping[str, str], *, serves: bool = False) -> ssl.SSLContext |
     purpose = ssl.Purpose.CLIENT_AUTH if serves else ssl.Purpose.SERVER_AUTH
     context = ssl.create_default_context(purpose, cafile=environ["RAY_TLS_CA_CERT"])
     context.load_cert_chain(environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"])
-    context.check_hostname = False  # machines are known by their authority, as to Ray
+    context.check_hostname = False  # as in Ray, a machine is trusted by its certificate's authority, not its name
     context.verify_mode = ssl.CERT_REQUIRED  # at both ends
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as strict as Ray, which takes authorities of plain openssl
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as lax as Ray, which takes authorities of plain openssl
     return context

@@ -32,7 +32,7 @@ async def _follow(fleet: EngineFleet, application: str) -> None:
     """Take in replicas that have come, and drop those that have gone, for ever."""
     front = new_name()
     while True:
-        with suppress(Exception):  # Ray's head may be away for a while; what is attached goes on
+        with suppress(Exception):  # the head node may be away for a while; attached replicas go on
             _match(fleet, await asyncio.to_thread(names_of, application), front)
         await asyncio.sleep(LOOK_S)
 

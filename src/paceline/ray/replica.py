@@ -15,7 +15,7 @@ from ray import serve
 if TYPE_CHECKING:
     from paceline.engine.assembly.config import EngineConfig
 
-MAX_CALLS = 4096  # of fronts that are answered at once
+MAX_CALLS = 4096  # of fronts that an engine's actor answers at once
 
 
 class EngineReplica:

@@ -10,7 +10,7 @@ from paceline.control.scaling import WINDOW_S, ScalingObjective, wanted
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-USUAL_TPOT_MS = 100.0  # that users are promised
+USUAL_TPOT_MS = 100.0  # time per output token that users are promised
 
 
 class Headroom:
@@ -34,7 +34,7 @@ class Headroom:
             most=context.capacity_adjusted_max_replicas,
         )
         views = _views(context.aggregated_metrics or {})
-        if len(views) < context.current_num_replicas:  # some load, or have not told anything yet
+        if len(views) < context.current_num_replicas:  # some replicas load, or have not told anything yet
             return min(max(context.current_num_replicas, objective.least), objective.most), {"snapshots": kept}
         kept.append((now_s, views))
         return wanted([old for _, old in kept], objective), {"snapshots": kept}
@@ -43,7 +43,7 @@ class Headroom:
 def _views(metrics: Mapping[str, Mapping[Any, float]]) -> list[ReplicaView]:
     """Return the replicas that tell what a step costs.
 
-    metrics: name -> replica -> mean of late.
+    metrics: name of a figure -> replica -> its mean of late.
     """
     backlog, prefill = metrics.get("backlog_tokens", {}), metrics.get("prefill_s_per_token", {})
     views = []

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-APPLICATION = "paceline"  # how its name in Ray Serve begins
+APPLICATION = "paceline"  # beginning of an application's name in Ray Serve
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
-# Flags that mean nothing there, and what does the work instead.
+# Flags that mean nothing on Ray -> why, or what does their work there.
 REFUSED = {
     "cores": "Ray places engines; --threads is the cores of each",
     "watchdog_seconds": "Ray replaces a replica whose engine does not come back",
@@ -53,7 +53,7 @@ REFUSED = {
 def run(args: Namespace) -> int:
     """Deploy, serve until told to stop, and return the exit status. Raises `PacelineError`."""
     if (begun := getattr(args, "begun", None)) is not None:
-        begun.let_go()  # engines begin in actors
+        begun.let_go()  # this process is not needed: engines begin in actors
     check(args)
     http, engine = http_config(args), engine_config(args)
     http.fleet.check_law(engine.law)
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     begin_logs(args)
     chat, began_s = chat_options(args), getattr(args, "began_s", time.monotonic())
     name = f"{APPLICATION}-{secrets.token_hex(4)}"
-    with _joined_or_started(name) as joined, suppress(KeyboardInterrupt):  # models may take long to load
+    with _joined_or_started(name) as joined, suppress(KeyboardInterrupt):  # Ctrl-C while models load is no error
         place = partial(deploy, http.fleet.replicas, engine, args.threads, name, joined=joined)
         asyncio.run(_serve(http, chat, name, place, began_s))
     return 0
@@ -73,7 +73,7 @@ async def _serve(
 ) -> None:
     """Place engines, and serve HTTP until told to stop.
 
-    place: as `deploy`, which may take long, so the port is taken and all flags are read before.
+    place: calls `deploy`. That may take long, so the port is taken and all flags are read before.
     """
     from paceline.ray.ray_fleet import ray_fleet
 
@@ -120,7 +120,7 @@ def check(args: Namespace) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """End what runs: asyncio replaces Python's own handler by one that waits."""
+    """End what runs at once: asyncio would replace Python's own handler by one that waits."""
     raise KeyboardInterrupt
 
 
@@ -151,7 +151,7 @@ def _joined_or_started(application: str) -> Iterator[bool]:
 
 @contextmanager
 def _as_host() -> Iterator[None]:
-    """End Ray Serve behind a block on a Ray of our own."""
+    """Run a block on a Ray of our own, then end Ray Serve."""
     from ray import serve
 
     try:
@@ -165,7 +165,7 @@ def _as_host() -> Iterator[None]:
 def _as_guest(application: str) -> Iterator[None]:
     """Join the cluster for a block.
 
-    Ends Ray Serve if it did not run before and nobody needs it. Raises `ConfigError`.
+    Then ends Ray Serve if it did not run before and no other command needs it. Raises `ConfigError`.
     """
     import ray
 
@@ -209,7 +209,7 @@ def deploy(replicas: int, engine: EngineConfig, threads: int | None, application
         raise ConfigError(f"--replicas {replicas} of {cpus} cores do not fit Ray's {cores}: {advice}")
     if cpus * replicas > ray.available_resources().get("CPU", 0):
         log.warning("the engines wait for cores that others use; `serve status` shows who serves")
-    serve.start(proxy_location="Disabled")  # no effect on one that runs already
+    serve.start(proxy_location="Disabled")  # no effect where Ray Serve runs already
     engine = replace(engine, threads=cpus, sharers=engine.sharers if joined else replicas)
     _run(engines(engine, {"num_replicas": replicas}, cpus, owned=joined), application)
     where = f"joined at {os.environ.get(ADDRESS)}" if joined else "started here, on loopback"

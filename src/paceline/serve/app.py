@@ -72,7 +72,7 @@ OTHER_PROMISE = "answers follow the model's own distribution, whatever the draft
 MAX_OPEN = 1024  # answers that may be open at once
 CLIENT_LEFT = 499  # status in the log, as nginx has it
 OPERATION = OperationOptions()
-JOB_THREADS = 4  # of bodies that are read off the event loop
+JOB_THREADS = 4  # threads that read bodies off the event loop
 LONG_BODY_BYTES = 16 << 10  # from this size on, a body is tokenised in a thread
 
 
@@ -86,7 +86,7 @@ class AppState:
     max_open: int = MAX_OPEN
     served_names: tuple[str, ...] = ()  # of the model; empty: its own
     lenient: bool = False  # unknown fields of bodies are ignored, not refused
-    tellers: list[Callable[[RequestRecord], None]] = field(default_factory=list)  # of each request's end
+    tellers: list[Callable[[RequestRecord], None]] = field(default_factory=list)  # called at each request's end
     draining: bool = False  # no new work is accepted
     num_active: int = 0  # requests to the model that are being answered
     created: int = field(default_factory=lambda: int(time.time()))
@@ -95,7 +95,7 @@ class AppState:
     long_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def serving(self) -> Serving:
-        """Return what bodies are read against. Raises `EngineDied` while there is no engine."""
+        """Return what bodies are checked against. Raises `EngineDied` while there is no engine."""
         ready = self.client.ready
         if ready is None:
             raise EngineDied(NOT_READY)
@@ -124,7 +124,7 @@ class BodyRoute:
     """Route that reads a JSON body off the event loop; answers with JSON."""
 
     def __init__(self, state: AppState, read: Callable[[bytes, Serving], object]) -> None:
-        """Take what returns the response to a body, or raises `RequestError`."""
+        """read: returns the response to a body, or raises `RequestError`."""
         self._state = state
         self._read = read
 
@@ -147,17 +147,17 @@ class BodyRoute:
         await response(scope, receive, send)
 
     async def _in_thread(self, num_bytes: int, read: Callable[..., T], *arguments: Any) -> T:
-        """Read a body in a thread; of long ones one at a time."""
+        """Read a body in a thread; long bodies one at a time."""
         state, loop = self._state, asyncio.get_running_loop()
         async with nullcontext() if num_bytes < LONG_BODY_BYTES else state.long_bodies:
             return await loop.run_in_executor(state.job_threads, read, *arguments)
 
 
 class ModelRoute(BodyRoute):
-    """Route to the model, which notices at once when a client disconnects."""
+    """Route to the model; it notices at once when its client disconnects."""
 
     def __init__(self, state: AppState, make_job: JobMaker, inline: bool = False) -> None:
-        """Take what reads a body; inline: short ones without a structure on the event loop."""
+        """make_job: reads a body. inline: short unstructured ones on the event loop."""
         self._state = state
         self._make_job = make_job
         self._inline = inline

@@ -30,7 +30,7 @@ Prompt = str | Sequence[int] | TokenPrompt
 
 
 class Asking:
-    """Prompts and parameters as a caller gives them, to requests of one model."""
+    """Conversion of a caller's prompts and parameters to requests of one model."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

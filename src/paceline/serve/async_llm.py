@@ -50,7 +50,7 @@ LONG_CHARS = 16 << 10  # from this length on, a prompt is tokenised in a thread
 
 
 class AsyncLLM(Asking):
-    """A model in its own process, with the texts of `LLM`, for one loop."""
+    """A model in its own process, for one event loop; it writes `LLM`'s texts."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class AsyncLLM(Asking):
         self._tokenizers = TokenizerCache(chat)
         self._prompts: Prompts | None = None
         self._open_tokens = 0  # of open requests: prompts, and answers so far
-        self._freed = asyncio.Event()  # some of them are open no more
+        self._freed = asyncio.Event()  # set when some of them are open no more
         self._turn = asyncio.Lock()
         self._updates = WeightUpdates()
 
@@ -105,7 +105,7 @@ class AsyncLLM(Asking):
         if client is not None:
             await client.stop()
         self._tokenizers.close()
-        self._tokenizers = TokenizerCache(self._chat)  # a closed one makes no prompts for another start
+        self._tokenizers = TokenizerCache(self._chat)  # a closed cache makes no prompts for another start
         await asyncio.to_thread(self._updates.spool.clear)
 
     @property
@@ -122,7 +122,7 @@ class AsyncLLM(Asking):
     ) -> Completion:
         """Continue a prompt, a text or token ids. Raises `RequestError`, `EngineDied`.
 
-        answer_ids: first tokens of the answer, which is whole in the result; with n a list for each.
+        answer_ids: first tokens of the answer; the result has all of it. With n answers, a list for each.
         """
         return await self._complete(await self._asked(prompt), params, answer_ids)
 
@@ -254,11 +254,11 @@ class AsyncLLM(Asking):
         await self._running.commands.send(FlushCache())
 
     async def release_memory(self, tags: Sequence[str] = TAGS) -> None:
-        """Give back weights, KV or both. Raises `RequestError` while requests are open."""
+        """Give back the memory of weights, KV or both. Raises `RequestError` while requests are open."""
         await self._running.commands.send(ReleaseMemory(tuple(tags)))
 
     async def resume_memory(self, tags: Sequence[str] = TAGS) -> None:
-        """Take that memory again; updated weights come back from where they were. Raises `PacelineError`."""
+        """Take that memory again; updated weights are read from where they came. Raises `PacelineError`."""
         await self._running.commands.send(ResumeMemory(tuple(tags)))
 
     @property

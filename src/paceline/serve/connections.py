@@ -1,6 +1,6 @@
 """Connections of the HTTP side, and limits of their number, times and bytes.
 
-All of it holds before a key is asked for. uvicorn parses with httptools, which bounds nothing itself.
+All limits hold before a key is asked for. uvicorn parses with httptools, which bounds nothing itself.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # connections that the system keeps until they are accepted
-ACCEPTED_AT_ONCE = 64  # asyncio accepts so many, and again before the first of them can be closed
-SPARE_DESCRIPTORS = 4 * ACCEPTED_AT_ONCE + 128  # for those, and for everything that is no connection
-REPLICA_DESCRIPTORS = 16  # of an engine process: its socket with a context of its own, its pipe, its folder
+ACCEPTED_AT_ONCE = 64  # by asyncio; it accepts as many again before the first can be closed
+SPARE_DESCRIPTORS = 4 * ACCEPTED_AT_ONCE + 128  # open files for those, and for all that is no connection
+REPLICA_DESCRIPTORS = 16  # files per engine process: its socket with a context of its own, its pipe, its folder
 READ_BYTES = 64 << 10  # from a connection at once, so that no client holds the others up for long
 AHEAD_BYTES = 2 * READ_BYTES  # of requests sent ahead; then no more is read until an answer ends
 FEED_BYTES = 16 << 10  # to the parser at once; sizes are checked between two of them
-FEW_PIECES, MEAN_PIECE_BYTES = 4096, 32  # a body of more pieces must have larger ones
-SMALL_BODY_BYTES = 64 << 10  # are taken also when the bodies together have no room left
+FEW_PIECES, MEAN_PIECE_BYTES = 4096, 32  # a body of more pieces must have this mean size
+SMALL_BODY_BYTES = 64 << 10  # taken even when all bodies together have no room left
 SWEEP_S = 0.5  # between two looks at the times of all connections
 NOSNIFF = ("x-content-type-options", "nosniff")
 
@@ -131,9 +131,9 @@ class Connections:
                 connection.check(now_s)
 
     def protocol(self, **options: Any) -> Connection:
-        """Make the protocol of a new connection. Raises `ConnectionRefusedError`, and asyncio closes it.
+        """Make a new connection's protocol. Raises `ConnectionRefusedError`; asyncio then closes it.
 
-        With TLS it counts for as long as a handshake may take, as asyncio tells of none that fails.
+        With TLS it counts for as long as a handshake may take: asyncio does not tell of failed handshakes.
         """
         made, limits = Connection(self, **options), self.limits
         if made.config.is_ssl:
@@ -152,15 +152,15 @@ class Connection(HttpToolsProtocol):
     def __init__(self, all_connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self._all, self._limits = all_connections, all_connections.limits
-        self.crowded = False  # has one of the reserved places
-        self._refusal: ApiError | None = None  # no further byte is parsed
+        self.crowded = False  # this connection has one of the reserved places
+        self._refusal: ApiError | None = None  # once set, no further byte is parsed
         self._due_s: float | None = None  # time by which the client has to have sent something
         self._unparsed = 0  # bytes since the parser last found headers' end or a part of a body
         self._pieces = self._body_bytes = 0  # of the body that comes in
         self._whole = True  # nothing of a request is missing
         self._in_headers = False  # the first part of a request has come
         self._unsent, self._unsent_since_s = 0, 0.0
-        self._running: RequestResponseCycle | None = None  # that is answered; `cycle` is the newest one
+        self._running: RequestResponseCycle | None = None  # request that is answered; `cycle` is the newest
         self._ahead = 0  # bytes that came while requests waited behind it, since an answer ended
 
     # Life --------------------------------------------------------------------------------------------
@@ -225,10 +225,10 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(piece)
                 if self._unparsed > self._limits.header_bytes + FEED_BYTES:
                     self._refuse(_too_large(self._limits))
-            if self.pipeline:  # uvicorn reads no more, but a client that leaves is noticed by reading only
+            if self.pipeline:  # uvicorn would stop reading, but only reading shows that a client has left
                 self._ahead += len(data)
                 (self.flow.pause_reading if self._ahead > AHEAD_BYTES else self.flow.resume_reading)()
-        except httptools.HttpParserUpgrade:  # of which there is none; the request is answered as it is
+        except httptools.HttpParserUpgrade:  # no upgrade is offered; the request is answered as it is
             if self.cycle is not None:
                 self.cycle.keep_alive = False
         except httptools.HttpParserError:
@@ -287,7 +287,7 @@ class Connection(HttpToolsProtocol):
     # Refusals ----------------------------------------------------------------------------------------
 
     def _stop(self, error: ApiError) -> None:
-        """Refuse a request out of the parser's callback."""
+        """Refuse a request from within the parser's callback."""
         self._refusal = error
         raise error
 
@@ -308,7 +308,7 @@ class Connection(HttpToolsProtocol):
     def _give_up(self) -> bool:
         """End the request that is answered, if any; return whether its answer had begun.
 
-        uvicorn tells the newest request only, which may still wait for its turn.
+        uvicorn tells only the newest request that it is over, and that one may still wait for its turn.
         """
         if (running := self._running) is None:
             return False
@@ -369,7 +369,7 @@ class BodyBudget:
             whole = not message.get("more_body", False)
             gained = min(len(message.get("body", b"")), limits.body_bytes - held)
             if held + gained > SMALL_BODY_BYTES and self.num_bytes + gained > limits.all_body_bytes:
-                self.num_bytes -= held  # at once, or all that grow now would be refused
+                self.num_bytes -= held  # now, or all bodies that grow meanwhile would be refused
                 held = 0
                 raise ApiError(503, "the server has no room for another large body; try again", code="too_busy")
             held += gained
@@ -383,9 +383,9 @@ class BodyBudget:
 
 
 class FewRepeats(logging.Filter):
-    """Filter that lets a message through a few times in a while.
+    """Filter that lets each kind of log message through a few times per interval.
 
-    Whoever connects can cause many of one kind.
+    Any client can cause many messages of one kind.
     """
 
     def __init__(self, most: int = 5, within_s: float = 10.0) -> None:

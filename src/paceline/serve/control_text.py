@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 _MARKS = [chr(code) for code in range(0xE000, 0xE400)]  # private use: no text should hold them
 _BRACKETED = re.compile(r"[<\[]\S+[>\]]")
 _PLAIN = "\u00b7"  # stands for the second character of a control token if it cannot be marked
-MAX_GROUPING = 64  # characters by which texts are grouped
+MAX_GROUPING = 64  # first characters by which texts are grouped
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedValues:
     """Variables of a template, in which users' text holds no control token."""
 
-    asked: tuple[Mapping[str, Any], ...]  # marked; then, if anything was marked, with replaced control tokens
+    asked: tuple[Mapping[str, Any], ...]  # with marks; then, if any, with control tokens replaced
     mark: str = ""  # stands within control tokens of users' text; empty: there were none
 
 
@@ -63,7 +63,7 @@ class ControlGuard:
         return GuardedValues((self._changed(values, lambda char: mark + char, []), replaced), mark)
 
     def chosen(self, guarded: GuardedValues, texts: Sequence[str]) -> tuple[str, int]:
-        """Return the marked text if the template kept every mark, else the other; and which."""
+        """Return the marked text if all marks are kept, else the other; and its index."""
         if not guarded.mark or self._count(texts[0]) == self._count(texts[1]):
             return texts[0], 0
         if not self._warned:

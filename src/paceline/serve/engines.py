@@ -65,7 +65,7 @@ class Commanded(Protocol):
 
     @property
     def obeying(self) -> bool:
-        """True while a command is carried out, of which nothing is told before its end."""
+        """True while a command is carried out; engines send nothing until its end."""
 
     @property
     def state(self) -> EngineState:
@@ -84,7 +84,7 @@ class Engines(Protocol):
     All methods are for the event loop's thread.
     """
 
-    on_snapshot: Callable[[Snapshot], None] | None  # called with each, or with sums
+    on_snapshot: Callable[[Snapshot], None] | None  # called with each, or with a fleet's sum
     on_language: Callable[[Language], None] | None  # called while an engine loads
 
     @property
@@ -128,7 +128,7 @@ class Engines(Protocol):
         """Choose if snapshots carry the engines' last steps, also after a restart."""
 
     def finish(self) -> None:
-        """Note that the server ends: an engine that a signal ends stays down, too."""
+        """Note that the server ends: an engine that a signal has ended is not replaced."""
 
     async def stop(self) -> None:
         """End the engines and everything that is open. May be called twice."""
@@ -145,4 +145,4 @@ class ReplicaEngine(Engines, Protocol):
 
     on_ready: Callable[[], None] | None  # called each time that its process has loaded
     on_draining: Callable[[], None] | None  # called when it is told, by a signal, to take no more requests
-    on_renewed: Callable[[str], None] | None  # called with the former promise key when newer weights write
+    on_renewed: Callable[[str], None] | None  # called with the former promise key once newer weights write

@@ -105,7 +105,7 @@ class LLM(Asking):
     @property
     def prompts(self) -> Prompts:
         """Conversion of prompts to token ids."""
-        _ = self._owned  # raises
+        _ = self._owned  # raises once this LLM is closed
         return self._prompts
 
     @property
@@ -125,7 +125,7 @@ class LLM(Asking):
         """Continue each prompt, a text or token ids.
 
         params: one for all prompts, or one for each. on_done: called with each prompt's index and completion.
-        answer_ids: first tokens of the answer, which is whole in the result; of several answers a list for each,
+        answer_ids: first tokens of the answer; the result has all of it. Of several answers a list for each,
         prompt by prompt. Raises `RequestError`; then nothing is left open.
         """
         asked = [self._prompt(prompt) for prompt in as_list(prompts)]
@@ -267,14 +267,14 @@ class LLM(Asking):
         flush(self._engine)
 
     def release_memory(self, tags: Sequence[str] = TAGS) -> None:
-        """Give back weights, KV or both. Raises `RequestError` while streams are open."""
-        if not self._owned.asleep:  # what was aborted or dropped has left, and its outcomes are delivered
+        """Give back the memory of weights, KV or both. Raises `RequestError` while streams are open."""
+        if not self._owned.asleep:  # let aborted and dropped requests leave, and deliver their outcomes
             self._engine.settle()
             self._deliver(self._engine.outputs.take_outcomes())
         self._owned.release(tags)
 
     def resume_memory(self, tags: Sequence[str] = TAGS) -> None:
-        """Take that memory again; updated weights come back from where they were. Raises `PacelineError`."""
+        """Take that memory again; updated weights are read from where they came. Raises `PacelineError`."""
         self._owned.resume(tags)
 
     # The engine --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from typing import NoReturn
 
-OWN_NAMES, _ = METRICS_NAMES = ("paceline", "vllm")  # values of --metrics-names; all have the first
+OWN_NAMES, _ = METRICS_NAMES = ("paceline", "vllm")  # values of --metrics-names; metrics always have our own names
 MAX_NAMES = 64  # origins, hosts
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]{0,30}://[A-Za-z0-9.\[\]:_-]{1,255}")
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}|\[?[0-9a-f:.]{2,45}\]?")
@@ -35,7 +35,7 @@ class OperationOptions:
     api_key_file: Path | None = None
     otlp_endpoint: str | None = None
     rl: bool = False  # routes of trainers: roll-outs, and weights that are replaced
-    metrics_names: str = OWN_NAMES  # or also another server's
+    metrics_names: str = OWN_NAMES  # names of metrics: our own, or also vLLM's
 
     def __post_init__(self) -> None:
         for origin in self.cors_origins:

@@ -73,7 +73,7 @@ class Prompts:
         return self._checked(ids, "prompt")
 
     def to_continue(self, ids: tuple[int, ...]) -> TokenPrompt:
-        """Return a prompt whose text its answers continue; one of special tokens alone has none."""
+        """Return a prompt whose text its answers continue; special tokens alone are no text."""
         return TokenPrompt(ids, continues=not all(map(self.tokenizer.is_special, ids)))
 
     def of_messages(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Prompts:
 
     def _check_text(self, text: str, param: str) -> None:
         """Raise `PromptTooLong` for a text that cannot fit, before it is tokenised."""
-        if len(text) * MAX_CHAR_BYTES >= self.max_len:  # a token has a byte; so no bound is made for short texts
+        if len(text) * MAX_CHAR_BYTES >= self.max_len:  # short texts always fit, as a token has a byte
             self._check_length(self.tokenizer.min_num_tokens(text), param, "at least ")
 
     def _check_length(self, num_tokens: int, param: str, about: str = "") -> None:
@@ -160,7 +160,7 @@ class Prompts:
 def _with_end_marked(conversation: Conversation) -> Conversation:
     """Return a conversation with a mark behind its last message's text.
 
-    The text itself may stand elsewhere in the prompt, or run into what the template writes behind it.
+    The mark finds the end: the text may also stand elsewhere in the prompt, or run into the template's text.
     """
     *before, last = conversation.messages
     return replace(conversation, messages=[*before, {**last, "content": f"{last['content']}{_END_MARK}"}])

@@ -160,7 +160,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen with a longer queue, and with a time for TLS handshakes.
 
-        What asyncio accepts at once and what the system queues are one number to uvicorn, and it has no such time.
+        uvicorn has one number for what asyncio accepts at once and what the system queues, and no such time.
         """
         config, loop, connections = self.config, asyncio.get_running_loop(), self._connections
         options = {"config": config, "server_state": self.server_state, "app_state": self.lifespan.state}
@@ -395,7 +395,7 @@ def run(args: Namespace) -> int:
 
 def begin_logs(args: Namespace) -> None:
     """Set up a server's logs by parsed flags. Raises `ConfigError`."""
-    log_level(os.environ)  # refuses a bad one
+    log_level(os.environ)  # raises for a bad level
     configure_logs(args)
     for name in ("asyncio", "uvicorn.error"):
         logging.getLogger(name).addFilter(FewRepeats())

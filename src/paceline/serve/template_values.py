@@ -43,8 +43,8 @@ def template_values(conversation: Conversation) -> dict[str, Any]:
 def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | None) -> dict[str, Any]:
     """Return variables with tools and calls as text, if the template knows none.
 
-    One that reads a message's first call alone is given a message for each, one that reads parts alone these.
-    template: its source.
+    A template that reads only a message's first call is given a message for each call. A template that reads only
+    parts is given parts. template: its source.
     """
     values = dict(values)
     messages = values["messages"]
@@ -53,11 +53,11 @@ def written_out(values: Mapping[str, Any], template: str, family: ToolFamily | N
     if _THINKING.search(template):
         messages = [_with_thinking(message) for message in messages]
     knows_tools = _KNOWS_TOOLS.search(template)
-    # Who is told of tools in our words is shown calls in the form that these ask for.
+    # A model that is told of tools in our words is shown calls in the form that our words ask for.
     if family is not None and not (knows_tools and _KNOWS_CALLS.search(template)):
         messages = _without_calls(messages, family)
     if values["tools"] and family is not None and not knows_tools:
-        # One that names users and no system would drop such a message, or refuse it.
+        # A template that names users but no system would drop a system message, or refuse it.
         system = not _NO_SYSTEM.search(template) and ("system" in template or "user" not in template)
         messages = _with_instructions(messages, values["tools"], family, "system" if system else "user")
     if _READS_PARTS.search(template) and not _ASKS_FOR_PARTS.search(template):
@@ -94,7 +94,7 @@ def _answered(result: Mapping[str, Any], place: int, calls: Sequence[Mapping[str
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its reasoning as `thinking`.
 
-    Beside calls, text that announces them is part of it: some templates refuse both.
+    Beside calls, the text that announces them joins the reasoning: some templates refuse both.
     """
     reasoning, content = message.get("reasoning_content"), message.get("content")
     if message.get("tool_calls") and reasoning and content:
@@ -105,7 +105,7 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_instructions(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], family: ToolFamily, role: str
 ) -> list[Mapping[str, Any]]:
-    """Return messages of which the first of a role tells of the tools."""
+    """Return messages; the first one of a role now tells of the tools."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = family.written("NAME", '{"PARAMETER": "VALUE"}')
     text = _INSTRUCTIONS.format(tools=lines, example=example)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MAX_CHUNKS = 4096  # of an update
 PREFIX = "paceline-tensors-"
-MAX_PATH_BYTES = 4096  # of the folder: it has no sockets
+MAX_PATH_BYTES = 4096  # of the folder's path; long, as it has no sockets
 
 
 class Chunk(NamedTuple):
     """Place of a file among those of its update."""
 
     number: int = 1  # from 1 on
-    total: int | None = 1  # None: it does not say
+    total: int | None = 1  # None: the sender does not say
 
 
 WHOLE = Chunk()
@@ -58,12 +58,12 @@ class TensorSpool:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._remove_folder: finalize[..., TensorSpool] | None = None  # called with this object's end, too
+        self._remove_folder: finalize[..., TensorSpool] | None = None  # called when this object ends, too
         self._number = 0
         self._sizes: dict[Path, int] = {}  # bytes of files that come, or wait for the end of their update
         self._staged: list[Path] = []  # whole files whose update has not begun, one for each chunk
-        self._total: int | None = None  # of its chunks, as far as it is told
-        self._taken = self._offered = _NONE  # by an engine, and to one that may take it
+        self._total: int | None = None  # chunks of the staged update; None: not told
+        self._taken = self._offered = _NONE  # the update that engines have, and one that they may take
 
     @property
     def folder(self) -> Path:
@@ -77,8 +77,8 @@ class TensorSpool:
     def coming(self, chunk: Chunk = WHOLE) -> Iterator[Path]:
         """Take the file that this block writes into the next update.
 
-        A block that fails leaves none. The first chunk begins an update anew, and the last one that came may come
-        again. Raises `RequestError` if one before is missing: then none of them waits any more.
+        A block that fails leaves no file. The first chunk begins an update anew, and the last chunk that came may
+        come again. Raises `RequestError` if an earlier chunk is missing: then all waiting chunks are dropped.
         """
         self._check_order(chunk)
         self._number += 1
@@ -128,7 +128,7 @@ class TensorSpool:
             names = {old: count - newer for old, count in names.items()} | {path: newer}
         names = {path: count for path, count in names.items() if count} or names
         self._offered = _Update(tempfile.mkdtemp(dir=self.folder), names)
-        for path in names:  # links leave the files' times alone: an engine that reads takes none for changed
+        for path in names:  # links leave the files' times alone, so a reading engine takes no file for changed
             Path(self._offered.folder, f"{path.stem}.safetensors").symlink_to(path)
         return self._offered.folder
 

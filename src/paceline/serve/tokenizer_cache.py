@@ -65,12 +65,12 @@ class TokenizerCache:
         if self._ready is not None and language == Language.of(self._ready):
             return  # a restarted engine of the same model
         made = asyncio.ensure_future(asyncio.to_thread(self._made, language))
-        made.add_done_callback(lambda done: done.cancelled() or done.exception())  # `of` tells of it
+        made.add_done_callback(lambda done: done.cancelled() or done.exception())  # `of` raises it
         self._expected = language, made
         asyncio.get_running_loop().run_in_executor(None, self._start_template, language)
 
     def _start_template(self, language: Language) -> None:
-        with suppress(PacelineError):  # `of` tells of it
+        with suppress(PacelineError):  # `of` raises it
             self._template(language.template)
 
     async def _made_for(self, language: Language) -> Prompts:

@@ -39,7 +39,7 @@ class WeightUpdates:
     async def from_place(self, commands: Commanded, place: str, version: str, first: First = nothing) -> Obeyed:
         """Take a folder or .gguf file. Raises `PacelineError`.
 
-        first: awaited in its turn, so that no later update comes before.
+        first: awaited once this update's turn has come, so that no later update overtakes it.
         """
         return await to_its_end(self._from_place(commands, place, version, first))
 
@@ -59,7 +59,7 @@ class WeightUpdates:
             update = UpdateWeights(WeightSource(model=place), check_version(version))
             try:
                 reply = await commands.send(update)
-            except PartlyObeyed:  # replicas have it: tensors that come later change these weights
+            except PartlyObeyed:  # some replicas have it: later tensors change these weights
                 await asyncio.to_thread(self.spool.drop_accepted)
                 raise
             await asyncio.to_thread(self.spool.drop_accepted)
@@ -72,7 +72,7 @@ class WeightUpdates:
                 folder = await asyncio.to_thread(self.spool.offer, files)
                 now = commands.state.source
                 last = folder if now.tensors is None else now.tensors
-                whole = Path(last).parent != Path(folder).parent  # an earlier server took them and has ended
+                whole = Path(last).parent != Path(folder).parent  # True: an earlier server took them
                 source = WeightSource(now.model, folder, whole)
                 reply = await commands.send(UpdateWeights(source, check_version(version)))
             except PartlyObeyed:  # a replica runs on them, and reads them when it restarts

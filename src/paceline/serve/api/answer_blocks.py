@@ -34,7 +34,7 @@ class AnswerBlock:
 
     @property
     def text(self) -> str:
-        """Text so far, of a call its arguments as JSON."""
+        """Text so far; the text of a call is its arguments as JSON."""
         return "".join(self.pieces)
 
 
@@ -51,7 +51,7 @@ class AnswerBlocks:
 
     def __init__(self, reader: AnswerReader) -> None:
         self.blocks: list[AnswerBlock] = []
-        self.unended: AnswerBlock | None = None  # that only the end of the answer ended: a cut falls into it
+        self.unended: AnswerBlock | None = None  # open when the answer ended: a length limit cuts this one
         self._reader = reader
         self._open: AnswerBlock | None = None
 
@@ -65,7 +65,7 @@ class AnswerBlocks:
         return self.push(outcome.text, outcome.token_ids, ends=outcome.finish_reason is not None)
 
     def push(self, text: str, token_ids: Sequence[int], *, ends: bool) -> list[Change]:
-        """Take more of the answer, the last if it ends with it; return what changes."""
+        """Take more of the answer; return what changes. ends: nothing follows."""
         events = self._reader.push(text, token_ids)
         if ends:
             events += self._reader.finish()
@@ -93,7 +93,7 @@ class AnswerBlocks:
     def _more(self, kind: BlockKind, text: str, changes: list[Change]) -> None:
         begins = self._open is None or self._open.kind != kind
         if begins and self.blocks:
-            text = text.lstrip()  # an empty line before it is for answers told as one text
+            text = text.lstrip()  # blocks are told apart, so no empty line stands between them
         if not text:
             return
         if begins:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate"})  # need no key
 _HOST = re.compile(r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([^:\[\]]*))(?::\d*)?")  # IPv6 address or name, and a port
-SALT = "paceline.salt"  # key of the scope under which routes find the salt of the request's key
-ROLE = "paceline.role"  # likewise the role of the key; absent where the server has no keys
-MISSING = 401  # status where no key that is known came
+SALT = "paceline.salt"  # entry of the ASGI scope: cache salt of the request's API key
+ROLE = "paceline.role"  # entry of the ASGI scope: role of that key; absent where the server has no keys
+MISSING = 401  # status of a request without a known key
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -36,7 +36,7 @@ def check_exposure(host: str, has_key: bool, insecure: bool) -> None:
 
 
 def check_key(api_key: str) -> None:
-    """Raise `ConfigError`, which does not quote it, for a key that no client can send."""
+    """Raise `ConfigError` for a key that no client can send, without quoting it."""
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise ConfigError(
             "an API key is made of visible ASCII characters, as clients send it in a header; make one with "
@@ -45,7 +45,7 @@ def check_key(api_key: str) -> None:
 
 
 class AuthMiddleware:
-    """ASGI wrapper that asks for a key on all routes but those of health.
+    """ASGI wrapper that asks for a key on all routes but health checks.
 
     A key comes as `Authorization: Bearer KEY` or as `x-api-key: KEY`. With `local`, requests must name this
     machine or an allowed host in their Host header instead. A foreign web page may let its own domain resolve to
@@ -105,7 +105,7 @@ class AuthMiddleware:
 
 
 class ForAdmins:
-    """ASGI wrapper of a route that keys of other roles than `admin` may not use."""
+    """ASGI wrapper of a route that refuses keys of other roles than `admin`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,9 +1,9 @@
 """Answers that go on behind tokens that a client has already.
 
-A body's `answer_ids` are the tokens of an answer so far, from any server of the same promise key. The engine goes
-on behind them. A client of a stream that broke off may have counted instead: each event's id is the number of
-tokens so far. With that id in `last-event-id`, the same body and the seed, the answer is written again, and what
-the client has is not sent. Either way the response goes on as if nothing had happened.
+A client may send the tokens that it has as `answer_ids`, from any server of the same promise key. The engine then
+goes on behind them. A client of a stream that broke off may instead send the id of its last event, which is the
+number of tokens so far, as `last-event-id`, with the same body and the seed. The answer is then written again, and
+what the client has is not sent. Either way the response goes on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
     from paceline.model.tokenizer import Tokenizer
 
-    AnswerIds = Sequence[int | Sequence[int]]  # of the one answer, or a list for each
+    AnswerIds = Sequence[int | Sequence[int]]  # ids of the only answer, or a list for each answer
 
 LAST_EVENT_ID, ACCEPT, EVENT_STREAM = b"last-event-id", b"accept", b"text/event-stream"
 NOT_REPEATED = (
@@ -68,7 +68,7 @@ def check_told(request: Request, vocab_size: int) -> None:
 
 
 def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:
-    """Raise `RequestError` for scores of a prompt beside an answer that has begun."""
+    """Raise `RequestError` if an answer that goes on asks for scores of its prompt."""
     if any(told) and scores:
         raise RequestError(
             "scores of a prompt come with the beginning of its answer; leave out prompt_logprobs, "
@@ -80,8 +80,8 @@ def check_scores(told: Sequence[Sequence[int]], *, scores: bool) -> None:
 def event_ids_of(scope: Scope, requests: Sequence[Request], *, repeats: bool) -> tuple[bool, Sequence[int]]:
     """Return if events get ids, and how many tokens the client has of each answer.
 
-    The numbers are none without `last-event-id`. repeats: the answers can be written again as they were. Without
-    that events get no ids. Raises `RequestError`.
+    Without `last-event-id` there are no numbers. repeats: the answers can be written again as they were; if not,
+    events get no ids. Raises `RequestError`.
     """
     headers = {name: bytes(value) for name, value in scope["headers"]}
     last = headers.get(LAST_EVENT_ID, b"").decode("latin-1").strip()
@@ -104,14 +104,14 @@ class SentPart:
     """First tokens of an answer that its client has, though the engine writes them again."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, count: int, told: str) -> None:
-        """count: of the tokens that the client has. told: text of the request's own."""
+        """count: number of tokens that the client has. told: text of the request's told tokens."""
         self._request, self._tokenizer, self._count = request, tokenizer, count
         self._ids, self._text = list(request.told), told
 
     def split(self, outcome: Outcome) -> tuple[Outcome | None, Outcome | None]:
-        """Return the parts of an outcome that the client has, and lacks.
+        """Return the part of an outcome that the client has, and the part it lacks.
 
-        An end is always told again.
+        The end of an answer is always sent again.
         """
         length, before = len(outcome.token_ids), len(self._ids)
         missing = self._count - before

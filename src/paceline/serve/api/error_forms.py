@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 NO_TRAINERS = "routes of trainers are here with `paceline serve --rl`"
 ANTHROPIC_ROUTES = ("/v1/messages",)
-# Begin of a path -> why there is nothing.
+# Beginning of a path -> why this server has no such route.
 ELSEWHERE = {
     "/api/": "Ollama's protocol is not spoken here; OpenAI's is, under /v1",
     "/abort_request": NO_TRAINERS,

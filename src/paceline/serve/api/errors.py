@@ -63,7 +63,7 @@ _WORDINGS: dict[type[PacelineError], _Wording] = {
 
 
 def api_error_of(error: PacelineError) -> ApiError:
-    """Return the response to a request that failed with an error of the tree."""
+    """Return the response to a request that failed with an error of Paceline's own."""
     wording = next(w for kind, w in _WORDINGS.items() if isinstance(error, kind))
     message = str(error) if wording.shows_message else "the engine could not take this request; try again"
     param = error.param if isinstance(error, RequestError) else None

@@ -1,4 +1,4 @@
-"""Bodies of the routes whose streams have named events to jobs: Responses, and Anthropic's Messages."""
+"""Jobs from bodies of the routes whose streams have named events: Responses, Anthropic's Messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _job(
 ) -> Job:
     """Return a job.
 
-    params_of: parameters by room, in tokens. structured: the field that asks for a structure.
+    params_of: returns parameters for an answer of so many tokens. structured: the field that asks for structure.
     """
     serving.check_model(body.model)
     prompts, conversation = serving.prompts, body.conversation()

@@ -1,7 +1,7 @@
-"""Bodies of requests decoded, and what becomes of fields of other servers.
+"""Decoding of request bodies, and what becomes of fields that other servers know.
 
-A field that cannot change the text is accepted. One that would is refused by name, but for the values that ask
-for nothing. `null` counts as absent.
+A field that cannot change the text is accepted. A field that would change it is refused by name, unless its value
+asks for nothing. `null` counts as absent.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def _without_unknown(cls, values: dict[str, Any], lenient: bool) -> list[str]:
-        """Remove the fields that are not declared, checked; return those nobody knows."""
+        """Check and remove the fields that are not declared; return the unknown ones."""
         unknown: list[str] = []
         for name in [name for name in values if name not in cls.__struct_fields__]:
             if name in cls.neutral_values:
@@ -246,7 +246,7 @@ def _explained(message: str, kind: type[Body]) -> RequestError:
 
 
 def _choices(kind: type[Body], path: str) -> list[str]:
-    """Return what may lie at a path of msgspec's, where it lists values."""
+    """Return the values allowed at one of msgspec's paths; none if it lists none."""
     found = list(_single([inspect.type_info(kind)]))
     for name, _ in _STEP.findall(path):
         found = list(_single(inner for each in found for inner in _types_in(each, name)))
@@ -263,7 +263,7 @@ def _single(types: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
 
 
 def _types_in(kind: inspect.Type, name: str) -> list[inspect.Type]:
-    """Return the type of a field as a list, or that of every item."""
+    """Return, as a list, the type of a struct's field or of a container's items."""
     if isinstance(kind, inspect.StructType):
         return [field.type for field in kind.fields if field.encode_name == name]
     if isinstance(kind, inspect.DictType):
@@ -272,7 +272,7 @@ def _types_in(kind: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _drop(values: Any, message: str, *, only_null: bool = False) -> str | None:
-    """Remove an unknown field below the top and return its name. only_null: leave others."""
+    """Remove an unknown field below the top and return its name. only_null: only if null."""
     unknown, path = _UNKNOWN.search(message), _PATH.search(message)
     if unknown is None or path is None:
         return None

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.serve.prompts import Prompts
 
 PREFIX = "gen-"  # of the ids of roll-outs' requests
-USUAL_TOKENS = 128  # of an answer, as SGLang
+USUAL_TOKENS = 128  # of an answer, as in SGLang
 RollOutId = Annotated[str, Meta(min_length=1, max_length=96)]
 OneOrMany = Annotated[list[TokenId | list[TokenId]], Meta(max_length=1 << 24)]  # ids, or lists of them; not mixed
 
@@ -98,9 +98,9 @@ class GenerateBody(Body, frozen=True, kw_only=True):
     input_ids: OneOrMany | None = None
     sampling_params: RollOutSampling | None = None
     rid: RollOutId | Annotated[list[RollOutId], Meta(max_length=MAX_PROMPTS)] | None = None
-    answer_ids: OneOrMany | None = None  # ours: the answer so far, which goes on behind them
+    answer_ids: OneOrMany | None = None  # ours: tokens of the answer so far, which goes on behind them
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None  # -1: of the answer only; 0: of the prompt, too
+    logprob_start_len: int | None = None  # -1: scores of the answer only; 0: of the prompt, too
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -166,7 +166,7 @@ class GenerateFormat:
     tokenizer: Tokenizer
     requests: Sequence[Request]
     names: Sequence[str]  # [num_answers] rid of each
-    scored: bool  # with log-probabilities
+    scored: bool  # answers carry log-probabilities
     texts: bool  # log-probabilities name texts of tokens
     skips: bool  # the text leaves special tokens out
     prefix = PREFIX
@@ -180,7 +180,7 @@ class GenerateFormat:
         return {"text": text, "output_ids": ids, "meta_info": self._about(index, answer)}
 
     def _with_special(self, index: int, answer: PartialAnswer) -> str:
-        """Return an answer's text with special tokens, but for its end without `include_stop`."""
+        """Return an answer's text with special tokens; the last only with `include_stop`."""
         request, ids, last = self.requests[index], answer.token_ids, answer.last
         by_token = last is not None and last.finish_reason == "stop" and not isinstance(last.stop_reason, str)
         if by_token and not request.params.include_stop:

@@ -1,6 +1,6 @@
 """Keys of a file: hashed, with a role and a cache salt.
 
-One a line:
+One key a line:
 
     NAME:HASH or NAME:HASH:ROLE
 
@@ -58,7 +58,7 @@ class StoredKey:
         return hashlib.sha256(f"{self.name}:{self.salt}:{self.digest}".encode()).hexdigest()
 
     def fits(self, key: bytes) -> bool:
-        """Return whether a request's key is this one, in the same time either way."""
+        """Return whether a request's key is this one, in constant time."""
         return hmac.compare_digest(hashlib.sha256(self.salt.encode() + key).hexdigest(), self.digest)
 
 
@@ -127,7 +127,7 @@ class KeyRing:
     def find(self, given: bytes) -> StoredKey | None:
         """Return the key that a request came with.
 
-        Looks at all, so that time tells nothing.
+        Compares with all keys, so that the time taken tells nothing about them.
         """
         known = self._of_file if self._single is None else (self._single, *self._of_file)
         key = given[:MAX_KEY_BYTES]

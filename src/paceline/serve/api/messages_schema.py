@@ -218,7 +218,7 @@ class CountTokensBody(Body, frozen=True, kw_only=True):
         return Conversation(messages, self._tool_use(), self._kwargs(), not continues, continues)
 
     def _turns(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates take them; neighbours of the user are one turn."""
+        """Return the messages as chat templates take them; neighbouring user messages are one turn."""
         turns: list[dict[str, Any]] = []
         for message in self.messages:
             for each in message.for_template():
@@ -266,7 +266,7 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     speculation: SpeculationBody | None = None
 
     def params(self, defaults: Defaults) -> SamplingParams:
-        """Return the sampling parameters. defaults: of those left out. Raises `RequestError`."""
+        """Return the sampling parameters. defaults: of fields left out. Raises `RequestError`."""
         return given_params(
             defaults,
             temperature=self.temperature,

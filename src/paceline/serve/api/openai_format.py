@@ -98,7 +98,7 @@ class PartialAnswer:
         return bool(self.texts)
 
     def ending(self) -> Json:
-        """Return the finish and stop reason; nulls while it is open."""
+        """Return the finish and stop reason; nulls while the answer is open."""
         return {"finish_reason": None, "stop_reason": None} if self.last is None else _ending_of(self.last)
 
 
@@ -117,7 +117,7 @@ class RouteFormat(Protocol):
         """Return a whole choice."""
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
-        """Return what an outcome, which `answer` lacks, adds to a choice; None for nothing."""
+        """Return what an outcome adds to a choice, before `answer` has it, or None."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +185,7 @@ class _TextOffsets:
     """
 
     def __init__(self, text: Detokenizer, told: Sequence[int]) -> None:
-        """told: tokens before them."""
+        """told: tokens of the answer before these."""
         self._text = text
         self._offset = len(text.push(told)) if told else 0  # characters
 
@@ -237,7 +237,7 @@ class CompletionFormat:
         return self._offsets[index]
 
     def _new_offsets(self, index: int) -> _TextOffsets:
-        request = self.requests[index]  # scores of a prompt begin with its text
+        request = self.requests[index]  # with `scored` the text begins with the prompt's own
         text = self.tokenizer.detokenizer(within=request.within and not self.scored)
         return _TextOffsets(text, request.told)
 
@@ -275,7 +275,7 @@ def _ending_of(outcome: Outcome) -> Json:
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int) -> Json:
-    """Return the token counts of a usage; before an answer ends there is no more."""
+    """Return a usage with token counts alone, as it is before an answer ends."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

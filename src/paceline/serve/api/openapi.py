@@ -174,7 +174,7 @@ def _ref(name: str) -> Json:
 
 
 def _completed(schema: Json, body: type[Body]) -> Json:
-    """Add bounds that parameters check, and the fields that stand in tables."""
+    """Add the bounds of sampling parameters, and the fields of the tables in `fields.py`."""
     properties = {name: _bounded(name, value) for name, value in schema["properties"].items()}
     for name, values in body.neutral_values.items():
         properties.setdefault(name, {"enum": [*values, None], "description": "not supported yet"})

@@ -1,4 +1,4 @@
-"""HTTP bodies to jobs for the engine."""
+"""Jobs for the engine, made from HTTP bodies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     EventFormat = MessagesFormat | ResponsesFormat  # of the routes whose streams have named events
 
 MAX_DISCARDED_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that the client reads its 413
-BODY_TIMEOUT_S = 30.0  # without a byte of the body
+BODY_TIMEOUT_S = 30.0  # longest time without a byte of the body
 SAME_DISTRIBUTION = frozenset({"rejection", "block"})  # laws by which a sampled text depends on the drafts
 
 
@@ -52,7 +52,7 @@ class ClientDisconnected(Exception):  # noqa: N818 - an event, not an error
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serving:
-    """The model that bodies are for, its names, and the server's manners."""
+    """The model that bodies are for, its names, and how the server treats bodies."""
 
     prompts: Prompts
     names: tuple[str, ...]  # of the model; responses carry the first
@@ -94,8 +94,8 @@ class Job:
     ignored: tuple[str, ...] = ()  # unknown fields of the body
     extras: Extras | None = None  # further fields of the response
     events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
-    many: bool | None = None  # of roll-outs, whose response has nothing around it: whether it is a list of answers
-    grammar_field: str = ""  # of the body, that asks for structured output
+    many: bool | None = None  # of roll-outs only: the response is a list of answers, or one answer
+    grammar_field: str = ""  # field of the body that asks for structured output
     told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told
     event_ids: bool = False  # events of the stream say how many tokens there are so far
@@ -219,7 +219,7 @@ def _requests(
     prompts: Prompts,
     form: Callable[[SamplingParams], SamplingParams] = lambda params: params,
 ) -> list[Request]:
-    """Return the requests for all answers to all prompts, under seeds that follow from one.
+    """Return the requests for all answers to all prompts, with seeds made from one.
 
     Raises `RequestError`, also for what the engine would refuse in one prompt after it began to answer another.
     """

@@ -18,10 +18,10 @@ Json = dict[str, Any]
 
 
 class PassReader:
-    """Passes of one answer.
+    """Reader of the notes of one answer's passes.
 
-    Joined, the texts of their tokens are the answer's, but for what a stop hides. A character of several tokens
-    comes with the last of them.
+    The texts of all passes, joined, are the answer's text, except for what a stop hides. A character of several
+    tokens comes with the last of these tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:

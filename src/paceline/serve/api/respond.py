@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 DONE = b"data: [DONE]\n\n"
-# Python's `str.splitlines`, by which some clients read, ends lines at these, too; JSON may spell them otherwise.
+# Some clients read with Python's `str.splitlines`, which ends lines at these, too; JSON may escape them.
 _LINE_ENDS = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\u0085\u2028\u2029")
 LAW_HEADER = "x-paceline-law"  # of an answer that may differ from the one without drafts
 IGNORED_HEADER = "x-paceline-ignored"  # the unknown fields of a body that had no effect
@@ -51,7 +51,7 @@ class Responder:
         self._first_s: dict[int, float] = {}  # answer -> time from arrival to its first token
         self._reason: str | None = None  # why the answers were cut short
         self._passes: dict[int, PassReader] = {}  # of the answers whose passes are noted
-        self._sent: list[SentPart] = []  # of each answer; empty: clients lack all that comes
+        self._sent: list[SentPart] = []  # what the client has of each answer; empty: nothing
         self._take_told()
 
     def _take_told(self) -> None:
@@ -64,7 +64,7 @@ class Responder:
             self._sent.append(SentPart(request, tokenizer, count, text))
 
     def _replay(self, index: int, outcome: Outcome) -> None:
-        """Take in what the client has."""
+        """Take in an outcome that the client has already."""
         if outcome.token_ids:
             if self.job.stream:
                 self.job.format.delta(index, self.answers[index], outcome)
@@ -99,9 +99,9 @@ class Responder:
             await events.close()
 
     def _take_in(self, whole: asyncio.Future[Exception | None], event: Event) -> None:
-        """Take in an event of answers in one piece, which wakes nobody before their end.
+        """Take in an event of whole answers; no task is woken before their end.
 
-        whole: gets None then, or what went wrong. Nobody waits for it if `submit` itself fails.
+        whole: gets None at their end, or the error. Nobody waits for it if `submit` itself fails.
         """
         if whole.done():
             return
@@ -193,7 +193,7 @@ class Responder:
             self._count_unfinished("error")
 
     def _count_unfinished(self, reason: str) -> None:
-        """Count the answers that will not end by themselves, once."""
+        """Count, once, the answers that will not end by themselves."""
         for answer in self.answers:
             if answer.last is None:
                 self._metrics.finished(reason, 0.0, None, 0.0)
@@ -255,7 +255,7 @@ class Responder:
 
 
 class EventResponder(Responder):
-    """The same for routes whose streams have named events."""
+    """Responder of routes whose streams have named events."""
 
     def __init__(self, job: Job, metrics: Metrics, form: EventFormat) -> None:
         super().__init__(job, metrics)
@@ -279,11 +279,11 @@ class EventResponder(Responder):
 
 
 class RollOutResponder(Responder):
-    """The same for roll-outs: an event has an answer as far as it has come."""
+    """Responder of roll-outs: each event has the whole answer so far."""
 
     def __init__(self, job: Job, metrics: Metrics) -> None:
         super().__init__(job, metrics)
-        self._gained = dict[int, None]()  # answers since the last events
+        self._gained = dict[int, None]()  # answers that gained something since the last events
 
     def _body(self) -> Any:
         answers = [self.job.format.choice(index, answer) for index, answer in enumerate(self.answers)]
@@ -292,7 +292,7 @@ class RollOutResponder(Responder):
     def _chunk(self, index: int, outcome: Outcome) -> bytes:
         self._add(index, outcome)
         self._gained[index] = None
-        return b""  # outcomes that came together share an event, or a stream that lags would lag ever more
+        return b""  # outcomes that came together share an event; else a slow stream would lag ever more
 
     def _late(self) -> bytes:
         gained, self._gained = self._gained, {}
@@ -304,7 +304,7 @@ class RollOutResponder(Responder):
 
 
 def responder(job: Job, metrics: Metrics) -> Responder:
-    """Return what answers a job."""
+    """Return the responder of a job."""
     if job.many is not None:
         return RollOutResponder(job, metrics)
     return Responder(job, metrics) if job.events is None else EventResponder(job, metrics, job.events)

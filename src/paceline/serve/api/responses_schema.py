@@ -47,7 +47,7 @@ class InputPart(Struct, frozen=True, forbid_unknown_fields=True):
     type: Annotated[str, Meta(max_length=64)]
     text: Text | None = None
     refusal: Text | None = None
-    # Of answers that are sent back, without effect.
+    # Fields of answers that clients send back, without effect.
     annotations: Any = None
     logprobs: Any = None
     # Refused by name.
@@ -74,7 +74,7 @@ class InputItem(Struct, frozen=True, forbid_unknown_fields=True):
     arguments: ArgumentText | None = None
     output: str | Parts | None = None
     summary: Parts | None = None
-    # Of answers that are sent back, without effect.
+    # Fields of answers that clients send back, without effect.
     id: Id | None = None
     status: Annotated[str, Meta(max_length=64)] | None = None
     encrypted_content: Any = None
@@ -261,7 +261,7 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
     def params(self, room: int, defaults: Defaults) -> SamplingParams:
         """Return the sampling parameters; without max_output_tokens the answer may fill `room`, in tokens.
 
-        defaults: of those left out. Raises `RequestError`.
+        defaults: of fields left out. Raises `RequestError`.
         """
         max_tokens = room if self.max_output_tokens is None else self.max_output_tokens
         return given_params(

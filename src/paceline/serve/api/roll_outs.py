@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     BodyT = TypeVar("BodyT", bound=Body)
 
-BYTES_PER_WEIGHT = 8  # of all tensors that wait for an update: the model twice, in float32 ...
+BYTES_PER_WEIGHT = 8  # most bytes of tensors that wait for an update: the model twice, in float32 ...
 SPARE_BYTES = 16 << 20  # ... and what files hold beside numbers
 MAX_PATH_CHARS = 4096
-TENSORS = "application/octet-stream"  # a page of another site cannot send it unasked
+TENSORS = "application/octet-stream"  # another site's page cannot send it without a preflight request
 PICKLES = f"tensors come as the bytes of a safetensors file, of type {TENSORS}, never as pickles"
 ABOUT = ("/model_info", "/server_info", "/get_model_info", "/get_server_info")  # SGLang's newer names, and older
 ABORT = "abort"  # mode of a pause that ends what is open; others keep it
@@ -125,7 +125,7 @@ class RollOuts:
         return _done()
 
     async def _flush(self, request: HttpRequest) -> Response:
-        """Empty the prefix cache. Raises `ApiError` 403 for another site's page: browsers ask nothing first."""
+        """Empty the prefix cache. Raises `ApiError` 403 for another site's page: browsers send no preflight."""
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError(403, "a page of another site may not empty the cache")
         await self._client.commands.send(FlushCache())
@@ -158,7 +158,7 @@ class RollOuts:
 
         A body that breaks off leaves no file.
         """
-        if (ready := self._client.ready) is not None:  # one that is not may wait for these very tensors
+        if (ready := self._client.ready) is not None:  # an engine that is not may wait for these tensors
             self._num_weights = ready.num_weights
         spool, most_bytes = self._updates.spool, SPARE_BYTES + BYTES_PER_WEIGHT * self._num_weights
         with spool.coming(chunk) as path, path.open("wb") as file:
@@ -176,7 +176,7 @@ class RollOuts:
     async def _about(self, _: HttpRequest) -> Response:
         if (ready := self._client.ready) is None:
             raise EngineDied(NOT_READY)
-        made = ready.choices  # a drafter has one of its own, under the same name
+        made = ready.choices  # several may have one name: a drafter has its own
         return json_response(
             {
                 "model_path": self._client.commands.state.source.model or ready.model_name,
@@ -218,7 +218,7 @@ def _chunk_of(asked: Mapping[str, str]) -> Chunk:
 
 
 async def _told(work: Awaitable[Obeyed], done: Callable[[Obeyed], Response] | None = None) -> Response:
-    """Return the response to a command that may be refused. done: makes one if not."""
+    """Return the response to a command that may be refused. done: makes one if obeyed."""
     try:
         reply = await work
     except EngineDied:

@@ -48,7 +48,7 @@ MAX_PARTS = 1024
 MAX_PROMPTS = 128
 MAX_ANSWERS = 256  # prompts x n
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI
-SEED_STEP = 5566755282872655  # between equal prompts: 2**53 over the golden ratio, so near seeds never meet
+SEED_STEP = 5566755282872655  # per repetition of a prompt: 2**53 over the golden ratio, so near seeds never meet
 
 Name = Annotated[str, Meta(max_length=256)]
 Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
@@ -85,7 +85,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     tool_calls: Calls | None = None
     function_call: CalledFunction | None = None  # the old form of one call
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of it
+    reasoning: str | None = None  # another name of `reasoning_content`
     # Fields of OpenAI's answers. A client that sends an answer back unchanged sends them empty.
     annotations: Any = None
     audio: Any = None
@@ -200,7 +200,7 @@ class Sampled(Body, StructuredFields, frozen=True, kw_only=True):
     def sampling(
         self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return the sampling parameters. prompt_logprobs: beside the field. Raises `RequestError`."""
+        """Return the sampling parameters. prompt_logprobs: in addition to the field. Raises `RequestError`."""
         scores = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         structure = self.structure
         return sampling_of(
@@ -295,8 +295,8 @@ def seed_asked(given: int | None) -> int | None:
 def seeds_of_prompts(seed: int, all_ids: Sequence[tuple[int, ...]]) -> list[int]:
     """Return the seed of each of a body's prompts.
 
-    It is the body's, and another for each repetition. So a prompt that is sent several times is answered in
-    several ways, and one seed repeats them all.
+    It is the body's seed, but another one for each repetition of a prompt. So a prompt that is sent several times
+    is answered in several ways, and one seed repeats them all.
     """
     seen, seeds = Counter[tuple[int, ...]](), list[int]()
     for ids in all_ids:
@@ -321,7 +321,7 @@ def sampling_of(fields: Any, **others: Any) -> SamplingParams:
 
 
 def given_params(defaults: Defaults | None = None, **given: Any) -> SamplingParams:
-    """Return parameters of which None is left out. defaults: of those. Raises `RequestError`."""
+    """Return parameters; for None the default counts. defaults: values by name. Raises `RequestError`."""
     return SamplingParams(**{**(defaults or {}), **{name: v for name, v in given.items() if v is not None}})
 
 

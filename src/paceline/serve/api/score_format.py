@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
-    """Return a token's text, or its id where the client wants tokens so."""
+    """Return a token's text, or its id where the client asked for ids."""
     return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
 
 
@@ -46,12 +46,12 @@ class Extras:
     tokenizer: Tokenizer
     prompts: Sequence[Sequence[int]]  # [num_prompts] token ids
     n: int  # answers to each
-    ids: bool  # token ids of prompts and answers
-    scores: bool  # scores of prompts
-    at_top: bool  # those of the prompt stand beside `choices`, as in chats
+    ids: bool  # the response carries token ids of prompts and answers
+    scores: bool  # the response carries scores of prompts
+    at_top: bool  # fields of the prompt stand beside `choices`, as in chats
 
     def whole(self, body: Json, answers: Sequence[Any]) -> None:
-        """Add them to a whole response. answers: `PartialAnswer` of each choice."""
+        """Add the fields to a whole response. answers: `PartialAnswer` of each choice."""
         for index, (choice, answer) in enumerate(zip(body["choices"], answers, strict=True)):
             holder = body if self.at_top else choice
             if self.ids:

@@ -60,7 +60,7 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
     triggers: Annotated[list[Short], Meta(max_length=MAX_TAGS)] | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return what it asks for; None for text. Raises `RequestError`."""
+        """Return the grammar asked for; None for text. Raises `RequestError`."""
         if self.type == "text":
             return None
         if self.type == "structural_tag":
@@ -89,7 +89,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     backend: Short | None = field(default=None, name="_backend")
 
     def grammar_asked(self) -> Grammar | None:
-        """Return what it asks for. Raises `RequestError`."""
+        """Return the grammar asked for. Raises `RequestError`."""
         if self.disable_additional_properties:
             raise RequestError("write additionalProperties: false into the schema itself", "structured_outputs")
         ways: list[Way] = [
@@ -144,7 +144,7 @@ def may_ask_structure(data: bytes) -> bool:
 
 
 def _only(what: str, ways: Sequence[Way]) -> tuple[Grammar, str] | None:
-    """Return the one grammar asked for, and its field. Raises `RequestError` with it."""
+    """Return the one grammar asked for, and its field. Raises `RequestError` that names the field."""
     found = []
     for name, value, make in ways:
         try:
@@ -214,7 +214,7 @@ class GrammarChecks:
     async def check(
         self, grammars: Iterable[Grammar | None], check: Callable[[Grammar], None], field_name: str
     ) -> None:
-        """Raise `RequestError` for a grammar that the engine would refuse; `QueueFull`.
+        """Raise `RequestError` for a grammar that the engine would refuse, or `QueueFull`.
 
         check: called in a thread. field_name: of the body.
         """

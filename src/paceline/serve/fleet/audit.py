@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.serve.fleet.member import Member
 
 MOST_KEPT = 64  # finished answers that wait for an idle replica
-SUFFIX = "-audit"  # of the request's id
+SUFFIX = "-audit"  # of the id of the request that is written again
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class Audit:
 
     request: Request
     token_ids: tuple[int, ...]
-    replica: str  # that wrote it, or its end
+    replica: str  # that wrote the answer, or its end
     promise: str
-    member: Member | None = None  # that writes it again
+    member: Member | None = None  # replica that writes it again
     answers: Answers | None = None
     again: list[int] = field(default_factory=list)
     ended: bool = False
@@ -70,7 +70,7 @@ class Audits:
             self._kept.append(audit)
 
     async def work(self, members: Iterable[Member]) -> None:
-        """Begin an audit, compare one that has ended, or break off for work."""
+        """Begin an audit, compare one that has ended, or break one off for real work."""
         now = self._now
         if now is None:
             await self._begin(members)
@@ -78,7 +78,7 @@ class Audits:
             self._now = None
             if not now.failed:
                 self._compare(now)
-        elif now.member is not None and (now.member.num_legs or not now.member.serves):  # real work, or its end
+        elif now.member is not None and (now.member.num_legs or not now.member.serves):  # busy or out of service
             self._now = None
             await _close(now)
             self._kept.append(Audit(now.request, now.token_ids, now.replica, now.promise))

@@ -1,4 +1,4 @@
-"""Dispatch: the replica of a request, from the views of all."""
+"""Dispatch: the choice of a request's replica, from the views of all replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import Ready
 
 ANY = "any"  # value of --resume
-# Which replicas are asked, one kind after another. The last kind seems to hang, which is better than none.
+# Kinds of replicas, in the order they are asked. Replicas that seem to hang come last: better than none.
 WILLING: tuple[Callable[[Member], bool], ...] = (lambda m: m.alive, lambda m: m.able, lambda m: m.serves)
 
 

@@ -2,7 +2,7 @@
 
 Every answer is in the journal. When its replica dies, hangs, is told to stop, or finds no finite logit, another
 one with the same promise key gets the request with the tokens that its client has, and goes on bit for bit.
-Suspicion costs work, never a wrong token, so it may be quick.
+A wrong suspicion costs work, never a wrong token, so the fleet may suspect soon.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOGETHER_S = 0.03  # replicas that die within this time die together: none of them is sent an answer of another
-AHEAD_TOKENS = 8  # by which one of two replicas that tell all of theirs must be ahead for the other to stop
-FULL_WAIT_S = 1.0  # before full replicas are asked again to go on with an answer
+AHEAD_TOKENS = 8  # lead of one of two replicas that write a streamed answer, at which the other stops
+FULL_WAIT_S = 1.0  # wait before full replicas are asked again to go on with an answer
 
 
 class EngineFleet:
     """Several engines that write the same texts; see `Engines`."""
 
-    pid: int | None = None  # it is several processes
+    pid: int | None = None  # None: a fleet is several processes
 
     def __init__(self, options: ReplicaOptions) -> None:
         """Begin without replicas; see `add`. Call in a running event loop."""
@@ -94,7 +94,7 @@ class EngineFleet:
         member.engines.kill()  # which ends its tasks
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run something beside, for as long as the fleet runs."""
+        """Run a coroutine as a task, for as long as the fleet runs."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -103,7 +103,7 @@ class EngineFleet:
 
     @property
     def ready(self) -> Ready | None:
-        """Message that is true of replicas for new requests; None without any."""
+        """Message of the replicas that may get new requests; None without any."""
         return common_ready(self.members.values())
 
     @property
@@ -123,7 +123,7 @@ class EngineFleet:
 
     async def submit(self, requests: Sequence[Request], on_event: OnEvent | None = None) -> Answers:
         """Send each request to a replica. Raises `EngineDied` while there is none."""
-        if self._legs.closed:  # nobody would look at one that waits
+        if self._legs.closed:  # nobody would serve a request that waits
             raise EngineDied(STOPPING)
         if (ready := self.ready) is None:
             raise EngineDied(NOT_READY)
@@ -229,7 +229,7 @@ class EngineFleet:
     async def _place(self, answer: OngoingAnswer, why: str | None = None) -> None:
         """Give an answer to a replica, or let it wait for one.
 
-        why: it goes on for this reason; None: it is new.
+        why: reason why it goes on elsewhere; None: it is new.
         """
         if why == DEATH:
             await asyncio.sleep(TOGETHER_S)
@@ -261,7 +261,7 @@ class EngineFleet:
                 self._legs.end(answer, leg)
                 return False
             return True
-        if leg not in answer.legs:  # it has ended meanwhile
+        if leg not in answer.legs:  # the leg has ended meanwhile
             await at_replica.close()
             return True
         leg.answers = at_replica
@@ -277,7 +277,7 @@ class EngineFleet:
         if answer.refused is not None and not answer.told:
             self._legs.fail(answer, answer.refused)
             return
-        if answer.strikes >= MOST_STRIKES - 1 and self.ready is not None:  # all that are left are banned
+        if answer.strikes >= MOST_STRIKES - 1 and self.ready is not None:  # all replicas left are banned
             self._legs.give_up(answer)
             return
         answer.why = why
@@ -316,7 +316,7 @@ class EngineFleet:
         member.heard(leg)
 
     def _on_outcome(self, answer: OngoingAnswer, leg: AnswerLeg, outcome: Outcome) -> None:
-        if outcome.finish_reason == "cancelled":  # not by us
+        if outcome.finish_reason == "cancelled":  # not by this fleet
             answer.banned.add(self.members[leg.replica].process)
             self._lost(answer, leg, "drain", EngineDied(RESTARTING))
             return
@@ -360,7 +360,7 @@ class EngineFleet:
     def _lost(self, answer: OngoingAnswer, leg: AnswerLeg, why: str, what: PacelineError | Outcome) -> None:
         """Give a leg up: another replica goes on, or the answer ends.
 
-        what: to tell the client in that case.
+        what: what the client is told if the answer ends.
         """
         self._legs.drop(answer, leg)
         process = self.members[leg.replica].process
@@ -371,7 +371,7 @@ class EngineFleet:
             return
         answer.forget_refusals()
         answer.strike(leg, why, process)
-        if answer.legs:  # the other one of a hedged answer goes on
+        if answer.legs:  # the other leg of a hedged answer goes on
             return
         answer.lost_s, answer.why = answer.lost_s or time.monotonic(), why
         stuck = why == "broken" and not self._dispatch.can_place(answer, silent=True)
@@ -385,7 +385,7 @@ class EngineFleet:
     def _refused(self, answer: OngoingAnswer, leg: AnswerLeg, error: RequestError) -> None:
         """Ask another replica, or tell the client.
 
-        This one may be full, or have unloaded a drafter.
+        The replica that refused may be full, or have unloaded a drafter.
         """
         if isinstance(error, QueueFull):
             answer.refused = error
@@ -418,7 +418,7 @@ class EngineFleet:
             self._move_all(member, "drain")
         if not member.num_legs:
             self._warm(member)
-        hangs = member.silent or member.ready is None  # one that has ended has no answers
+        hangs = member.silent or member.ready is None  # a process that has ended has no answers any more
         if hangs and member.num_legs and (count := self._move_all(member, HANG)):
             log.error("replica %s is silent; others go on with its %d answers", member.name, count)
 
@@ -426,7 +426,7 @@ class EngineFleet:
         """Move the answers that another replica can go on with; return their number.
 
         An answer that is still written moves once another replica has read it; that needs kept pages. With
-        --resume off those of which something was told stay: the replica may well finish them.
+        --resume off, answers of which something was told stay: the replica may well finish them.
         """
         count = 0
         keeps = why in MOVES and (ready := self.ready) is not None and ready.keeps_pages
@@ -452,7 +452,7 @@ class EngineFleet:
     # Messages of replicas ----------------------------------------------------------------------------
 
     def _tell_sum(self) -> None:
-        """Tell what all replicas have counted: at each look, as a sum takes its time."""
+        """Tell the sum of all counters; once a tick only, as a sum takes time."""
         if (whole := self.snapshot) is not None:
             tell_costs(self.members.values(), whole.stats)
             if self.on_snapshot is not None:
@@ -471,10 +471,10 @@ class EngineFleet:
 
     def _renewed(self, member: Member, before: str) -> None:
         self._legs.renew(member, before)
-        self._dispatch.forget(member.name)  # no page of the weights before is used
+        self._dispatch.forget(member.name)  # no page of the older weights is used
 
     def _warm(self, member: Member) -> None:
-        """Have a replica make what grammars need, once, if the fleet has had one."""
+        """Have a replica make what grammars need, once, if any request had a grammar."""
         if self._legs.journal.had_grammar and not member.warmed and member.serves:
             member.warmed, member.warms = True, member.warms + 1
             self.spawn(warm_up(member))
@@ -489,5 +489,5 @@ class EngineFleet:
                 log.error("replica %s could not be started: %s", member.name, failed)
         elif failed is None:
             self.first_ready.set_result(done.result())
-        elif all(other.engines.first_ready.done() for other in self.members.values()):  # none may still load
+        elif all(other.engines.first_ready.done() for other in self.members.values()):  # no other may still load
             self.first_ready.set_exception(failed)

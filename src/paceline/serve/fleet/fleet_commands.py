@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOADS_S = 0.1  # between two looks at a replica that loads, or while a command is on its way
-AGAIN_S = 2.0  # before a replica that could not take the fleet's weights is sent them again
+AGAIN_S = 2.0  # wait before a replica that could not take the fleet's weights is sent them again
 
 
 class FleetCommands:
     """Sends each command to every replica; see `Commanded`."""
 
     def __init__(self, members: Mapping[str, Member], answers: Mapping[str, OngoingAnswer], spawn: Spawn) -> None:
-        """answers: open ones of the journal, by request id. spawn: runs something beside."""
+        """answers: open ones of the journal, by id. spawn: runs a coroutine as a task."""
         self._members, self._open, self._spawn = members, answers, spawn
         self._state = EngineState()  # that all replicas are to have
-        self._commanded = False  # by this front
+        self._commanded = False  # a command came through this front
         self._num_sending = 0
 
     @property
@@ -57,7 +57,7 @@ class FleetCommands:
         return self._state
 
     def _adopt(self, members: Iterable[Member]) -> None:
-        """Take over what engines that outlive fronts have, those on Ray, until a command comes."""
+        """Take over the state of engines on Ray, which outlive fronts, until a command comes."""
         if not self._commanded:
             self._state = max([self._state, *(m.engines.commands.state for m in members)], key=_age)
 
@@ -67,22 +67,22 @@ class FleetCommands:
         for answer in found:
             answer.aborted = True  # no other replica goes on with it
         for member in tuple(self._members.values()):
-            with suppress(EngineDied):  # the answers of one that has ended go on nowhere else
+            with suppress(EngineDied):  # the answers of a dead replica go on nowhere else
                 await member.engines.commands.abort(lambda leg_id: chosen(answer_id(leg_id)))
         return len(found)
 
     async def send(self, command: Command) -> Obeyed:
-        """Return one of the replies.
+        """Send a command to all replicas, and return one of the replies.
 
-        One that is down or loads is brought up to it before it serves. Raises `PacelineError` if a replica did not
-        obey; send it again then. What was obeyed is noted though the caller is cancelled.
+        A replica that is down or loads gets it before it serves. Raises `PacelineError` if a replica did not obey:
+        send the command again then. What was obeyed is noted even if the caller is cancelled.
         """
         return await to_its_end(self._send(command))
 
     async def _send(self, command: Command) -> Obeyed:
         members = [member for member in self._members.values() if member.ready is not None]
         lacking = len(self._members) - len(members)
-        if not members or (lacking and isinstance(command, ReleaseMemory)):  # one that loads takes that memory
+        if not members or (lacking and isinstance(command, ReleaseMemory)):  # a loading one takes that memory
             raise EngineDied("not all replicas are ready; try again later")
         self._num_sending += 1
         try:
@@ -94,7 +94,7 @@ class FleetCommands:
         done: list[Obeyed] = [reply for reply in replies if not isinstance(reply, BaseException)]
         if done:
             self._state, self._commanded = self.state.after(command), True
-            for member in self._members.values():  # one may have loaded meanwhile
+            for member in self._members.values():  # a replica may have loaded meanwhile
                 self.level(member)
         for reply in replies:
             if isinstance(reply, BaseException):
@@ -102,7 +102,7 @@ class FleetCommands:
         return done[0]
 
     def level(self, member: Member) -> None:
-        """Keep a replica out of service until it has obeyed what the fleet has."""
+        """Keep a replica out of service until it has obeyed what the others have."""
         if not (member.behind or self._num_sending) and self._missed(member):
             member.behind = True
             self._spawn(self.bring_up(member))
@@ -128,7 +128,7 @@ class FleetCommands:
         wanted, now, version = self._state, member.engines.commands.state, member.engines.commands.version
         if wanted.paused and not now.paused:
             found.append(Pause())
-        weights = wanted.weights  # a process that could not read them again has another version
+        weights = wanted.weights  # a process that could not read the weights again has another version
         if weights is not None and (weights != now.weights or weights.version != version):
             found.append(weights)
         if tags := tuple(tag for tag in wanted.released if tag not in now.released):

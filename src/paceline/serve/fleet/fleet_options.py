@@ -30,7 +30,7 @@ class ReplicaOptions:
     cores: str = AUTO  # or the cores of each replica, such as 0-3,4-7
     route: str = "seconds"
     resume: str = "on"  # off: an answer ends with its replica; any: it goes on under any promise key
-    resume_wait_s: float = 30.0  # of an answer, for a replica that can go on with it
+    resume_wait_s: float = 30.0  # longest wait of an answer for a replica that can go on with it
     hedge: str = "off"
     tail: str = OFF  # what is done with the last answers of a roll-out, see `control/tails.py`
     audit: float = 0.0  # share of the finished answers that another replica writes again
@@ -56,7 +56,7 @@ class ReplicaOptions:
             raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
 
     def check_renewal(self) -> None:
-        """Raise `ConfigError` for options that need the same weights throughout, which --rl does not leave."""
+        """Raise `ConfigError` for options that need weights to stay the same, unlike with --rl."""
         if flag := self._writes_twice:
             raise ConfigError(f"{flag} goes without --rl: by other weights two replicas write different texts")
 
@@ -79,7 +79,7 @@ class ReplicaOptions:
     def dealt(self) -> list[frozenset[int]]:
         """Return the cores of each replica. Raises `ConfigError` for cores it cannot have.
 
-        Where two replicas share a core of their own, both wait for it while another replica's core is idle.
+        More replicas than cores share all: two on one core would both wait for it while another core is idle.
         """
         usable = usable_cores()
         if self.crowded:

@@ -1,8 +1,8 @@
 """Handover: what a replica does before it goes on with the answers of another.
 
-A replica that is told to leave goes on for a while. Meanwhile another one reads its answers: it computes what the
-clients have. So an answer pauses for the tokens that were written during its reading, not for a prefill of all. A
-replica that was started anew makes what grammars need.
+A replica that is told to leave goes on for a while. Meanwhile another one reads its answers: it computes the KV of
+what the clients have. So an answer pauses only for the tokens that were written during its reading, not for a
+prefill of all. A replica that was started anew first makes what grammars need.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     Give = Callable[[Member], Awaitable[None]]
 
 LOOK_S = 0.1  # between two looks if the answer is still written
-MOST_READS = 4  # each is of what was told during the last one
+MOST_READS = 4  # readings of an answer; each reads what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
 TURN_S = 2.0  # how long an answer waits while its next replica reads others
 AGAIN_S = 1.0  # before another replica is asked to read
-WARM_S = 30.0  # for a vocabulary
+WARM_S = 30.0  # longest wait for a replica to make its vocabulary for grammars
 WARMING = Request("warms-grammars", (0,), SamplingParams(max_tokens=1, grammar=Grammar("regex", "a")), 0)
 
 
 async def hand_over(dispatch: Dispatch, answer: OngoingAnswer, leg: AnswerLeg, give: Give) -> None:
     """Have another replica read an answer, then give it that answer.
 
-    leg: the part that is still written. It is kept where it is if the reading fails.
+    leg: the part that is still written. The answer stays there if the reading fails.
     """
     try:
         found = dispatch.choose(answer, {leg.replica})
@@ -59,8 +59,8 @@ class AheadReading:
 
     dispatch: Dispatch
     answer: OngoingAnswer
-    leg: AnswerLeg  # that is written
-    member: Member  # that reads
+    leg: AnswerLeg  # the part that is still written
+    member: Member  # replica that reads
 
     @property
     def holds(self) -> bool:
@@ -135,12 +135,12 @@ async def _taken(lock: asyncio.Lock) -> bool:
 
 
 async def warm_up(member: Member) -> None:
-    """Have a replica make its vocabulary for grammars, for which all its rows would wait.
+    """Have a replica make its vocabulary for grammars; later all its rows would wait.
 
     The replica is out of service until then.
     """
     heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-    name = f"{WARMING.request_id}-{secrets.token_hex(4)}"  # another front may have the same done
+    name = f"{WARMING.request_id}-{secrets.token_hex(4)}"  # another front may ask for the same
     try:
         warms = await member.engines.submit([replace(WARMING, request_id=name)], partial(_note, heard))
         await asyncio.wait({heard}, timeout=WARM_S)

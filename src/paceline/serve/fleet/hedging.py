@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from paceline.serve.fleet.journal import AnswerLeg, OngoingAnswer
 
-BUDGET = 0.02  # of all requests
-MOST_LEFT = 20.0  # hedges that calm times save: a bad hour must not spend what a month left over
+BUDGET = 0.02  # share of all requests that may be hedged
+MOST_LEFT = 20.0  # hedges saved in calm times at most: a bad hour must not spend a month's savings
 MIN_SAMPLES = 20  # of lateness, before anything is hedged
 MOST_SAMPLES = 512
 QUANTILE = 0.95
-LEAST_WAIT_S = 0.05  # no first token is late before
+LEAST_WAIT_S = 0.05  # waits shorter than this are never late
 
 
 class Hedging:
@@ -26,7 +26,7 @@ class Hedging:
         """budget: share of requests that may be hedged."""
         self._budget = budget
         self._late: deque[float] = deque(maxlen=MOST_SAMPLES)  # waited / predicted
-        self._factor: float | None = None  # quantile of it
+        self._factor: float | None = None  # quantile of these ratios; None: to be computed
         self.left = 0.0  # hedges that may begin
 
     def came(self, count: int) -> None:

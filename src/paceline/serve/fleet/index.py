@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from paceline.core.request_nouns import Request
 
-USUAL_PAGES = 4096  # kept of a replica that has not told the size of its pool
+USUAL_PAGES = 4096  # pages kept of a replica that has not told the size of its pool
 
 
 def page_hashes(request: Request, told: Sequence[int] = ()) -> tuple[bytes, ...]:
@@ -48,7 +48,7 @@ class PrefixIndex:
             used = sum(self._bits.values())
             self._bits[replica] = ~used & (used + 1)  # the lowest bit that no replica has
         bit, pages = self._bits[replica], self._pages.setdefault(replica, OrderedDict())
-        for page in reversed(hashes[:num_pages]):  # the first page is of use without the others, so it goes last
+        for page in reversed(hashes[:num_pages]):  # the first page is of use alone, so it is dropped last
             pages[page] = None
             pages.move_to_end(page)
             self._holders[page] = self._holders.get(page, 0) | bit

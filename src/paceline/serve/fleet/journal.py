@@ -2,7 +2,7 @@
 
 A token counts once it has been sent to the client. What a replica computed and did not tell is computed again, by
 whichever replica goes on, and comes out the same. So a replica that seems dead may be given up at once: if it
-speaks again, its words are equal to those that were sent, and counted off by their `start`.
+speaks again, its tokens equal those that were sent, and are skipped by their `start`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DEATH = "death"
 BROKEN = "broken"
 FAULTS = frozenset({DEATH, BROKEN})  # reasons to blame a request
 MOST_UNREAD = 3  # readings that told no token, after which an answer stays where it is written
-MOST_UNSTARTED = 6  # such replicas in a row that are not blamed on an answer
-HANG = "hang"  # is one only if the process was then replaced
-LINE = "line"  # to its replica broke
+MOST_UNSTARTED = 6  # replicas in a row that end before any step of an answer, and are not blamed on it
+HANG = "hang"  # a fault only if the process was then replaced
+LINE = "line"  # the line to its replica broke
 MOVES = frozenset({"drain", "move"})
 LEAVES = MOVES | {HANG, LINE}  # reasons to leave a replica that may live
 LEG_MARK = "~"  # before the number of a leg in its id
@@ -54,24 +54,24 @@ class AnswerLeg:
 
     request_id: str  # at the replica: no two legs of an answer share one
     replica: str
-    promise: str  # its promise key
+    promise: str  # promise key of the replica
     num_tokens: int  # of the answer, up to its last outcome
     num_chars: int
     began_s: float = 0.0  # time.monotonic()
     wait_s: float = 0.0  # until its first outcome, as predicted
     backlog: int = 0  # prompt tokens that it brought to the replica and that are not known to be computed
-    length: int = 0  # tokens of prompt and answer as it began; 0 once it spoke
+    length: int = 0  # tokens of prompt and answer when the leg began; 0 once it spoke
     answers: Answers | None = None  # at the replica; None until it has taken the request
     spent: Spent = field(default_factory=Spent)
-    started: bool = False  # it took part in a step
+    started: bool = False  # it took part in a step of its replica
     spoke: bool = False  # it has told an outcome
-    gave: bool = False  # one that was ahead
+    gave: bool = False  # it has told an outcome that was new to the client
     being_read: bool = False  # another replica reads the answer, to go on with it
     num_unread: int = 0  # readings that told no token
 
     @property
     def is_kept(self) -> bool:
-        """True while a replica that leaves should go on with it."""
+        """True while a replica that leaves should go on with this leg."""
         return self.being_read or self.num_unread >= MOST_UNREAD
 
 
@@ -84,27 +84,27 @@ class OngoingAnswer:
     told: array[int] = field(default_factory=lambda: array("i"))  # token ids sent to the client
     num_chars: int = 0  # of the text sent to the client
     scored: bool = False  # the log-probabilities of its prompt have been sent
-    spent: Spent | None = None  # on replicas that write no longer; None: there are none that gave anything
-    legs: list[AnswerLeg] = field(default_factory=list)  # that write: one, or two of a hedged request
-    num_legs: int = 0  # that gave something
-    num_begun: int = 0  # legs so far
+    spent: Spent | None = None  # in legs that ended; None: no ended leg gave anything
+    legs: list[AnswerLeg] = field(default_factory=list)  # that write now: one, or two of a hedged request
+    num_legs: int = 0  # legs that gave something
+    num_begun: int = 0  # legs begun so far
     promise: str = ""  # promise key that its replicas must have; empty: any, as nothing has been told
-    inexact: bool = False  # it went on under another one
-    banned: set[tuple[str, int]] = field(default_factory=set)  # (replica, its restarts) not to have it again
+    inexact: bool = False  # it went on under another promise key
+    banned: set[tuple[str, int]] = field(default_factory=set)  # (replica, restarts) of processes not to get it
     strikes: int = 0  # replicas that ended in a step of it since it last gained anything
-    num_unstarted: int = 0  # replicas in a row that ended before any step of it: so may a fleet that is killed
-    hung: dict[tuple[str, int], float] = field(default_factory=dict)  # silent since; they may speak again
+    num_unstarted: int = 0  # replicas in a row that ended before any step of it, as in a killed fleet
+    hung: dict[tuple[str, int], float] = field(default_factory=dict)  # process -> when given up; may speak again
     broken: bool = False  # a replica found no finite logit
     aborted: bool = False  # its replicas were told to end it
-    refused: PacelineError | None = None  # by a replica that is full
-    full: set[str] = field(default_factory=set)  # such replicas
+    refused: PacelineError | None = None  # the error of a replica that is full
+    full: set[str] = field(default_factory=set)  # replicas that are full
     waits: bool = False  # for a replica
     deadline_s: float | None = None  # time.monotonic() when it is given up unless a replica has told an outcome
     retry_s: float = 0.0  # time.monotonic() before which no replica is asked
     why: str | None = None  # reason why its last replica was given up
     lost_s: float | None = None  # when its last replica was given up, until another one speaks
-    weights: tuple[tuple[int, str], ...] = ()  # that write it, as in `Figures`
-    page_hashes: tuple[bytes, ...] | None = None  # of its prompt, or more of it; None: not needed so far
+    weights: tuple[tuple[int, str], ...] = ()  # versions that wrote it, as in `Figures`
+    page_hashes: tuple[bytes, ...] | None = None  # of the prompt, or of answer tokens, too; None: not needed yet
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +117,7 @@ class OngoingAnswer:
         return len(self.request.prompt_ids) + self.num_tokens
 
     def begin_leg(self, replica: str, promise: str = "") -> AnswerLeg:
-        """Add the leg of a replica that goes on where the client is."""
+        """Add the leg of a replica that goes on behind the client's tokens."""
         leg = self.new_leg(replica, promise)
         self.legs.append(leg)
         return leg
@@ -133,15 +133,15 @@ class OngoingAnswer:
     def end_leg(self, leg: AnswerLeg) -> None:
         """Forget a leg; what it says from now on does not count."""
         self.legs.remove(leg)
-        if leg.gave and not self.legs:  # another leg would have computed the same tokens
+        if leg.gave and not self.legs:  # else the leg that is left computes the same tokens
             earlier = self.spent
             self.spent = leg.spent if earlier is None else _summed(earlier, leg.spent)
 
     def strike(self, leg: AnswerLeg, why: str, process: tuple[str, int]) -> None:
-        """Count a strike if its replica has ended in a step of it.
+        """Count a strike if the leg's replica has ended in a step of this answer.
 
-        A slow one is none. One that ended before counts only behind many: what it did to the replica may not have
-        been told in time. process: replica and its restarts.
+        A slow replica is no strike. A replica that ended before any step is one only after many such: its step may
+        not have been told in time. process: replica and its restarts.
         """
         if why not in FAULTS | {HANG}:
             return
@@ -154,23 +154,23 @@ class OngoingAnswer:
             self.strikes += 1
 
     def ends(self, why: str, resume: str) -> bool:
-        """Return whether it ends with its replica. resume: value of --resume.
+        """Return whether the answer ends with its replica. resume: value of --resume.
 
-        Not if the replica is only left, and nothing was told.
+        It goes on if nothing was told and its replica, which may live, is only left.
         """
         if self.aborted:
-            return why in MOVES  # its replica has been told
+            return why in MOVES  # its replica was told to end it, so it is not moved
         return resume == "off" and (bool(self.told) or why not in LEAVES)
 
     def forget_refusals(self) -> None:
-        """Note that replicas that were full need not be so any more."""
+        """Forget which replicas were full: they may have room now."""
         self.refused = None
         self.full.clear()
 
     def continued(self, leg: AnswerLeg) -> Request:
-        """Return the request of a leg, which goes on where the client is.
+        """Return the request of a leg, which goes on behind the client's tokens.
 
-        After a first leg each token is told at once: an answer that ends its replicas must not seem to get on.
+        After the first leg each token is told at once, or an answer that ends its replicas would seem to get on.
         """
         told, whole = self.request.told + tuple(self.told), self.request.whole and self.num_begun == 1
         return replace(self.request, request_id=leg.request_id, told=told, tells_start=True, whole=whole)
@@ -184,7 +184,7 @@ class OngoingAnswer:
         if outcome.version is not None:
             self.weights = _joined(self.weights, ((outcome.start, outcome.version),))
         if not (outcome.token_ids or outcome.text or outcome.finish_reason or outcome.prompt_logprobs):
-            return None  # a step of it begins
+            return None  # a step of the answer begins
         start = outcome.start - len(self.request.told)
         if start > leg.num_tokens:
             raise WordsMissing(f"replica {leg.replica} told token {start} after {leg.num_tokens}")
@@ -254,7 +254,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.open: dict[str, OngoingAnswer] = {}
-        self.had_grammar = False  # a request
+        self.had_grammar = False  # a request had a grammar
 
     def begin(self, request: Request, answers: Answers, promise: str = "") -> OngoingAnswer:
         """Open a request. promise: key of the replicas that may have it; empty: any."""
@@ -267,7 +267,7 @@ class Journal:
         return self.open.pop(request_id, None)
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the table of open requests, of so many at most."""
+        """Return the table of open requests, of `MOST_LISTED` at most."""
         return [answer.figures() for answer in islice(self.open.values(), MOST_LISTED)]
 
     def on(self, replica: str) -> Iterator[tuple[OngoingAnswer, AnswerLeg]]:

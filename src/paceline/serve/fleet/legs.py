@@ -39,7 +39,7 @@ class Legs:
         spawn: Callable[[Coroutine[Any, Any, object]], None],
         hedged: Counter,
     ) -> None:
-        """spawn: runs something beside. hedged: a metric, see `FleetMetrics`."""
+        """spawn: runs a coroutine as a task. hedged: a metric, see `FleetMetrics`."""
         self.journal = Journal()
         self.closed = False  # no answer is begun any more
         self._members, self._spawn, self._hedged = members, spawn, hedged
@@ -76,7 +76,7 @@ class Legs:
     def renew(self, member: Member, before: str) -> None:
         """Give a replica's answers the promise key of its newer weights.
 
-        before: its key until then. Those that wait get the new one, too, once no replica has that key.
+        before: its key until then. Waiting answers get the new key, too, once no replica has the old one.
         """
         for answer, leg in self.journal.on(member.name):
             leg.promise = answer.promise = member.promise
@@ -120,7 +120,7 @@ class Legs:
     def blame(self, process: tuple[str, int], heard_s: float) -> None:
         """Count a strike for answers that a process, now replaced, hung with.
 
-        heard_s: when it last spoke. What left it before did not end it.
+        heard_s: when the process last spoke. An answer that had left it before that did not end it.
         """
         for answer in tuple(self.journal.open.values()):
             if answer.hung.pop(process, heard_s) > heard_s:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import PacelineError
 from paceline.serve.fleet.engine_fleet import EngineFleet
 
-MIN_DISK_BYTES = 1 << 20  # that an engine takes
+MIN_DISK_BYTES = 1 << 20  # smallest KV disk that an engine takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def start_fleet(options: ReplicaOptions, engine: EngineConfig, new_engine: NewEn
         fleet.add(str(number), new_engine(config if settled is None else settled.pin(config), cores), cores)
 
     async def add_others() -> None:
-        with suppress(PacelineError, asyncio.CancelledError):  # whoever waits for the first one tells of it
+        with suppress(PacelineError, asyncio.CancelledError):  # whoever waits for the first one gets it
             ready = await asyncio.shield(fleet.first_ready)
             for number, cores in enumerate(others, 1):
                 add(number, cores, ready.settled)

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MIXED = "replica %s has another promise key than others: %s"
 ALONE = "it gets no new requests while more replicas have another, and none can go on with the other's answers"
-SILENT_S = 2.0  # without a message, though an idle replica sends some, and it counts as hanging ...
+SILENT_S = 2.0  # time without a message (idle replicas send some) after which one counts as hanging ...
 SILENT_STEPS = 20  # ... or so many predicted steps, if these are longer ...
 SILENT_CHUNKS = 3  # ... or so many predicted passes over prompts: nothing is told during one
 TICK_S = 0.1  # between two looks at the replicas
@@ -40,7 +40,7 @@ DRAIN_WAIT_S = 0.3  # within this time, signals to several replicas count as one
 class Costs(NamedTuple):
     """Seconds that work costs a replica."""
 
-    prefill_s: float  # a prompt token
+    prefill_s: float  # of a prompt token
     step_s_by_rows: tuple[float, ...]  # per token of each row, with 1, 2, ... rows
 
 
@@ -55,26 +55,26 @@ class Member:
     engines: ReplicaEngine
     cores: frozenset[int] = frozenset()
     draining: bool = False  # it takes no requests, and those that it has are moved
-    by_signal: bool = False  # ... until its process has been replaced
+    by_signal: bool = False  # ... by a signal, and only until its process has been replaced
     moves_s: float = 0.0  # time.monotonic() from which its answers are moved then
     server_ends: bool = False  # the server ends once the open requests are answered
-    behind: bool = False  # it takes none until it has the weights of the fleet's last update
+    behind: bool = False  # it takes no requests until it has the weights of the fleet's last update
     warmed: bool = False  # its process was told to make what grammars need
-    warms: int = 0  # such makings that have not ended; it takes requests if no other can
-    freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests if they cannot
-    silent_s: float = 0.0  # since its last message, in ticks of this process
+    warms: int = 0  # such makings that run; until they end it takes requests only if no other can
+    freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests only if they cannot
+    silent_s: float = 0.0  # time since its last message, as ticks of this process count it
     silent: bool = False  # it seems to hang
     heard_s: float = 0.0  # time.monotonic() of the last counters of an engine that works
     incarnation: int = 0  # restarts that the fleet has seen
     num_legs: int = 0  # answers that it writes
-    backlog: int = 0  # prompt tokens that they brought and that are not known to be computed
-    unspoken: list[int] = field(default_factory=list)  # tokens of the texts of those that told nothing yet
+    backlog: int = 0  # prompt tokens of these answers that are not known to be computed
+    unspoken: list[int] = field(default_factory=list)  # lengths, in tokens, of answers that told nothing yet
     num_resumed: int = 0  # answers that it went on with
-    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it reads an answer of another
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it reads another's answer
     recent: Recent = field(default_factory=Recent)
     ended: Stats | None = None  # counters of its processes that have ended
     usual: Costs = USUAL  # of the fleet's replicas, as their counters say
-    per_pass: float = 1.0  # tokens of a row, in the whole fleet
+    per_pass: float = 1.0  # tokens of a row per pass, in the whole fleet
     mean_length: float = 0.0  # tokens of a row halfway through its answer, in the whole fleet
     measured: Costs | None = None  # its own; None: nobody has measured them
 
@@ -90,7 +90,7 @@ class Member:
 
     @property
     def process(self) -> tuple[str, int]:
-        """Its name, and the restarts that tell its process from others."""
+        """Its name, and the restarts that tell its process from earlier ones."""
         return self.name, self.engines.restarts
 
     @property
@@ -112,7 +112,7 @@ class Member:
     def leaves(self) -> bool:
         """True if its answers should move: not while a signal ends the server, too."""
         moves = self.draining and self.num_legs > 0 and time.monotonic() >= self.moves_s
-        return moves and not (self.by_signal and self.server_ends)  # all were told the same, if not at once
+        return moves and not (self.by_signal and self.server_ends)  # all replicas were told to end, if not at once
 
     @property
     def state(self) -> str:
@@ -151,7 +151,7 @@ class Member:
         """Seconds without a message after which it counts as hanging.
 
         Any pass may compute a whole chunk: pages that a prompt should find may be gone, and an update has all rows
-        computed anew. Costs that nobody measured are those of answers, far above: there, only prompts count.
+        computed anew. Unmeasured costs are those of answers, far above: with them, only known prompts count.
         """
         most, longest = 0 if self.ready is None else self.ready.prefill_tokens, max(self.unspoken, default=0)
         chunk = most if self.measured else min(max(self.prompt_tokens, longest), most)
@@ -161,7 +161,7 @@ class Member:
     def take(self, snapshot: Snapshot) -> None:
         """Take a snapshot of its counters, which is a sign of life, too."""
         self._beat()
-        if snapshot.gauges.num_pages and self.engines.restarts == self.incarnation:  # else its process has ended
+        if snapshot.gauges.num_pages and self.engines.restarts == self.incarnation:  # else of an ended process
             self.heard_s = time.monotonic()
         last = self.recent.newest
         if last is not None and snapshot.stats.steps < last.stats.steps:
@@ -191,9 +191,9 @@ class Member:
         return (self.backlog + num_tokens) * self.costs.prefill_s + self.step_s
 
     def begin(self, tokens: int, length: int) -> None:
-        """Count a leg that begins, or an answer of another that it reads, or will.
+        """Count a leg that begins, or another replica's answer that this one is to read.
 
-        tokens: to be computed, as far as is known. length: of its text.
+        tokens: those to be computed, as far as is known. length: tokens of its text.
         """
         self.num_legs += 1
         self.backlog += tokens
@@ -202,7 +202,7 @@ class Member:
     def end(self, tokens: int, length: int) -> None:
         """Count a leg or a reading that has ended.
 
-        tokens: not known to be computed. length: as it began; 0 if it has told something.
+        tokens: those not known to be computed. length: as when it began; 0 if it has told something.
         """
         self.num_legs -= 1
         self.backlog -= tokens
@@ -229,9 +229,9 @@ class Member:
         return True
 
     def note_draining(self) -> None:
-        """Take a signal to end: its answers move, unless all replicas are told the same.
+        """Take a signal to end: its answers move, unless all replicas are told to end.
 
-        In that case each finishes its own.
+        In that case each replica finishes its own answers.
         """
         if not self.draining:  # an operator's drain outlives the process
             self.draining = self.by_signal = True
@@ -245,10 +245,10 @@ class Member:
         self.silent_s, self.silent = 0.0, False
 
     def _measured(self) -> Costs | None:
-        """Return costs as measured at its start, by tokens.
+        """Return costs per token, as measured at its start.
 
-        Passes bring as many, and rows are as long, as in the whole fleet. Its own ones would make a replica that
-        was idle seem slow, and all would go to the others.
+        Tokens per pass and lengths of rows are the whole fleet's. With figures of its own a replica that was idle
+        would seem slow, and all requests would go to the others.
         """
         if self.ready is None or self.ready.profile is None:
             return None
@@ -284,9 +284,9 @@ class Member:
 
 
 def common_ready(members: Iterable[Member]) -> Ready | None:
-    """Return the message with the promise key of most replicas in service, if any.
+    """Return a `Ready` with the promise key of most replicas in service, if any.
 
-    Of these messages the one with the shortest texts, which all of them take.
+    It is the one that allows the shortest texts, as all of these replicas take such texts.
     """
     found = [ready for m in members if m.serves and (ready := m.ready) is not None]
     if not found:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     Move = Callable[[str, str], Awaitable[None]]
 
-QUIET_S = 1.0  # without a new request, after which what is open is a tail
+QUIET_S = 1.0  # time without a new request after which the open answers are a tail
 
 
 class Tail:
-    """Moves answers by a rule of `control/tails.py`, one replica or one row at a look."""
+    """Moves answers by a rule of `control/tails.py`, one replica or one row at a tick."""
 
     def __init__(self, rule: str, members: Mapping[str, Member], journal: Journal, move: Move) -> None:
         """rule: value of --tail. move: gives the answer of a request to a replica."""
@@ -66,7 +66,7 @@ class Tail:
             await self._give(shortest, members[found[1]])
 
     async def _give(self, answer: OngoingAnswer, member: Member) -> None:
-        with suppress(RequestError):  # it has ended meanwhile, or began under another promise key
+        with suppress(RequestError):  # it has ended, or began under another promise key
             await self._move(answer.request.request_id, member.name)
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("paceline.access")
 
-RECORD = "paceline.record"  # key of the scope under which routes find the record
+RECORD = "paceline.record"  # entry of the ASGI scope with the record, for routes
 REQUEST_ID = "x-request-id"
-PROBES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate", "/metrics"})  # told if they fail
+PROBES = frozenset({"/health", "/livez", "/readyz", "/ping", "/health_generate", "/metrics"})  # log only failures
 MAX_PATH_CHARS = 200
 MAX_REASON_CHARS = 300
 MAX_ERROR_BYTES = 8192  # of a body that may hold the reason of a refusal
@@ -49,14 +49,14 @@ class RequestRecord:
     request_id: str
     traceparent: str | None = None  # header of W3C's trace context
     begin_s: float = field(default_factory=time.time)
-    begun_s: float = field(default_factory=time.monotonic)  # the same, by the clock of jobs
+    begun_s: float = field(default_factory=time.monotonic)  # the same moment, by the clock of jobs
     end_s: float = 0.0
     status: int = 0  # 0: the client left before an answer
     reason: str | None = None  # of a refusal
     key: str | None = None  # name of the key that it came with
     model: str | None = None
     response_id: str | None = None
-    first_token_s: float | None = None  # from `begin_s` on, so with the time in which the body came
+    first_token_s: float | None = None  # from `begin_s` on: with the time in which the body came
     figures: list[Figures] = field(default_factory=list)  # of its answers
     n: int = 1  # answers to each prompt
     finish_reasons: list[str] = field(default_factory=list)
@@ -162,7 +162,7 @@ class RequestLog:
 
 
 def write_line(record: RequestRecord) -> None:
-    """Log a record; probes only if they fail, which "not ready" is not."""
+    """Log a record; probes only if they fail, and "not ready" is no failure."""
     answered = record.status < _BAD_REQUEST or record.status == _NOT_READY
     if log.isEnabledFor(logging.INFO) and not (record.path in PROBES and answered):
         log.info(record.line, extra=timed(record.fields))

@@ -28,7 +28,7 @@ class Recent:
         self._snapshots: deque[tuple[float, Snapshot]] = deque()
         self._ttft_s: deque[float] = deque(maxlen=MOST_TIMES)
         self._tpot_s: deque[float] = deque(maxlen=MOST_TIMES)
-        self.engines: Callable[[], Iterable[Recent]] = lambda: (self,)  # each by itself, where this is their sum
+        self.engines: Callable[[], Iterable[Recent]] = lambda: (self,)  # replaced where this is a sum of several
 
     # What comes in -------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def _counts(stats: Stats) -> Iterable[DraftCounts]:
 
 
 class VllmNames(Collector):
-    """The newest snapshot and the server's observations under these names, labelled with the model's."""
+    """The newest snapshot and the server's observations by vLLM's names, with the model as label."""
 
     def __init__(self, engines: Engines, metrics: Metrics, model: Callable[[], str | None]) -> None:
         """model: returns the name of the model, None before it is known."""

@@ -79,7 +79,7 @@ class Sandbox:
                 raise
 
     def call(self, job: SandboxJob) -> JobResult:
-        """Return a job's result. Raises `RequestError`, also for too much; `QueueFull`."""
+        """Return a job's result. Raises `RequestError`, also beyond the limits, or `QueueFull`."""
         if not self._places.acquire(blocking=False):
             raise QueueFull(f"{MAX_WAITING} requests wait for the {self._what} already; try again later")
         try:

@@ -75,7 +75,7 @@ def _seed(key: str) -> int:
 def open_to_append(path: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
     """Open a JSON-lines file to append; drop a cut last line. Returns its keys.
 
-    Raises `ConfigError` if it cannot be written, then or later: closing it fails on a full disk, too.
+    Raises `ConfigError` if it cannot be written, now or later: closing it fails on a full disk, too.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

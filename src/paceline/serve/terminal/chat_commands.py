@@ -57,7 +57,7 @@ def obey(chat: Chat, line: str) -> bool | None:
         return None
     try:
         return command(chat, rest.strip())
-    except (PacelineError, OSError, ValueError, RuntimeError) as error:  # ~nobody, a quote in $EDITOR
+    except (PacelineError, OSError, ValueError, RuntimeError) as error:  # such as ~nobody, or a quote in $EDITOR
         chat.write(f"error: {error}\n")
         return None
 

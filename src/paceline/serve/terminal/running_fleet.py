@@ -52,7 +52,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def ask(
     args: Namespace, method: str, route: str, body: object = None, *, fields: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Ask the server for what has these fields. Raises `ConfigError`, `RequestError`, `EngineDied`."""
+    """Return the response, which must have these fields. Raises `ConfigError`, `RequestError`, `EngineDied`."""
     server = RunningServer(args.url, args.api_key or os.environ.get("PACELINE_API_KEY") or None)
     with closing(server.connection(ASK_S)) as connection:
         response = server.asked(connection, method, route, body)

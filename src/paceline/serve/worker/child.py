@@ -1,9 +1,9 @@
 """The engine's process, as its parent holds it.
 
-It may begin before anyone knows what it is to load. Its imports take as long as those of the server, so both
-import at once. The parent writes one line to its stdin then: the address of its socket, the form of its logs, and
-the cores that it may use.
-It holds that pipe open as long as it lives.
+The process may begin before anyone knows what it is to load: its imports take as long as those of the server, so
+both import at once. Then the parent writes one line to the process's stdin: the address of the parent's socket,
+the form of logs, and the cores that the process may use.
+The parent holds that pipe open as long as it lives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EngineChild:
     def connect(self, address: str, log_format: str, cores: frozenset[int]) -> None:
         """Tell the process where to connect, and its cores, if it may not use all.
 
-        One that has ended is noticed otherwise.
+        A process that has ended is noticed elsewhere.
         """
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -47,7 +47,7 @@ class EngineChild:
     async def wait(self) -> int:
         """Wait until it has ended; return its exit status.
 
-        A thread for each process would leave none of the loop's few threads to a server with many replicas.
+        No thread waits: with many replicas, a thread for each would use up the event loop's few threads.
         """
         if (status := self.returncode) is not None:  # its number may be another process's now
             return status
@@ -102,4 +102,4 @@ def begin() -> EngineChild | None:
     try:
         return EngineChild()
     except OSError:
-        return None  # who needs it tries again, and tells
+        return None  # the command tries again, and tells of the error

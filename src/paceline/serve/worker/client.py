@@ -70,7 +70,7 @@ class _Setup:
     prepare: Callable[[Ready], Awaitable[object]] | None
     patient: bool
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
-    server_ends: bool = False  # so that a process that has finished what it had is not replaced
+    server_ends: bool = False  # then a process that has finished its answers is not replaced
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.serve.worker.messages import ToEngine
 
 ResultT = TypeVar("ResultT")
-_RUNNING: set[asyncio.Task[Any]] = set()  # the loop alone would not keep them
+_RUNNING: set[asyncio.Task[Any]] = set()  # the event loop alone would not keep them alive
 LOST = "the engine process ended before it could obey; it is being restarted, so try again"
 
 
@@ -43,14 +43,14 @@ class CommandSender:
         """send: raises `EngineDied` without a ready engine. open_ids: returns the ids of open requests."""
         self.version = FIRST_VERSION  # of the engine's weights
         self.state = EngineState()
-        self._next = self.state  # once the last command is obeyed
+        self._next = self.state  # state once the last command is obeyed
         self._send, self._open_ids = send, open_ids
         self._turn = asyncio.Lock()
         self._reply: asyncio.Future[Obeyed] | None = None
 
     @property
     def obeying(self) -> bool:
-        """True while the engine carries out a command, and tells nothing."""
+        """True while the engine carries out a command, during which it sends nothing."""
         return self._reply is not None
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
@@ -83,7 +83,7 @@ class CommandSender:
         """Take in a reply."""
         self.version = reply.version
         if self._reply is not None and not self._reply.done():
-            self.state = self._next if reply.error is None else self.state  # with the version, for who asks now
+            self.state = self._next if reply.error is None else self.state  # with the version: others may ask
             self._reply.set_result(reply)
 
     def fail(self) -> None:

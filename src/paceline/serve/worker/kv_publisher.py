@@ -92,7 +92,7 @@ class KvPublisher:
     def send(self, pool: PagePool | None) -> None:
         """Publish what happened to a pool since the last call. None: there is no engine.
 
-        All of another pool's pages are gone. Where the queue is full, events wait for the next call.
+        The pages of an earlier pool are gone. Where the queue is full, events wait for the next call.
         """
         if pool is not self._pool:
             self._follow(pool)
@@ -135,7 +135,7 @@ class KvPublisher:
                 ended.close()
 
     def _answer(self, kept: deque[Batch]) -> None:
-        """Send one who asks the batches that are kept, from a number on."""
+        """Answer a replay request: send the kept batches, from its number on."""
         assert self._replay is not None
         who, *parts = self._replay.recv_multipart()
         if len(parts) != 2 or parts[0] or len(parts[1]) != SEQUENCE_BYTES:

@@ -28,7 +28,7 @@ class Load(Message, frozen=True):
 
     config: EngineConfig
     state: EngineState = EngineState()  # of the engine before this one
-    watchdog_s: float = WATCHDOG_S  # silence of its ranks, if it has any; 0: they are waited for
+    watchdog_s: float = WATCHDOG_S  # longest silence of its ranks, if any; 0: they are waited for
 
 
 class Cancel(Message, frozen=True):
@@ -99,7 +99,7 @@ class Ready(Message, frozen=True):
     settled: Settled | None = None
     prefill_tokens: int = 512  # of prompts in one pass, at most
     num_weights: int = 0  # of the model
-    keeps_pages: bool = True  # a prompt's KV is there for those that begin alike
+    keeps_pages: bool = True  # a prompt's KV is kept for later prompts that begin alike
 
     @property
     def law(self) -> str:
@@ -151,7 +151,7 @@ class _SubmitId(Struct, tag="Submit", frozen=True):
 def refusal_of(data: bytes, why: Exception) -> Rejected | None:
     """Return the answer to a `Submit` that is no message.
 
-    Without it its caller would wait for ever. None if it has no id.
+    Without an answer its caller would wait for ever. Returns None if the message has no id.
     """
     try:
         found = msgspec.msgpack.decode(data, type=_SubmitId)

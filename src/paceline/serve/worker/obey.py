@@ -99,7 +99,7 @@ class Commands:
     def begin(self, load: Load) -> None:
         """Take on the state of the engine before this one; see `rest` for its memory.
 
-        Weights that are gone are waited for.
+        If its weights cannot be read again, `lost` says why, and newer ones are waited for.
         """
         self.paused, self._released, weights = load.state.paused, load.state.released, load.state.weights
         if weights is None:

@@ -362,7 +362,7 @@ def _load(server: ServerConnection) -> EngineWorker | None:
         return None
     publisher = None
     try:
-        if message.config.kv_events is not None:  # before the model, as its place may be taken
+        if message.config.kv_events is not None:  # before the model loads, as the address may be taken
             publisher = KvPublisher(message.config.kv_events)
         progress = _progress_sender(server)
         owner = load_engine(

@@ -26,9 +26,9 @@ def socket_folder(
 ) -> Iterator[Path]:
     """Make a private folder for sockets, and remove those of dead owners.
 
-    The owner holds the folder itself locked: a file in it could be removed by who cleans temporary folders, who
-    keep locked ones. max_bytes: of its path, short enough for unix sockets within. end: ends what still works in a
-    dead owner's; returns whether all has ended.
+    The owner locks the folder itself: cleaners of temporary folders keep locked folders, but may remove a file
+    within. max_bytes: of its path, short enough for unix sockets within. end: ends what still runs in a dead
+    owner's folder; returns whether all has ended.
     """
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(parent)) + len(prefix) + 10 > max_bytes:
@@ -43,7 +43,7 @@ def socket_folder(
         yield made
     finally:
         os.close(lock)
-        if os.getpid() == owner:  # no forked child of it, which may end this block at its own end
+        if os.getpid() == owner:  # not in a forked child, which may end this block as it exits
             shutil.rmtree(made, ignore_errors=True)
 
 
@@ -56,7 +56,7 @@ def _remove_if_dead(folder: Path, end: Callable[[Path], bool]) -> None:
         if any(folder.iterdir()) or time.time() - found.st_mtime > SECONDS_TO_LOCK:
             _remove_if_free(folder, end)
     except OSError:
-        return  # it lives, is being made, or is not ours
+        return  # its owner lives, it is being made, or it is not ours
 
 
 def _remove_if_free(folder: Path, end: Callable[[Path], bool]) -> None:

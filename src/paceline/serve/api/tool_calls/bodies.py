@@ -12,7 +12,7 @@ from paceline.serve.api.tool_calls.scan import JsonEnd, split_at
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_HEAD_CHARS = 4096  # of a call's object in which name and arguments are looked for while it arrives
+MAX_HEAD_CHARS = 4096  # first part of a call's object in which name and arguments are looked for as it arrives
 _BETWEEN = " \t\r\n,;[]"  # what may stand between the objects of several calls
 _BEHIND = " \t\r\n,;]}"  # what may stand behind a call in free text
 _FENCE = "```"
@@ -47,7 +47,7 @@ class CallSink:
             self.events.append(ContentText(text))
 
     def taken(self) -> list[AnswerEvent]:
-        """Return the events since the last call."""
+        """Return the events that were not taken yet."""
         events, self.events = self.events, []
         return events
 

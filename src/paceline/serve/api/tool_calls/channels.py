@@ -33,8 +33,8 @@ class ChannelReader:
     ) -> None:
         """Begin with the first message.
 
-        markers: id -> text of the special tokens. splits: reasoning is told apart. opened: it has begun.
-        continues: a text has, in the prompt.
+        markers: id -> text of the special tokens. splits: reasoning is told apart. opened: reasoning has begun in
+        the prompt. continues: a text has begun there.
         """
         self._markers = MarkerText(tokenizer, markers, continues) if markers else None
         self._family = HarmonyCalls()

@@ -21,9 +21,9 @@ class ToolFamily:
 
     name: str
     openers: tuple[str, ...] = ()  # markers that open calls anywhere in an answer; the grammar uses the first
-    bare_key: str | None = None  # calls may be objects without markers, with this key of the arguments
-    bare_first: bool = False  # that is the usual form
-    markers: tuple[str, ...] = ()  # all that may be special tokens and whose text is needed
+    bare_key: str | None = None  # key of the arguments in calls without markers; None: no such calls
+    bare_first: bool = False  # calls without markers are the usual form
+    markers: tuple[str, ...] = ()  # texts that readers need, and that may be special tokens
     in_channels: bool = False  # an answer is a run of messages, see `harmony`
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
@@ -43,7 +43,7 @@ class ToolFamily:
         raise NotImplementedError
 
     def new_id(self) -> str:
-        """Return the id of a new call, as OpenAI's look."""
+        """Return the id of a new call, in OpenAI's form."""
         return f"call_{secrets.token_hex(12)}"
 
 

@@ -23,7 +23,7 @@ CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"  # how a message of reasoning begins
 HEADERS = (CHANNEL, START, "to=")  # how the header of a message begins
-ENDS = (END, CALL, RETURN, START)  # what ends a message, the last one by mistake
+ENDS = (END, CALL, RETURN, START)  # what ends a message; START only by a model's mistake
 MAX_MESSAGES = 8  # of reasoning, before an answer that a grammar holds
 _NAMESPACE = "functions."
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
@@ -35,7 +35,7 @@ class Header:
     """Channel and recipient of a message, as far as they say what it is."""
 
     kind: Literal["reasoning", "content", "call"]
-    function: str = ""  # that a call is of
+    function: str = ""  # that the message calls; empty: none
 
     @classmethod
     def of(cls, text: str) -> Header:
@@ -91,7 +91,7 @@ class ChannelGrammar:
     """Grammar of an answer in channels: reasoning, then a call or the last message."""
 
     lark: LarkText
-    content: str | None  # expression of the last message; None: it is free, and may be announced
+    content: str | None  # expression of the last message; None: it is free, and commentary may come before it
     calls: str | None  # expression of a call; None: there are no tools
     must_call: bool = False
 

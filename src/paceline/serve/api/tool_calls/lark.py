@@ -44,7 +44,7 @@ class LarkText:
     def free(self, name: str, without: Sequence[str], not_first: str | None = None) -> str:
         """Add any text without matches of some regexes and return its name.
 
-        not_first: a marker with which it does not begin.
+        not_first: a marker with which the text does not begin.
         """
         excluded = "".join(f" & ~/{_ANY}{each}{_ANY}/" for each in without)
         return self.rule(name, f"/{_ANY}/{excluded}{_not_beginning(not_first)}")

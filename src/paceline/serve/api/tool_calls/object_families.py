@@ -34,7 +34,7 @@ class JsonCalls(ToolFamily):
     _closer = ""  # marker behind the objects
 
     def fits(self, template: str, tokens: Collection[str]) -> bool:
-        """Return True, or in a family with markers if they are there."""
+        """Return True; a family with openers fits only a model that shows them."""
         return not self.openers or super().fits(template, tokens)
 
     def body(self, opener: str, tools: Sequence[Tool]) -> CallBody:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.serve.conversation import ToolUse
 
 _GAP = '("\\n" | "\\n\\n")?'
-_TAIL = r"/[ \t\r\n`\]}]{0,40}/"  # behind the only call: of the text around it
+_TAIL = r"/[ \t\r\n`\]}]{0,40}/"  # what may stand behind the only call: the end of text around it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class AnswerForms:
     def reader_plan(self, use: ToolUse | None, opened: bool, continues: bool = False) -> ReaderPlan | None:
         """Return the plan of answers' readers; None if every answer is plain text.
 
-        opened, continues: the prompt ends inside reasoning, and inside a text, which the answer continues.
+        opened: the prompt ends inside reasoning. continues: it ends inside a text, which the answer continues.
         """
         tools = () if use is None else use.callable
         if not tools and self.marks is None and not self.in_channels:
@@ -93,7 +93,7 @@ class AnswerForms:
     def _free_or_calls(self, lark: LarkText, use: ToolUse, calls: str) -> str:
         """Return the expression of free text that may end in calls.
 
-        Whatever may begin together must be told apart by text: a lexer goes on as long as one of them may.
+        Parts that may begin at the same place must differ in text: the lexer reads on while any of them may match.
         """
         family = self.family
         not_first = self.marks.open if self.marks else None
@@ -140,7 +140,7 @@ def _checked(text: str, param: str) -> Grammar:
 
 
 def _bare_calls(lark: LarkText, use: ToolUse, key: str, not_first: str | None) -> tuple[str, str]:
-    """Add the rules of objects in free text; return calls, and others with a name."""
+    """Add the rules of objects in free text; return those of calls and other objects."""
     lark.rule("GAP", r"/[ \t\r\n]{0,40}/")
     lark.until_match("named", NAME_REGEX, not_first)
     choices = []
@@ -161,4 +161,4 @@ def _content(lark: LarkText, grammar: Grammar) -> str:
     if grammar.kind == "regex":
         pattern = grammar.text.replace("\n", "\\n")
         return lark.rule("CONTENT", "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern) + "/")
-    return lark.rule("content", f"%lark {{\n{grammar.text}\n}}")  # its names are its own
+    return lark.rule("content", f"%lark {{\n{grammar.text}\n}}")  # names of the inner grammar do not meet ours

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Schema = Mapping[str, Any]
 
-MAX_LENGTH = 1000  # of a text in a grammar; longer ones are not bounded
+MAX_LENGTH = 1000  # largest bound of a text's length that a grammar keeps; larger ones are left out
 _WAYS = ("anyOf", "oneOf", "allOf")
 
 
@@ -80,7 +80,7 @@ def _properties(root: Schema) -> Schema:
 
 
 def _ways(schema: Any, root: Schema) -> list[Any]:
-    """Return the alternatives of a parameter's schema; itself if it names none.
+    """Return the alternatives of a parameter's schema; the schema itself if it names none.
 
     root: schema of all parameters, to which references refer.
     """
@@ -104,7 +104,7 @@ def _has_rules(schema: Any) -> bool:
 
 
 def _may_be_text(schema: Any) -> bool:
-    """Return True if neither type nor listed values of a schema are others than texts."""
+    """Return True unless a schema's type, or a listed value, is other than a text."""
     if isinstance(schema, dict) and (kind := schema.get("type")):
         return bool(kind == "string")
     return all(isinstance(value, str) for value in _listed(schema))

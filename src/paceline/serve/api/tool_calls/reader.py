@@ -34,7 +34,7 @@ class _CallSplit:
         self._body: CallBody | None = None
         self._content = TrimmedText(continues)
         self._held = ""
-        self._calls_before = 0  # when the body began
+        self._calls_before = 0  # number of calls when the body began
         self._bare = BareHead([tool.name for tool in tools], family.bare_key) if family.bare_key else None
 
     def push(self, text: str) -> list[AnswerEvent]:
@@ -121,7 +121,7 @@ class PartReader:
         markers = plan.markers()
         self._markers = MarkerText(plan.tokenizer, markers, plan.continues) if markers else None
         self._reasoning = None if plan.marks is None else ReasoningSplit(plan.marks, plan.opened)
-        begun = plan.continues and not plan.opened  # the content, in the prompt
+        begun = plan.continues and not plan.opened  # the content has begun in the prompt
         self._calls = None if plan.family is None else _CallSplit(plan.family, plan.tools, begun)
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[AnswerEvent]:

@@ -43,7 +43,7 @@ KNOWN_MARKS = (
 
 
 def marks_of(template: str, tokens: Collection[str], name: str | None = None) -> ReasoningMarks | None:
-    """Return the markers named, else those that a model shows, None if it shows none.
+    """Return the markers named, else those that a model shows; None without any.
 
     template: source of the chat template. tokens: texts of the special tokens. Raises `ConfigError`.
     """
@@ -54,7 +54,7 @@ def marks_of(template: str, tokens: Collection[str], name: str | None = None) ->
 
 
 def check_marks(name: str) -> None:
-    """Raise `ConfigError` for a name of no markers."""
+    """Raise `ConfigError` for a name that no markers have."""
     known = [marks.name for marks in KNOWN_MARKS]
     if name not in (*known, NONE):
         raise ConfigError(
@@ -69,7 +69,7 @@ class TrimmedText:
         """started: text was given out before."""
         self.held = ""  # white space that only counts if text follows
         self._started = started
-        self._before = ""  # the next text
+        self._before = ""  # what comes before the next text
 
     def go_on(self) -> None:
         """Take the held white space as given out: text follows elsewhere."""
@@ -81,7 +81,7 @@ class TrimmedText:
         self.held, self._started = "", False
 
     def push(self, text: str) -> str:
-        """Return the text that is certain."""
+        """Return the text that surely counts; hold back white space at its end."""
         text = self.held + text if self._started else text.lstrip()
         kept = text.rstrip()
         self._started = self._started or bool(kept)
