@@ -70,7 +70,7 @@ class HostEngines:
         """host: handle of an `EngineHost`. front: name of this front."""
         self.restarts = 0  # of the engine's process since this front first saw it ready; a broken line is none
         self._first_restarts = 0  # the actor's count of restarts at that time
-        self._promise = ""  # of the weights last seen; kept while the line is down, when they may change
+        self._promise = ""  # key of the weights last seen; kept while the line is down, when they may change
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()

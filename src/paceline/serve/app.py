@@ -314,7 +314,7 @@ def _handlers(metrics: Metrics) -> dict[Any, Any]:
         return error_response(path, ApiError(error.status_code, message), error.headers)
 
     async def gone(_: HttpRequest, __: Exception) -> Response:
-        return Response(status_code=CLIENT_LEFT)  # which nobody reads, but the log
+        return Response(status_code=CLIENT_LEFT)  # only the log reads it
 
     async def bug(request: HttpRequest, __: Exception) -> Response:
         metrics.refused(500)

@@ -182,7 +182,7 @@ class AsyncLLM(Asking):
     async def _deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta, None]:
         """Submit one prompt's requests once they have room, and yield what comes."""
         size = sum(len(request.prompt_ids) + len(request.told) for request in requests)
-        if (grammar := requests[0].params.grammar) is not None:  # in a process with limits, as in the server
+        if (grammar := requests[0].params.grammar) is not None:  # checked in a limited process, as in the server
             await asyncio.to_thread(self._tokenizers.check_grammar, grammar)
         await self._wait_for_room(size)
         try:

@@ -33,9 +33,9 @@ BACKLOG = 1024  # connections that the system keeps until they are accepted
 ACCEPTED_AT_ONCE = 64  # by asyncio; it accepts as many again before the first can be closed
 SPARE_DESCRIPTORS = 4 * ACCEPTED_AT_ONCE + 128  # open files for those, and for all that is no connection
 REPLICA_DESCRIPTORS = 16  # files per engine process: its socket with a context of its own, its pipe, its folder
-READ_BYTES = 64 << 10  # from a connection at once, so that no client holds the others up for long
+READ_BYTES = 64 << 10  # read from a connection at once, so that no client holds the others up for long
 AHEAD_BYTES = 2 * READ_BYTES  # of requests sent ahead; then no more is read until an answer ends
-FEED_BYTES = 16 << 10  # to the parser at once; sizes are checked between two of them
+FEED_BYTES = 16 << 10  # given to the parser at once; sizes are checked in between
 FEW_PIECES, MEAN_PIECE_BYTES = 4096, 32  # a body of more pieces must have this mean size
 SMALL_BODY_BYTES = 64 << 10  # taken even when all bodies together have no room left
 SWEEP_S = 0.5  # between two looks at the times of all connections
@@ -89,7 +89,7 @@ class Connections:
         self.on_refusal = on_refusal
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # without a request that could be answered, oldest first
-        self._greeting: dict[Connection, float] = {}  # in a TLS handshake, as far as is known: when that began
+        self._greeting: dict[Connection, float] = {}  # connection -> when its TLS handshake began
 
     def admit(self, connection: Connection) -> bool:
         """Count a new connection, if need be in place of one that waits.
@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Note that a request is whole."""
         self._unparsed, self._whole = 0, True
-        if self._answered:  # its answer came before its end
+        if self._answered:  # the answer was complete before the request
             self._due_s = None
         super().on_message_complete()
 

@@ -121,7 +121,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _alternatives(texts: Sequence[str], depth: int) -> str:
     """Return a regex for texts, which are sorted; they are grouped by their first characters."""
     if len(texts) == 1 or depth == MAX_GROUPING:
-        return "|".join(re.escape(text) for text in reversed(texts))  # of two, the longer one first
+        return "|".join(re.escape(text) for text in reversed(texts))  # of two that begin alike, the longer first
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(text[:1], []).append(text[1:])

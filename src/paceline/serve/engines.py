@@ -69,7 +69,7 @@ class Commanded(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """State that the commands obeyed have led to."""
+        """State after all commands that were obeyed."""
 
     async def abort(self, chosen: Callable[[str], bool]) -> int:
         """End open requests, chosen by id, with what they have written; return how many."""

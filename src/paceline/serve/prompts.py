@@ -61,7 +61,7 @@ class Prompts:
     vocab_size: int | None = None  # rows of the model's embedding; None: token ids are not checked here
     forms: AnswerForms | None = None  # of calls and reasoning; None: there are none
     guard: ControlGuard | None = None  # None: users' text may become control tokens
-    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
+    sampling: Defaults = field(default_factory=dict)  # of requests that set none
 
     def of_text(self, text: str) -> tuple[int, ...]:
         """Return a text's token ids. Raises `RequestError`, `PromptTooLong`."""

@@ -20,7 +20,7 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
-    logprobs: tuple[TokenLogprobs, ...] | None  # one for each token behind those told, if asked for
+    logprobs: tuple[TokenLogprobs, ...] | None  # one for each new token, if asked for
     figures: Figures
     error: str | None = None  # with finish_reason "error"
     message: ParsedAnswer | None = None  # of a chat: reasoning, content and calls of tools

@@ -117,7 +117,7 @@ class RouteFormat(Protocol):
         """Return a whole choice."""
 
     def delta(self, index: int, answer: PartialAnswer, outcome: Outcome) -> Json | None:
-        """Return what an outcome adds to a choice, before `answer` has it, or None."""
+        """Return what an outcome adds to a choice; `answer` lacks it yet. None for nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -94,7 +94,7 @@ class Job:
     ignored: tuple[str, ...] = ()  # unknown fields of the body
     extras: Extras | None = None  # further fields of the response
     events: EventFormat | None = None  # of a route whose streams have named events, in place of `format`
-    many: bool | None = None  # of roll-outs only: the response is a list of answers, or one answer
+    many: bool | None = None  # of roll-outs only: whether the response is a list of answers
     grammar_field: str = ""  # field of the body that asks for structured output
     told: Sequence[str] = ()  # [num_requests] text of tokens that came with the requests; empty: none did
     sent: Sequence[int] = ()  # [num_requests] tokens of each answer that its client has; empty: as told

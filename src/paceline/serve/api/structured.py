@@ -134,7 +134,7 @@ class StructuredFields(Struct, frozen=True, kw_only=True, dict=True):
         return _only("structured output", ways)
 
 
-_ESCAPE = b"\\u00"  # by which a body may spell the name of a field
+_ESCAPE = b"\\u00"  # escape with which a body may spell the name of a field
 _ASKING = (_ESCAPE, *(name.encode() for name in StructuredFields.__struct_fields__))
 
 

@@ -56,7 +56,7 @@ class ReplicaOptions:
             raise ConfigError(f"{flag} needs --law {EXACT_LAW}: by {law} two replicas write different texts")
 
     def check_renewal(self) -> None:
-        """Raise `ConfigError` for options that need weights to stay the same, unlike with --rl."""
+        """Raise `ConfigError` for options that need unchanging weights, as --rl may change them."""
         if flag := self._writes_twice:
             raise ConfigError(f"{flag} goes without --rl: by other weights two replicas write different texts")
 

@@ -33,7 +33,7 @@ LOOK_S = 0.1  # between two looks if the answer is still written
 MOST_READS = 4  # readings of an answer; each reads what was told during the last one
 LITTLE = 2 * PAGE_TOKENS  # tokens that need not be read ahead
 TURN_S = 2.0  # how long an answer waits while its next replica reads others
-AGAIN_S = 1.0  # before another replica is asked to read
+AGAIN_S = 1.0  # wait before another replica is asked to read
 WARM_S = 30.0  # longest wait for a replica to make its vocabulary for grammars
 WARMING = Request("warms-grammars", (0,), SamplingParams(max_tokens=1, grammar=Grammar("regex", "a")), 0)
 

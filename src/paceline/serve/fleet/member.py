@@ -60,7 +60,7 @@ class Member:
     server_ends: bool = False  # the server ends once the open requests are answered
     behind: bool = False  # it takes no requests until it has the weights of the fleet's last update
     warmed: bool = False  # its process was told to make what grammars need
-    warms: int = 0  # such makings that run; until they end it takes requests only if no other can
+    warms: int = 0  # running jobs that make it; meanwhile it takes requests only if no other can
     freed: bool = False  # the tail of a roll-out was packed onto others; it takes requests only if they cannot
     silent_s: float = 0.0  # time since its last message, as ticks of this process count it
     silent: bool = False  # it seems to hang

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.serve.observe.recent import Recent
 
 MOST_LISTENERS = 64
-EVENT_S = 0.25  # between two events at least, as an engine tells its counters
+EVENT_S = 0.25  # shortest time between two events; an engine tells its counters as often
 QUIET_S = 1.0  # an event after so long even if nothing happened
 SLOW_S = 10.0  # a listener that takes an event no faster is dropped
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 RATE_S = 3.0  # window of tokens per second
 SHARE_S = 30.0  # window of acceptance and tokens per pass, which vary more
-APART_S = 0.125  # between two snapshots that are kept, the newest aside
-MOST_TIMES = 512  # of answers, for percentiles
+APART_S = 0.125  # shortest time between two kept snapshots, the newest aside
+MOST_TIMES = 512  # times of answers that are kept for percentiles
 PLAIN = "none"  # name of passes without a drafter
 TARGET = "target"  # source of the tokens that the target chose itself
 

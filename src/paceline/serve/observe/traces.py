@@ -23,7 +23,7 @@ OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-EXPORT_S = 5.0  # until an export is given up
+EXPORT_S = 5.0  # time until an export is given up
 NS = 1_000_000_000
 
 

@@ -92,7 +92,7 @@ def main() -> None:
     worker = JobWorker()
     with socket.socket(fileno=0) as link:
         while (data := read_frame(link.recv)) is not None:
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # in case that the server is gone and cannot end it
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # ends this process though the server is gone
             result = worker.result(decode_job(data))
             link.sendall(frame(result))
             signal.setitimer(signal.ITIMER_REAL, 0)

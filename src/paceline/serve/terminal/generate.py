@@ -80,7 +80,7 @@ def _items(args: Namespace) -> list[Item]:
 # Sampling flags, shared with `paceline chat` ---------------------------------------------------------
 
 _DEFAULTS = SamplingParams()
-_LEFT_OUT = frozenset(FIELDS)  # without the flag they are as --sampling-defaults says
+_LEFT_OUT = frozenset(FIELDS)  # flags without a default: --sampling-defaults decides
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "largest number of tokens of an answer"),
     ("temperature", float, "0 takes the likeliest token"),

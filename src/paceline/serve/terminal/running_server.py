@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CONNECT_S = 10.0
-ANSWER_S = 600.0  # without a byte of an answer
+ANSWER_S = 600.0  # longest time without a byte of an answer
 MAX_LINE_BYTES = 4 << 20  # of an event
 MAX_ERROR_BYTES = 64 << 10
 

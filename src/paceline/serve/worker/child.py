@@ -49,7 +49,7 @@ class EngineChild:
 
         No thread waits: with many replicas, a thread for each would use up the event loop's few threads.
         """
-        if (status := self.returncode) is not None:  # its number may be another process's now
+        if (status := self.returncode) is not None:  # its id may be another process's now
             return status
         try:
             handle = os.pidfd_open(self.pid)

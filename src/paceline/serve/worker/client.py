@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0  # time for the engine to end by itself before it is killed
-SHOWN_S = 0.3  # for a hung engine to show its threads
+SHOWN_S = 0.3  # wait for a hung engine to show its threads
 UNREADABLE = "the engine sends what this server cannot read: another version is installed, so restart the server"
 
 
@@ -232,7 +232,7 @@ class EngineClient:
                 self.first_ready.set_exception(failed or EngineDied("the engine process ended while loading"))
                 return
             log.error("the engine process ended (%s); restarting it", failed or "killed or crashed")
-            if self.snapshot is not None:  # its counters stay, and nothing of what it held
+            if self.snapshot is not None:  # its counters stay, its gauges are gone
                 self._snapshot(Snapshot(self.snapshot.stats, Gauges.none()))
             await asyncio.sleep(back_off.wait_s(time.monotonic() - start_s))
             self.restarts += 1

@@ -63,7 +63,7 @@ class CommandSender:
     async def send(self, command: Command) -> Obeyed:
         """Return the reply to a command. Raises `PacelineError` if it could not be obeyed.
 
-        A command whose caller is cancelled keeps its turn until its reply has come, so that no other gets it.
+        A command whose caller is cancelled keeps its turn until its reply came, so that no other command gets it.
         """
         return await to_its_end(self._exchange(command))
 

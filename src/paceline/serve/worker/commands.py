@@ -61,7 +61,7 @@ class Obeyed(Message, frozen=True):
 
 
 class EngineState(Message, frozen=True):
-    """State that the commands obeyed have led to; an engine that restarts has it again."""
+    """State after all commands that were obeyed; an engine that restarts gets it again."""
 
     weights: UpdateWeights | None = None  # the last that were taken; None: the first ones
     paused: bool = False

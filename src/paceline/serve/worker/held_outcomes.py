@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeldOutcomes:
-    """Gains of answers in one piece that their server does not know yet.
+    """Gains of whole answers (not streamed) that their server does not know yet.
 
     Their first tokens are told at once, as times to them are measured, and so is their end, with all before it.
     The rest is told now and then, so that another replica could go on from there.

@@ -35,7 +35,7 @@ SEQUENCE_BYTES = 8  # of a batch's number, big-endian
 Batch = tuple[bytes, bytes, bytes]  # topic, number, payload
 END_OF_REPLAY: Batch = (b"", (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True), b"")
 MAX_REQUEST_BYTES = 256  # of a part of a replay request
-CLOSE_S = 2.0  # for the thread to send what is left
+CLOSE_S = 2.0  # wait for the thread to send what is left
 LINGER_MS = 500
 STOP = b""  # in place of a payload: the engine ends
 

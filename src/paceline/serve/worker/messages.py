@@ -78,7 +78,7 @@ class StepProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill_s_per_token: float
     step_s_by_rows: tuple[float, ...]  # [max_rows] of a step without drafts, with 1, 2, ... rows, keys apart
-    key_s: float = 0.0  # that each key of a row adds to a step
+    key_s: float = 0.0  # seconds that each key of a row adds to a step
 
 
 class Ready(Message, frozen=True):
@@ -93,7 +93,7 @@ class Ready(Message, frozen=True):
     template: TemplateSource | None  # None: the model has none, so chat is refused
     choices: tuple[Choice, ...]
     drafters: tuple[str, ...] = ()  # names that a request may ask for
-    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that say nothing about it
+    sampling: dict[str, int | float] = msgspec.field(default_factory=dict)  # of requests that set none
     profile: StepProfile | None = None  # None: nobody has measured it
     promise: str = ""  # key: engines of equal ones write the same text, see `core/promise.py`
     settled: Settled | None = None

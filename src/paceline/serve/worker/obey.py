@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOST = "the engine's process was replaced, and its weights of version {} are gone ({}): send weights again"
-BEAT_S = 0.5  # between two signs of life without work; the server takes an engine without any for hung
+BEAT_S = 0.5  # between two signs of life without work, or the server takes the engine for hung
 Drafters = dict[str, tuple[str, ...]]
 
 
@@ -86,7 +86,7 @@ class Commands:
         self.owner, self._progress = owner, progress
         self.paused = False
         self.lost = ""  # why weights that the engine before this one had are not here; it then takes no requests
-        self.preparing: Preparation | None = None  # of an update, beside the steps
+        self.preparing: Preparation | None = None  # of an update, made ready beside the steps
         self._promise = promise
         self._released: Collection[str] = ()  # parts of memory that the engine before this one had given back
 

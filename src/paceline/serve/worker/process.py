@@ -237,7 +237,7 @@ class EngineWorker:
         self.server.send(reply)
 
     def _send_outcomes(self) -> None:
-        """Send what came without a step, and what has waited."""
+        """Send the outcomes that came without a step, and those that have waited."""
         if not self.commands.owner.asleep:
             outcomes = self._held.take_in(self.engine.outputs.take_outcomes())
             self._send(self._held.take_held() + outcomes)

@@ -24,7 +24,7 @@ MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"  # how a message of reasoning begins
 HEADERS = (CHANNEL, START, "to=")  # how the header of a message begins
 ENDS = (END, CALL, RETURN, START)  # what ends a message; START only by a model's mistake
-MAX_MESSAGES = 8  # of reasoning, before an answer that a grammar holds
+MAX_MESSAGES = 8  # messages of reasoning before an answer that a grammar holds
 _NAMESPACE = "functions."
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _RECIPIENT = re.compile(rf"\bto=([\w.-]{{1,{len(_NAMESPACE) + MAX_FUNCTION_CHARS}}})")
