@@ -1,9 +1,9 @@
 """Chance that a draft survives to a depth, learnt online from what the target accepted.
 
-The chance of a position, given that the one before was accepted, is logistic in the sum of an intercept of the
-drafter at that depth, an offset of the row, and a weight times how far the drafter's confidence is above its mean
-there. Each term has a variance (a Kalman filter with logistic observations), which grows with time, so that a
-change of subject is followed. Only positions up to the first rejection count, as only these were tested.
+Given that the position before was accepted, a position's chance is the logistic function of a sum: the drafter's
+intercept at that depth, the row's offset, and a weight times how far the drafter's confidence is above its mean
+there. Each term has a variance (a Kalman filter with logistic observations) that grows with time, so the model
+follows a change of subject. Positions after the first rejection do not count, as they were not tested.
 
 The arithmetic is compiled; `tests/oracles/acceptance.py` is the same in numpy.
 """
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from paceline.control.policy import Outcomes
 
-PRIOR_CHANCE = 0.6  # of a position, before anything was seen
+PRIOR_CHANCE = 0.6  # chance of a position, before anything was seen
 DEPTH_SD = 1.5  # logits: standard deviation of an intercept before anything was seen ...
-MEASURED_DEPTH_SD = 0.2  # ... and where acceptance was measured elsewhere
+MEASURED_DEPTH_SD = 0.2  # ... and of one that begins with a chance measured elsewhere
 PRIOR_ROW_SD = 0.5  # logits: standard deviation of rows among themselves, until it is learnt
 PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD = 0.5, 0.5  # logits of acceptance per logit of confidence
-MAX_LOGIT = MOST_MARGIN  # of any chance or confidence
+MAX_LOGIT = MOST_MARGIN  # bound of the logit of any chance or confidence
 MIN_CHANCE = 1 / (1 + np.exp(MAX_LOGIT))
 
 
@@ -43,9 +43,9 @@ class FilterRates(NamedTuple):
     min_row_sd: float = 0.1  # logits
     max_row_sd: float = 1.5  # logits
     weight_drift: float = 1e-5  # variance that the confidence weight gains with each step
-    max_confidences: float = 1000.0  # that a mean counts: older ones are forgotten
+    max_confidences: float = 1000.0  # most confidences that a mean counts: older ones are forgotten
     max_logit: float = MAX_LOGIT
-    max_depth_var: float = DEPTH_SD**2  # of an intercept: nothing is less certain than before anything was seen
+    max_depth_var: float = DEPTH_SD**2  # largest variance of an intercept: as before anything was seen
 
 
 RATES = np.array(FilterRates())
@@ -55,25 +55,25 @@ class AcceptanceModel:
     """Estimates for one drafter, in arrays that compiled code reads and updates."""
 
     def __init__(self, num_rows: int, max_depth: int, prior: NDArray[float64] | None = None) -> None:
-        """prior: chance of each depth given the one before, as measured elsewhere. [max_depth]"""
+        """prior: chance of each depth given that before it, as measured elsewhere. [max_depth]"""
         self.depth_logit = np.full(max_depth, logit(PRIOR_CHANCE)) if prior is None else logit(prior)
         self.depth_var = np.full(max_depth, (DEPTH_SD if prior is None else MEASURED_DEPTH_SD) ** 2)
         self.row_logit = np.zeros(num_rows)
         self.row_var = np.full(num_rows, PRIOR_ROW_SD**2)
         self.mean_confidence = np.zeros(max_depth)  # logits
-        self.num_confidences = np.zeros(max_depth)  # that each mean counts
-        # Of all rows: variance of their offsets, weight of confidence, and its variance. [3]
+        self.num_confidences = np.zeros(max_depth)  # number of confidences that each mean counts
+        # Shared by all rows: the variance of their offsets, the confidence weight, and that weight's variance. [3]
         self.shared = np.array([PRIOR_ROW_SD**2, PRIOR_CONFIDENCE_WEIGHT, PRIOR_WEIGHT_SD**2])
         by_depth = self.depth_logit, self.depth_var, self.mean_confidence, self.num_confidences
         self.estimates = kernels.Estimates(*by_depth, self.row_logit, self.row_var, self.shared)
 
     @property
     def max_depth(self) -> int:
-        """Deepest depth that it knows."""
+        """Deepest depth that has estimates."""
         return len(self.depth_logit)
 
     def admit(self, row: int) -> None:
-        """Begin a new text in a row: nothing sets it apart from others yet."""
+        """Begin a new text in a row, with offset 0 and the variance among rows."""
         self.row_logit[row] = 0.0
         self.row_var[row] = self.shared[0]
 

@@ -1,12 +1,12 @@
 """Choice of each row's drafter and draft length, by expected tokens per second.
 
-Survival falls with depth, so the drafts that are likeliest to survive are a prefix of each row's (DSpark, arXiv
-2607.05147, Algorithm 1). Every length of the list of drafts is priced, as time is often a staircase. Stop rules
-end a row's drafting by its confidence, as in EAGLE-2 (arXiv 2406.16858), at a threshold that is priced in every
-step; see docs/guide/auto.md, "Early stops".
+All drafts are sorted by survival. As survival falls with depth, any first part of this list has the first drafts
+of each row (DSpark, arXiv 2607.05147, Algorithm 1). Every length of it is priced, as time is often a staircase.
+Stop rules end a row's drafting by its confidence, as in EAGLE-2 (arXiv 2406.16858), at a threshold that is priced
+in every step; see docs/guide/auto.md, "Early stops".
 
-Of drafters without a preview each row is assigned one now and then, by what its drafts are worth at the goodput.
-A drafter that has not read a row's text must be worth the reading.
+Each row is assigned one of the drafters without a preview, every few steps anew: the one whose drafts are worth
+most at the goodput. If a drafter has not read the row's text, its drafts must also pay for reading it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
 
 
-ASSIGN_EVERY = 16  # steps between two choices of the drafter that suits a row
+ASSIGN_EVERY = 16  # steps after which rows are assigned drafters again
 
 
 class DrafterAssignment:
-    """Drafter of every row of an engine, out of those without a preview."""
+    """Drafter assigned to every row of an engine, one of those without a preview."""
 
     def __init__(self, num_rows: int, cost: StepCost, prices: MarginalPrices) -> None:
-        self.row_drafter = np.zeros(num_rows, np.int64)  # best of those without preview, for each row
-        self.withheld = np.zeros(num_rows, np.bool_)  # rows whose text is not worth reading for any of those
-        self.unassigned = set(range(num_rows))  # rows for which that was not chosen yet
+        self.row_drafter = np.zeros(num_rows, np.int64)  # best drafter without a preview, for each row
+        self.withheld = np.zeros(num_rows, np.bool_)  # rows whose text is not worth reading for any such drafter
+        self.unassigned = set(range(num_rows))  # rows that were not assigned a drafter yet
         self._cost = cost
         self._prices = prices
 
     def due(self, view: StepView, step: int) -> bool:
-        """Return whether rows' own drafters are chosen again in this step."""
+        """Return whether rows are assigned drafters again in this step."""
         return step % ASSIGN_EVERY == 0 or not self.unassigned.isdisjoint(view.rows.tolist())
 
     def choose_again(
@@ -74,7 +74,7 @@ class DrafterAssignment:
         depth = self._prices.seconds.shape[1]
         alive = np.array([models[drafter].alive(rows, depth) for drafter in candidates])
         values, tokens_per_s = self.values(view, at, alive, candidates), at.tokens_per_s / self._cost.answer_tokens
-        values -= read_s * tokens_per_s * (1 + values)  # shared out among the steps of an answer
+        values -= read_s * tokens_per_s * (1 + values)  # the cost of reading, spread over an answer's steps
         best, each = values.argmax(axis=0), np.arange(view.num_rows)
         self.row_drafter[rows] = np.array(candidates)[best]
         withheld = (values[best, each] <= 0) & (read_s[best, each] > 0)
@@ -85,7 +85,7 @@ class DrafterAssignment:
             self.row_drafter[rows[withheld]] = min(view.previews)
 
     def without_unread(self, view: StepView, reused: Decision) -> Decision:
-        """Return a reused plan without drafts of new rows whose text is unread."""
+        """Return a reused plan in which new rows with unread text do not draft."""
         new = self.unassigned.intersection(view.rows.tolist())
         if not new or not any(reused.ks.tolist()):
             return reused
@@ -96,7 +96,7 @@ class DrafterAssignment:
     def assigned(self, view: StepView, at: PlanContext, alive: NDArray[float64]) -> NDArray[int64]:
         """Return each row's drafter. [n]
 
-        It is that of its request, one whose preview is worth more, or the row's own.
+        It is the drafter that the request names, else a lookup whose preview is worth more, else the assigned one.
         alive: [num_drafters, n, max_k].
         """
         drafters = self.row_drafter[view.rows]
@@ -117,7 +117,7 @@ class DrafterAssignment:
     ) -> NDArray[float64]:
         """Return the net value of drafters to each row in a step, in tokens.
 
-        Returns [num_drafters, n]. Their time is priced at the goodput; reading is left out.
+        Returns [num_drafters, n]. Drafting time costs the tokens of the goodput in that time; reading is left out.
         alive: [num_drafters, n, max_k].
         """
         self._prices.renew(self._cost, view, at.step)
@@ -128,7 +128,7 @@ class DrafterAssignment:
 
 
 class DrafterChoice:
-    """Chooses drafters and draft lengths. Groups of rows share one, and with it all estimates."""
+    """Chooses drafters and draft lengths. Groups of rows share it and its estimates."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class DrafterChoice:
         priors: Sequence[NDArray[float64] | None],
         honours_stops: Collection[int],
     ) -> None:
-        """Take `max_ks` and `priors`, chances by depth, by drafter. honours_stops: drafters that obey stops."""
+        """max_ks, priors (chances by depth): by drafter. honours_stops: drafters that obey stop rules."""
         self.cost = cost
         self.models = [AcceptanceModel(num_rows, k, p) for k, p in zip(max_ks, priors, strict=True)]
         self.max_k = max(max_ks, default=0)
@@ -192,14 +192,14 @@ class DrafterChoice:
     # Before drafting -----------------------------------------------------------------------------
 
     def choose(self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None) -> StepChoice:
-        """Choose for every row, in one call where that can. weights: as for `choose_row_by_row`."""
+        """Choose for every row, in one compiled call if possible. weights: see `choose_row_by_row`."""
         if view.requested:
             return self.choose_row_by_row(view, at, weights)
         view = self._with_assigned(view, at)
         return self.choose_in_one_call(view, at) or choose_row_by_row(self, view, at, weights)
 
     def choose_in_one_call(self, view: StepView, at: PlanContext) -> StepChoice | None:
-        """Choose in one compiled call; None if prices are a table."""
+        """Choose in one compiled call; None if prices are a table of whole steps."""
         if len(self.models) > 1:
             self.prices.renew(self.cost, view, at.step)
         return self.cost.plan_in_one_call(view, self.known(view, at), self.assignment.row_drafter)
@@ -207,7 +207,7 @@ class DrafterChoice:
     def choose_row_by_row(
         self, view: StepView, at: PlanContext, weights: NDArray[float64] | None = None
     ) -> StepChoice:
-        """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
+        """Choose each row's drafter, then its draft length. weights: of a row's tokens, [n]."""
         return choose_row_by_row(self, self._with_assigned(view, at), at, weights)
 
     def _with_assigned(self, view: StepView, at: PlanContext) -> StepView:

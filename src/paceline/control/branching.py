@@ -1,9 +1,9 @@
 """Branches to verify beside the chains of a step, by expected tokens per second.
 
-A drafter may hand out its second choice at each depth: a branch of one token. It is kept if all drafts before that
-depth are and the target chooses it there, and then brings one token more than the chain alone. How likely that is,
-given how sure the drafter was of its first choice, is counted from every chain that was verified to that depth,
-whether or not the branch was.
+A drafter may hand out its second choice at each depth: a branch of one token. The branch is kept if all drafts
+before that depth are kept and the target chooses the branch's token there. Then the step brings one token more
+than the chain alone would. The chance of this, by the drafter's confidence in its first choice, is counted from
+every chain that was verified to that depth, whether or not the branch was verified too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from paceline.control.protocols import StepCost
     from paceline.core.nouns import Batch, RowDraft
 
-MAX_ROWS = 4  # rows of a step that may have branches: beyond, a verified token costs more than a branch brings
-NUM_BINS = 8  # of the drafter's confidence in its first choice, which is above a half
-PRIOR_SHARE = 0.6  # of what the first choice leaves, goes to the second
-PRIOR_TESTS = 8.0  # that the prior counts as
-MAX_TESTS = 1000.0  # that count at most: older ones are forgotten
-LEAST_GAIN = 1.005  # of tokens per second, below which no branch is verified
-SETUP_S = 1e-4  # host's time for the branches of a step, beside that of their tokens (2026-11-27)
-MOST_PRICED = 4  # branches of a step: further ones bring less than a hundredth of a token
+MAX_ROWS = 4  # most rows of a step with branches: with more, a verified token costs more than a branch brings
+NUM_BINS = 8  # bins of the drafter's confidence in its first choice, from a half to 1
+PRIOR_SHARE = 0.6  # prior: share of the chance left by the first choice that the second choice has
+PRIOR_TESTS = 8.0  # tests that the prior counts as
+MAX_TESTS = 1000.0  # most tests that a bin counts: older ones are forgotten
+LEAST_GAIN = 1.005  # least factor of tokens per second for which branches are verified
+SETUP_S = 1e-4  # host time that branches add to a step, beside that of their tokens (2026-11-27)
+MOST_PRICED = 4  # most branches of a step that are priced: further ones bring less than a hundredth of a token
 PATIENCE = 16  # plans without a branch worth verifying, after which ...
-PROBE_EVERY = 16  # ... one plan in so many asks for branches
+PROBE_EVERY = 16  # ... only one plan in so many asks for branches
 
 
 class BranchChances:
@@ -50,7 +50,7 @@ class BranchChances:
         self._kept = PRIOR_TESTS * PRIOR_SHARE * (1 - first)
 
     def __call__(self, confidence: float) -> float:
-        """Return the chance where the first choice is this likely."""
+        """Return the chance, given the drafter's confidence in its first choice."""
         at = _bin(confidence)
         return float(self._kept[at] / self._tests[at])
 
@@ -74,7 +74,7 @@ class Branching:
     def __init__(
         self, cost: StepCost, models: Sequence[AcceptanceModel], most: Sequence[int], indices: Mapping[str, int]
     ) -> None:
-        """models, most: by drafter; tokens of branches that it hands out. indices: by name."""
+        """models, most: by drafter. most: branch tokens that it hands out. indices: drafters by name."""
         self._cost, self._models, self._most, self._indices = cost, models, tuple(most), dict(indices)
         self.chances = [BranchChances() for _ in most]
         self._idle = 0  # plans since a branch was worth verifying
@@ -133,7 +133,7 @@ class Branching:
     def _worth(self, view: StepView, batch: Batch, draft: Draft, tokens: float, values: Sequence[float]) -> int:
         """Return how many branches to verify.
 
-        tokens: expected without any. values: tokens that each brings, falling.
+        tokens: expected without branches. values: tokens that each branch brings, in falling order.
         """
         drafted = drafted_of(batch, draft, self._indices)
         if not values or len(drafted.rows) != view.num_rows:
@@ -150,7 +150,7 @@ class Branching:
         return best
 
     def learn(self, proposed: Draft, draft: Draft, verdict: Verdict) -> None:
-        """Count the second choices at whose places the target's choice along the chain is known."""
+        """Count the second choices at depths where the target's choice is known."""
         for p, d, v in zip(proposed.rows, draft.rows, verdict.rows, strict=True):
             if p.branches is None or p.confidence is None:
                 continue
@@ -163,7 +163,7 @@ class Branching:
 
 
 def _rivals(drafted: RowDraft) -> Iterator[tuple[int, int]]:
-    """Yield index and parent of the branch tokens that have a rival in the chain."""
+    """Yield index and parent of the branch tokens beside which the chain has a draft."""
     assert drafted.branches is not None
     for branch, parent in enumerate(drafted.branches.parents):
         if parent + 1 < len(drafted):
@@ -171,7 +171,7 @@ def _rivals(drafted: RowDraft) -> Iterator[tuple[int, int]]:
 
 
 def on_chain(verdict: Verdict) -> Verdict:
-    """Return what the chains alone would have kept: what acceptance by depth is learnt from."""
+    """Return the verdict of the chains alone, from which acceptance by depth is learnt."""
     return Verdict(
         tuple(
             RowVerdict(v.token_ids[: v.num_on_chain + 1], v.num_on_chain) if v.off_chain else v
@@ -181,7 +181,7 @@ def on_chain(verdict: Verdict) -> Verdict:
 
 
 def with_branches(outcomes: Outcomes, batch: Batch, draft: Draft, verdict: Verdict) -> Outcomes:
-    """Return outcomes that count tokens of branches, too: what explains a step's time."""
+    """Return outcomes that count branch tokens, too, as these take time in the pass."""
     decoding = [(d, v) for r, d, v in zip(batch.rows, draft.rows, verdict.rows, strict=True) if r.decodes]
     beside: NDArray[int64] = np.array([d.num_branch_tokens for d, _ in decoding], np.int64)
     accepted: NDArray[int64] = np.array([v.num_accepted for _, v in decoding], np.int64)

@@ -37,8 +37,8 @@ class _PendingStep:
 class ClosedLoop:
     """A controller around a policy: batches, drafts and verdicts become arrays, decisions become plans.
 
-    It learns from a step before the next choice. Steps that reuse a plan wait until then: after a pass, which
-    sweeps the caches, learning from several steps costs little more than learning from one.
+    It learns from a step only when it has to choose again; steps that reuse a plan wait until then. A pass sweeps
+    the CPU's caches, so after it learning from several steps costs little more than learning from one.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class ClosedLoop:
         self._branching = branching
         self._second_group: ClosedLoop | None = None
         self._index_of = {name: index for index, name in enumerate(names)}
-        self._plan = Plan()  # of `decision`
+        self._plan = Plan()  # made of `decision`
         self._pending: list[_PendingStep] = []
         self._accounted: list[StepAccounting] = []  # not returned yet
-        self._had_drafts = False  # the step before this one
+        self._had_drafts = False  # the step before this one had drafts
         self._reuses = False  # this step reuses a plan without a view
         self._num_tokens = 0
 
@@ -165,7 +165,7 @@ class ClosedLoop:
         self._learn_pending()
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Drop drafts that are not worth verifying, given confidence new to the plan."""
+        """Drop drafts that are not worth verifying, given confidences that the plan did not know."""
         trimmed = self._trim(batch, draft)
         if not draft.branched or self.view is None or self._branching is None:
             return trimmed
@@ -255,7 +255,7 @@ class ClosedLoop:
     ) -> StepAccounting | None:
         """Learn from the outcome of a plan. Returns its accounting if prices are corrected.
 
-        paid: with the tokens of branches, where there are any.
+        paid: the outcomes with branch tokens counted, if there are any.
         """
         had_drafts, has_drafts = self._had_drafts, any(outcomes.num_verified.tolist())
         self._had_drafts = has_drafts
@@ -264,7 +264,7 @@ class ClosedLoop:
             return None
         outcomes, expected_s = self.cost.learn_reading(view, decision, outcomes)
         read_s = outcomes.read_s
-        if read_s is not None:  # it is paid once for the rest of an answer, and says nothing of later steps
+        if read_s is not None:  # reading is paid once for the rest of an answer: it says nothing of later steps
             paid = paid and replace(paid, draft_s=outcomes.draft_s)
             had_drafts = self._had_drafts = True  # reading displaces the target's data as drafting does
         self.policy.learn(view, self._with_reused_host_time(outcomes))
@@ -278,7 +278,7 @@ class ClosedLoop:
     def _with_reused_host_time(self, outcomes: Outcomes) -> Outcomes:
         """Return a plain step's outcomes with the host time of steps that reuse plans.
 
-        Otherwise the price of plain decoding of many rows would hold the time of looking for drafts.
+        Otherwise the price of plain decoding with many rows would include the time of looking for drafts.
         """
         rows = len(outcomes.rows)
         if self.cost is None or rows < MANY_ROWS or any(outcomes.num_verified.tolist()):

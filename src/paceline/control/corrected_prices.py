@@ -1,7 +1,7 @@
 """Prices of steps and their parts, as measured and then corrected.
 
-They are in arrays shared with compiled code. `online_cost.py` corrects them with every step. Here is what a choice
-of the ordinary kind leaves to compiled code.
+The prices are in arrays shared with compiled code. `online_cost.py` corrects them with every step. Ordinary
+choices price steps in compiled code; the methods here price steps for all other callers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from paceline.control.cost import MeasuredCost
     from paceline.control.reading import ReadLimits
 
-MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # bound of one observation: twice the expected host time and a millisecond
-MIN_KEY_SHARE_OF_PASS = 1e-4  # of a one-token pass: the least price of a key that start-up can measure
+MAX_HOST_FACTOR, HOST_SLACK_S = 2, 1e-3  # one step counts as at most twice the expected host time plus 1 ms
+MIN_KEY_SHARE_OF_PASS = 1e-4  # share of a one-token pass: the least price of a key that start-up can measure
 
 
 class HostTime:
     """Host seconds of a step by its rows, without drafts and with drafts.
 
-    Until some are seen, steps without drafts cost what was measured, and steps with drafts the same.
+    Before any were seen, steps without drafts cost what start-up measured, and steps with drafts cost the same.
     """
 
     def __init__(self, seconds: float = 0.0, rows: int = 1) -> None:
@@ -103,9 +103,9 @@ class CorrectedPrices:
 
     @property
     def key_unit_s(self) -> float:
-        """Measured seconds of a key and its first query; unit of its price's variance.
+        """Measured seconds of a key and its first query; unit of that price's variance.
 
-        At least the error of the measurement, which may have found that keys cost nothing.
+        It is at least the measurement's error, as the measurement may have found that keys cost nothing.
         """
         target = self.measured.target
         least_s = MIN_KEY_SHARE_OF_PASS * self.passes.measured_s.item(1)

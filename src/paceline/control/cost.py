@@ -2,7 +2,7 @@
 
 All of this runs at start. A pass costs what its token rows cost (a monotone curve through measured counts: linear
 between them, or a staircase where the backend pads), plus a price for every key that it reads and every pair of
-query and key, less a discount for prefill tokens whose successor is not asked for. Prices are in seconds.
+query and key, less a discount for prefill tokens whose logits are not wanted. Prices are in seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from paceline.control.protocols import Candidates, KnownDrafters, StepChoice
 
 NUM_SIZES = 24  # size classes of passes, two to every doubling of the tokens
-TABLE_TOKENS = 1 << 11  # tokens of a pass in the table; larger ones have the error of the last size class
-MIN_RATE = 0.05  # share of an estimate that one step of its kind replaces ...
-FIRST_RATE = 0.2  # ... and that the first one replaces; between them it falls as one over the steps
-FIXED_ROWS = 10  # host time of a step without rows, in rows: 0.17 ms and 16 us a row (2026-11-22)
+TABLE_TOKENS = 1 << 11  # the table has passes of fewer tokens; larger ones have the last size class's error
+MIN_RATE = 0.05  # least share of an estimate that one step of its kind replaces ...
+FIRST_RATE = 0.2  # ... and the share that the first step replaces; from there it falls as one over the steps
+FIXED_ROWS = 10  # fixed host time of a step, counted in rows' host time: 0.17 ms, and 16 us a row (2026-11-22)
 MAX_TABLE_ROWS = 1024  # rows in tables of drafting times; more rows cost what these do
-MAX_FIT_ROUNDS = 2000  # of coordinate descent
+MAX_FIT_ROUNDS = 2000  # most rounds of coordinate descent
 FIT_TOLERANCE = 1e-9  # change of a scaled price at which the descent ends
 SHORT_CONTEXT = 48  # keys of a context that is too short to tell the price of keys from that of tokens
 MAX_TABLE_DRAFTERS = 16  # drafters that a table of whole steps may stand for
@@ -80,9 +80,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertCost:
-    """Price of an expert, and the number touched by passes as they were measured."""
+    """Price of an expert, and how many experts the measured passes touched."""
 
-    read_s: float  # of one more expert in one layer
+    read_s: float  # seconds of one more expert in one layer
     touched: Curve  # experts of all layers against the tokens of a pass
 
 
@@ -91,7 +91,7 @@ class TargetCost:
     """Seconds of a target pass."""
 
     by_tokens: Curve
-    unscored_s: float = 0.0  # saved by a token row whose successor is not asked for
+    unscored_s: float = 0.0  # saved by a token whose logits are not wanted
     kv_token_s: float = 0.0  # of reading a key
     pair_s: float = 0.0  # of a pair of query and key
     experts: ExpertCost | None = None  # None: all tokens read the same weights
@@ -132,9 +132,9 @@ def _seconds(cost: DraftCost) -> NDArray[float64]:
 class DraftTables:
     """Drafting times of several drafters; depths beyond the measured ones add nothing."""
 
-    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, depths] with the first unmeasured depth
-    deepening: NDArray[float64]  # same shape: time that the last depth adds, for all rows
-    added: NDArray[float64]  # same shape: time that the n-th row at a depth adds there
+    seconds: NDArray[float64]  # [num_drafters, MAX_TABLE_ROWS + 1, depths] depths 0 to the first unmeasured one
+    deepening: NDArray[float64]  # same shape: seconds that a depth adds to the depth before it, for all rows
+    added: NDArray[float64]  # same shape: seconds that the n-th row adds to those of a depth
 
 
 @lru_cache(maxsize=16)
@@ -152,13 +152,13 @@ class CostRates(NamedTuple):
     """Rates of learning, in the order of the compiled `CostRates`."""
 
     drift: float = 0.2  # share of a step's error that machine drift takes
-    rare_steps: float = 16.0  # steps since the last pass of a size that add `MIN_RATE` to the rate of the next
-    max_error: float = 0.5  # log seconds of one step; shared machines slow down by as much within a second
+    rare_steps: float = 16.0  # so many steps since the last pass of a size add `MIN_RATE` to its next rate
+    max_error: float = 0.5  # largest error of a step, in log seconds; shared machines slow by that within a second
     min_rate: float = MIN_RATE
     first_rate: float = FIRST_RATE
     fixed_rows: float = FIXED_ROWS
     key_noise: float = 0.02  # variance of a pass's log error, as an observation of the price of a key
-    key_drift: float = 1e-3  # variance that it gains with each observation, in measured prices squared
+    key_drift: float = 1e-3  # variance that this price gains with each observation, in measured prices squared
     min_kv_share: float = 0.1  # share of a pass that reading keys must take for it to tell the price of a key
 
 
@@ -259,7 +259,7 @@ class TableCost:
     def seconds(self, num_rows: int, mean_ks: NDArray[float64] | float) -> NDArray[float64]:
         """Return the seconds of steps in which each row has `mean_ks` drafts on average.
 
-        Where noise made more drafts cheaper, their time is lifted, as `Curve.of` lifts that of more rows.
+        If noise made more drafts cheaper than fewer, their time is lifted, as `Curve.of` does for rows.
         """
         measured = np.maximum.accumulate([float(curve(num_rows)) for curve in self.by_rows])
         slope = (measured[-1] - measured[-2]) / (self.ks[-1] - self.ks[-2]) if len(measured) > 1 else 0.0
@@ -292,7 +292,7 @@ def fit_target(
     Keys and unscored tokens have one price each. If all contexts are short, the price of keys cannot be told from
     that of tokens and is 0.
     buckets: counts that the backend pads passes to, ascending; the curve is then a staircase with these steps.
-    touched: experts that passes are expected to touch, where the model has any. The curve is of such passes.
+    touched: experts that passes are expected to touch, if the model has any; the curve includes their price.
     """
     tokens = [_padded(int(p.work.tokens), buckets) for p in passes]
     counts = list(points) or sorted({n for n, p in zip(tokens, passes, strict=True) if not p.work.unscored})
@@ -315,8 +315,8 @@ def fit_target(
 def fit_drafting(timed: Mapping[tuple[int, int], float]) -> DraftCost:
     """Return a drafter's prices from seconds by (rows, depth), interpolated between timed depths.
 
-    Left out are depths at which the fewest rows were not timed, and rows that were not timed at all other depths.
-    Without times drafting costs nothing.
+    Depths that were not timed with the fewest rows are left out. So are numbers of rows that were not timed at all
+    remaining depths. Without times drafting costs nothing.
     """
     if not timed:
         return DraftCost(())
@@ -334,7 +334,7 @@ def _padded(count: int, buckets: Sequence[int]) -> int:
 
 
 def _share(count: int, counts: Sequence[int], index: int, *, stepped: bool) -> float:
-    """Return the share of a rise that a count pays; beyond the last, above 1."""
+    """Return a count's share of the rise to point `index`; above 1 beyond the last."""
     if index == 0:
         return 1.0
     low, high = counts[index - 1], counts[index]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 STATS, ACCEPTANCE, DEEPEST = "batch_stats", "acceptance_rate_per_pos", "max_num_speculative_tokens"
-MAX_DEEPEST = 1024  # of `DEEPEST`
+MAX_DEEPEST = 1024  # largest value of `DEEPEST`
 MAX_WARMUP_STEPS = 1 << 32
 UNUSED = {
     "is_online": "acceptance is always corrected by the drafts that real steps keep",
@@ -44,7 +44,7 @@ def read_table(values: Mapping[str, Any]) -> tuple[TableCost, tuple[float, ...],
 
 
 def _check(others: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for known fields that cannot be."""
+    """Raise `ValueError` for known fields with impossible values."""
     for name, low, high in ((DEEPEST, 1, MAX_DEEPEST), ("warmup_steps", 0, MAX_WARMUP_STEPS)):
         value = others.get(name, low)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

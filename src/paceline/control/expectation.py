@@ -1,4 +1,4 @@
-"""Expectation of a step, for those who want to see it."""
+"""Expectation of a step, to be shown to users."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ NOTHING = Expectation({}, None, None)  # of a controller that estimates nothing
 
 
 def expectation_of(controller: Controller, verified: Mapping[int, int]) -> Expectation:
-    """Return what a controller expects of a step. Call before it learns from it.
+    """Return what a controller expects of a step it has not learnt from yet.
 
-    verified: drafts by row that are scored; drafting may have ended before the plan's bound.
+    verified: number of drafts that are scored, by row; drafting may have ended before the plan's bound.
     """
     if not isinstance(controller, ClosedLoop) or not isinstance(controller.policy, Goodput):
         return NOTHING

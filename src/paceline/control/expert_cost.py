@@ -1,8 +1,8 @@
 """Price of the experts that a pass touches.
 
-The price of an expert is measured at start. How many a pass of some tokens touches depends on the text, so it is
-learnt from what real passes touched: of each power of two, the mean number of experts of so many neighbouring
-tokens. A prompt tells all of them at once, before the first draft is planned.
+The price of an expert is measured at start. How many experts a pass touches depends on the text, so it is learnt
+from real passes: for 1, 2, 4, ... neighbouring tokens, the mean number of experts that these touched. A prompt
+tells all these numbers at once, before the first draft is planned.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 LEVELS = TABLE_TOKENS.bit_length()  # powers of two up to the largest pass in the table
 MIN_RATE = 0.05  # share of an estimate that one pass replaces
-MIN_SHARE = 0.1  # of a pass's time that is left by one correction
-TINY_S = 1e-12
+MIN_SHARE = 0.1  # least share of a pass's time that one correction leaves
+TINY_S = 1e-12  # seconds: least divisor
 
 
 class ExpertPrices:
     """Corrects the measured times of passes by the experts that real passes touch."""
 
     def __init__(self, cost: ExpertCost, passes: PassTable) -> None:
-        """passes: their times are renewed in place."""
+        """passes: table whose times are renewed in place."""
         self.read_s = cost.read_s
-        self.expected = cost.touched(1 << np.arange(LEVELS))  # of passes of 1, 2, 4, ... tokens
-        self._seen = np.zeros(LEVELS)  # observations of each
-        self._decoded = np.zeros(LEVELS, bool)  # a pass without prompts was among them
+        self.expected = cost.touched(1 << np.arange(LEVELS))  # experts that 1, 2, 4, ... tokens touch
+        self._seen = np.zeros(LEVELS)  # observations of each of these numbers
+        self._decoded = np.zeros(LEVELS, bool)  # a pass without prompts was among the observations
         self._passes = passes
         self._tokens = np.arange(len(passes.measured_s))
         self._besides_s = passes.measured_s - self.read_s * self._of(self._tokens)
@@ -54,9 +54,9 @@ class ExpertPrices:
         return self.read_s * (touched[0] - self.expected_of(tokens)) * exp(drift)
 
     def observe(self, touched: Sequence[float], *, prefills: bool) -> None:
-        """Learn from a pass. Prompts tell of a number of tokens until decoding has.
+        """Learn from a pass. Prompts teach a number until decoding passes do.
 
-        touched: distinct experts of the pass, then the mean of those of 1, 2, 4, ... neighbouring tokens.
+        touched: distinct experts of the pass, then the mean number for 1, 2, 4, ... neighbouring tokens.
         """
         found = np.asarray(touched[1 : LEVELS + 1])
         level = np.arange(LEVELS) < len(found)
@@ -71,7 +71,7 @@ class ExpertPrices:
         self.expected = np.maximum.accumulate(self.expected)  # more tokens touch no fewer
         old_s = self._passes.measured_s
         new_s = np.maximum(self._besides_s + self.read_s * self._of(self._tokens), MIN_SHARE * old_s)
-        self._passes.seconds *= new_s / np.maximum(old_s, TINY_S)  # with what was learnt of each size
+        self._passes.seconds *= new_s / np.maximum(old_s, TINY_S)  # keeps what was learnt of each size
         old_s[:] = new_s
 
 

@@ -1,8 +1,8 @@
 """Checks of what could pay: probes in one row, and retirement of drafters.
 
-See docs/guide/auto.md, "Exploration and retirement". A drafter that is never chosen is known by the record of
-its probes: the drafts tested at each depth, and accepted. The best that a record admits is two standard deviations
-above its mean (Agresti and Coull).
+See docs/guide/auto.md, "Exploration and retirement". All that is known of a drafter that is never chosen is the
+record of its probes: how many drafts were tested at each depth, and how many were accepted. The best case that a
+record admits is two standard deviations above its mean (Agresti and Coull).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIMISM_SD = 2.0  # standard deviations above the estimate: what could pay
 MIN_ROOM_TOKENS = 4  # drafts that a row must be allowed for a check to say anything
 RETIRE_AFTER_CHECKS = 64  # checks in a row at which a drafter could not have paid
 RETIRE_AFTER_REQUESTS = 32  # requests that began meanwhile
-RETIRE_AFTER_TESTS = 64  # first drafts of it that were tested meanwhile
+RETIRE_AFTER_TESTS = 64  # first drafts (depth 1) of the drafter that were tested meanwhile
 RECORD_SD = 2.0  # standard deviations above a record's mean: the best that it admits
 
 
@@ -54,7 +54,7 @@ class Retirement:
             self._tested[drafter] = self._accepted[drafter] = 0.0
 
     def learn(self, outcomes: Outcomes, probed_row: int) -> None:
-        """Learn from a probe of a drafter that no other row had."""
+        """Learn from a probe, if no other row had its drafter."""
         rows, drafters = outcomes.rows.tolist(), outcomes.drafters.tolist()
         if probed_row not in rows:
             return
@@ -79,7 +79,7 @@ class Retirement:
         return could_pay or bool(self._tested[drafter, 0] < RETIRE_AFTER_TESTS)
 
     def due(self, retired: frozenset[int]) -> tuple[int, ...]:
-        """Return the drafters that should be retired now. retired: those that are already."""
+        """Return the drafters that should be retired now. retired: drafters that already are."""
         enough = (
             (self._checks >= RETIRE_AFTER_CHECKS)
             & (self._requests >= RETIRE_AFTER_REQUESTS)
@@ -133,7 +133,7 @@ class Exploration:
     ) -> bool:
         """Return whether a drafter at its best would pay, here or for one row.
 
-        A drafter that does not pay for many rows may pay for one, which is yet to come.
+        A drafter that does not pay for many rows may pay for one row, and steps of one row may still come.
         whole: as `with_prefill` returns it.
         """
         (base, prefill_s), (ks, drafters) = whole, chosen

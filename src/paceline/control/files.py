@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 ANY_DRAFTER = "any"  # name of a table's drafter, which the format does not tell
 PROFILE_FORMAT = "paceline profile 1"
 MAX_PROFILE_BYTES = 1 << 24
-MIN_PRIOR, MAX_PRIOR = 0.01, 0.99  # chance of a position that estimates begin with
+MIN_PRIOR, MAX_PRIOR = 0.01, 0.99  # bounds of the chances that estimates begin with
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,12 +83,12 @@ def make_loop(
 ) -> ClosedLoop:
     """Return a loop that begins with the costs and the acceptance of a profile.
 
-    names, max_ks: of the drafters, in the order of the profile's, which may call its only one by another name.
-    branches: tokens of branches that each hands out, at most; empty: none does.
-    learnt: by an engine before, which counts for more.
+    names, max_ks: of the drafters, in the profile's order; a profile of one drafter may have another name for it.
+    branches: by drafter, the most branch tokens that it hands out; empty: none does.
+    learnt: what an earlier engine learnt; it overrides the profile.
     """
     cost, priors = step_cost(profile), _priors(profile, max_ks)
-    if isinstance(cost, TableCost):  # of whole steps: an error has no known cause
+    if isinstance(cost, TableCost):  # not corrected: the error of a whole step has no known cause
         return ClosedLoop(Goodput(cost, num_rows, max_ks, priors, objective), None, names, sink)
     policy = Goodput(cost, num_rows, max_ks, priors, objective, profile.honours_stops, profile.late)
     branching = None
@@ -102,7 +102,7 @@ def make_loop(
 
 
 def step_cost(profile: Profile) -> OnlineCost | TableCost:
-    """Return prices of steps: of whole steps, or of their parts, to be corrected."""
+    """Return prices: of whole steps, fixed, or of a step's parts, which steps correct."""
     if isinstance(profile.cost, TableCost):
         return profile.cost
     return OnlineCost(profile.cost, float(profile.about.get("host_s", 0.0)), profile.reads)
@@ -125,7 +125,7 @@ def _chances(accepted_at: tuple[float, ...], max_k: int) -> NDArray[float64]:
 def conditional(accepted_at: NDArray[float64] | tuple[float, ...]) -> NDArray[float64]:
     """Return the chance of each position given the one before. [max_depth]
 
-    accepted_at: share of all drafts accepted at each depth. Behind a depth at which none was, the chance is 0.
+    accepted_at: share of all drafts accepted at each depth. After a depth where none was, the chance is 0.
     """
     rates = np.asarray(accepted_at, np.float64)
     before = np.concatenate(([1.0], rates[:-1]))
@@ -164,7 +164,7 @@ def from_json(values: Any) -> Profile:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile atomically: other processes see the old or new file. Raises `OSError`."""
-    part = path.with_name(f"{path.name}.{token_hex(8)}.part")  # of its own: two may write at once
+    part = path.with_name(f"{path.name}.{token_hex(8)}.part")  # its own name: two processes may write at once
     try:
         part.write_text(json.dumps(to_json(profile), indent=1))
         part.replace(path)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paceline.control.protocols import StepAccounting, StepTimes
     from paceline.core.nouns import Batch, Verdict
 
-MOST_BRANCHES = 16  # tokens beside a row's drafts, as far as the drafter hands out any
+MOST_BRANCHES = 16  # branch tokens asked for beside a row's drafts; the drafter may hand out fewer, or none
 
 
 @dataclass(frozen=True, slots=True)

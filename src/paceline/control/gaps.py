@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MOST_REACH = 3.0  # nats: the likeliest token is at most 20 times as likely
-NUM_BINS = 48
-WIDTH = MOST_REACH / NUM_BINS
-MEMORY_TOKENS = 2000.0  # older tokens fade
-EAGERNESS = 4.0  # times the budget's own rate, for each token left over: answers are short
-PRIOR_TOKENS = 100.0
-PRIOR_RATE = 0.1  # mismatches a token and nat
+NUM_BINS = 48  # bins of gaps
+WIDTH = MOST_REACH / NUM_BINS  # nats
+MEMORY_TOKENS = 2000.0  # tokens that the record remembers; older ones fade
+EAGERNESS = 4.0  # each token of budget left over raises the wanted rate by so many budgets: answers are short
+PRIOR_TOKENS = 100.0  # tokens that the prior counts as
+PRIOR_RATE = 0.1  # prior: mismatches for each token and nat
 
 
 class GapRecord:
@@ -41,7 +41,7 @@ class GapRecord:
     def reach(self, budget: float, left: float) -> float:
         """Return the largest gap to keep, in nats.
 
-        budget: changed tokens a token. left: tokens that the row may change, as far as it has come.
+        budget: share of tokens that may change. left: budgeted changes that the row has not used so far.
         """
         wanted = budget * (1.0 + EAGERNESS * max(left, 0.0)) * self._tokens
         for index, count in enumerate(self._counts):

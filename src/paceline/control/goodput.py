@@ -1,7 +1,7 @@
 """Paceline's own policy: every step has the drafts with the highest expected tokens per second.
 
-After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which shares it out
-among rows. Prefill chunks are left out of the account, as their time is due in any case.
+After TurboSpec (arXiv 2406.14066), which made goodput the aim, and DSpark (arXiv 2607.05147), which allocates
+drafts to rows by it. Prefill chunks are left out of the account, as their time is due in any case.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     RowDrafts = tuple[NDArray[int64], NDArray[int64]]  # drafts of each row, and their drafter. [n] each
 
-MIN_TRIM_S = 0.006  # cost of a step's drafts from which on trimming saves more than it takes
-MORE_DRAFTS = 2  # of a row on a device, than allocated
-ROWS_TO_CHOOSE = 4  # from which on a device's choice pays for one more draft pass; not measured on a GPU yet
+MIN_TRIM_S = 0.006  # least cost of a step's drafts at which trimming saves more than it takes
+MORE_DRAFTS = 2  # drafts that a row on a device may have beyond its allocation
+ROWS_TO_CHOOSE = 4  # rows from which on a device's choice pays for one more draft pass; not measured on a GPU yet
 
 
 @noun
@@ -69,7 +69,7 @@ class Goodput:
     ) -> None:
         """Take, by drafter, `max_ks` and `priors`, known chances by depth.
 
-        honours_stops: drafters that do. late: drafters on the target's device.
+        honours_stops: drafters that obey stop rules. late: drafters on the target's device.
         """
         priors = priors or [None] * len(max_ks)
         self.choice = DrafterChoice(cost, num_rows, max_ks, priors, honours_stops)
@@ -81,7 +81,7 @@ class Goodput:
         self._step = 0
         self._tokens_per_s = 0.0  # expected of the last choice
         self._num_rows = 0  # of the last choice
-        self._drafts_s = inf  # cost of the last choice's drafts; infinite under a latency target: always trimmed
+        self._drafts_s = inf  # cost of the last choice's drafts; infinite under a latency target, to always trim
 
     def for_second_group(self) -> Goodput:
         """See `Policy.for_second_group`."""
@@ -263,11 +263,11 @@ def with_budget(
 ) -> tuple[NDArray[int64], int | None]:
     """Return each row's depth, and the drafts to verify; None without a device.
 
-    The host does not see this step's confidences there: it sends a number, and the device verifies the drafts that
-    are likeliest to be kept. Only the coupled law has drafters on a device, and it admits any choice.
-    late: drafters on the target's device. planned: as allocated, and as many are verified. stopped: as stop rules
-    let rows draft. Rows of a device draft a little deeper than allocated, so that it has drafts to choose from.
-    Each depth is a pass: many rows draft one more than the deepest allocated of their drafter, few rows none.
+    On a device the host does not see this step's confidences: it sends a number, and the device verifies so many
+    of the likeliest drafts. Only the coupled law has drafters on a device, and it admits any choice.
+    late: drafters on the target's device. planned: the allocation; its sum is verified. stopped: how far stop
+    rules let rows draft. Rows on a device draft deeper than allocated, so that it has a choice. Each depth is a
+    pass: many rows go one depth beyond the deepest allocation of their drafter, few rows do not.
     """
     (allocated, _), (ks, drafters) = planned, stopped
     on_device = np.isin(drafters, list(late)) & (allocated > 0)

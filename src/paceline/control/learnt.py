@@ -1,8 +1,8 @@
 """Learning of a controller, kept for the next engine of its kind.
 
-Kept are acceptance by depth, corrections of prices, and by load how far drafting kept its promises: numbers by
-drafter, nothing of any text. What was kept counts like a few dozen steps, and for less with each day, so that
-other traffic soon overrules it.
+The file has acceptance by depth, corrections of prices, and for each load how far drafting kept its promises.
+These are numbers by drafter, and nothing of any text. They count like a few dozen steps, and less with each day,
+so other traffic soon overrules them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 MAX_LEARNT_BYTES = 1 << 18
 MAX_AGE_DAYS = 30.0
-MIN_PASSES = 32  # of an engine, for what it learnt to be worth keeping
+MIN_PASSES = 32  # passes after which what an engine learnt is worth keeping
 SECONDS_A_DAY = 86_400.0
 
 KEPT_SD = 0.4  # logits: standard deviation that an intercept gains until the next start ...
 DAY_SD = 0.1  # ... and with each day between
-KEPT_WEIGHT_SD = 0.1  # the same for the worth of a logit of confidence
-KEPT_CONFIDENCES = 32.0  # that a kept mean counts
-KEPT_STEPS = 16  # that a kept price counts
-KEPT_KEY_VARIANCE = 0.1  # in measured prices of a key, squared
-MAX_FACTOR = 16.0  # of a price against what was measured, or of a promise: beyond it nothing is believed
+KEPT_WEIGHT_SD = 0.1  # standard deviation that the confidence weight gains until the next start
+KEPT_CONFIDENCES = 32.0  # most confidences that a kept mean counts as
+KEPT_STEPS = 16  # most steps that a kept price counts as
+KEPT_KEY_VARIANCE = 0.1  # variance of a kept price of a key, in measured prices squared
+MAX_FACTOR = 16.0  # largest ratio of a price to its measurement, or of gain to promise, that is believed
 MAX_VARIANCE = 64.0
 MAX_S = 60.0
 
@@ -85,7 +85,7 @@ class KeptPrices(Struct, frozen=True, forbid_unknown_fields=True):
     draft_steps: Annotated[list[_Count], _FEW]
     host_row_s: Annotated[list[_Seconds], _TWO]
     host_seen: Annotated[list[_Count], _TWO]
-    read_token_s: Annotated[list[_Seconds], _FEW] = []  # of reading texts, by drafter; empty: of a version before
+    read_token_s: Annotated[list[_Seconds], _FEW] = []  # of reading, by drafter; empty in older versions' files
 
 
 class KeptRatio(Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class Learnt(Struct, frozen=True, forbid_unknown_fields=True):
     passes: _Count  # of all engines whose knowledge is in it
     acceptance: Annotated[dict[Annotated[str, Meta(max_length=64)], KeptAcceptance], _FEW]
     prices: KeptPrices | None
-    loads: Annotated[dict[int, tuple[KeptRatio | None, KeptRatio | None]], _FEW]  # by bits of the rows
+    loads: Annotated[dict[int, tuple[KeptRatio | None, KeptRatio | None]], _FEW]  # by `load_of` the rows
     format: Literal["paceline learnt 2"] = "paceline learnt 2"
 
     @property
@@ -132,16 +132,16 @@ def from_bytes(data: bytes) -> Learnt:
 
 @dataclass(frozen=True, slots=True)
 class KeptLearning:
-    """Learning of an engine before, with its age."""
+    """Learning of an earlier engine, with its age."""
 
     learnt: Learnt
     days: float
 
     @classmethod
     def usable(cls, learnt: Learnt, key: str, now_s: float) -> Self:
-        """Take what was kept by this kind of engine and is not too old.
+        """Take what was kept, if by this kind of engine and not too old.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` otherwise.
         """
         if learnt.key != key:
             raise ConfigError("it is of another model, machine or build")
@@ -274,5 +274,5 @@ def _take_prices(cost: OnlineCost, kept: KeptPrices) -> None:
 
 
 def _counted(steps: Sequence[int]) -> NDArray[int64]:
-    """Return how many steps kept ones count for."""
+    """Return how many steps a kept number of steps counts as."""
     return np.minimum(steps, KEPT_STEPS)

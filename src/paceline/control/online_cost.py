@@ -1,8 +1,8 @@
 """Prices of steps, corrected online: measured costs follow the machine with every real step.
 
-The ratio of measured to predicted time is split into a factor that all steps share (machine drift), followed
-quickly, and the own error of a size of pass or of a drafter, followed slowly. The price of a key is a Kalman
-filter of one number. Reasons are in docs/guide/auto.md, "What a step costs".
+The ratio of measured to predicted time is split in two. One part is a factor that all steps share (machine drift);
+it is followed quickly. The other is the error of a size of pass or of a drafter; it is followed slowly. A Kalman
+filter of one number has the price of a key. Reasons are in docs/guide/auto.md, "What a step costs".
 
 The arithmetic of learning and of choosing is compiled; `tests/oracles/online_cost.py` is the same in Python.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from paceline.control.policy import Decision, Drafted, Outcomes, StepView
     from paceline.control.protocols import Candidates, KnownDrafters, StepCost
 
-MAX_ERROR = 2.0  # of a prediction, as a share of a step's time; larger errors count as this one
-MAX_SURPLUS = 0.5  # of a pass, that may be for unexpected experts
+MAX_ERROR = 2.0  # largest error of a prediction, as a share of a step's time; larger ones count as this
+MAX_SURPLUS = 0.5  # largest share of a pass's time that unexpected experts may explain
 PRICE_EVERY = 8  # steps for which marginal prices hold: contexts grow slowly
 SIMILAR_TOKENS = 1 / 8  # share of a pass's tokens by which it may change before drafts are priced again
 
@@ -93,7 +93,7 @@ class OnlineCost(CorrectedPrices):
     def learn_reading(self, view: StepView, decision: Decision, outcomes: Outcomes) -> tuple[Outcomes, float]:
         """Learn what drafters read of texts in a step.
 
-        Returns the outcomes with the seconds of that told from those of drafting, and how many were expected.
+        Returns the outcomes, with the seconds of reading taken out of `draft_s`, and the seconds expected for it.
         """
         read = self.reading.take_in(view, decision, outcomes) if self.reading.is_priced else None
         if read is None:
@@ -110,9 +110,9 @@ class OnlineCost(CorrectedPrices):
     ) -> StepAccounting:
         """Compare a step with its predicted time, and correct the prices.
 
-        settled: the step before had drafts if this one has. A pass without drafts takes longer after one with
-        drafts, as drafting displaces its data from the caches, so it does not tell what plain decoding costs.
-        Steps without drafts of `MANY_ROWS` rows say nothing of the host either: most of those reuse a plan.
+        settled: this step drafts, or the step before it did not. A pass without drafts takes longer after a step
+        with drafts, as drafting displaces its data from the caches, so it does not tell what plain decoding costs.
+        Plain steps of `MANY_ROWS` rows or more do not correct the host's time: most such steps reuse a plan.
         """
         o, ks, drafters = outcomes, outcomes.num_drafted, outcomes.drafters
         if ks is None:
@@ -136,7 +136,7 @@ class OnlineCost(CorrectedPrices):
 
 @dataclass(slots=True)
 class Predictions:
-    """Predictions of a controller that knows costs against real steps; all zero without one."""
+    """Predicted times against those of real steps; all zero if the controller predicts nothing."""
 
     step_s: float = 0.0  # time of the predicted steps
     error_s: float = 0.0  # sum of the absolute errors of the predictions
@@ -163,12 +163,12 @@ class Predictions:
 
     @property
     def error(self) -> float | None:
-        """Mean prediction error as a share of the time; None without any. Stalls count most."""
+        """Mean prediction error as a share of the time; None without steps. Stalls count most."""
         return self.error_s / self.step_s if self.step_s else None
 
     @property
     def median_error(self) -> float | None:
-        """Median prediction error as a share of a step's time, to a per cent."""
+        """Median prediction error as a share of a step's time, rounded to a per cent."""
         half = sum(self.errors) / 2
         passed = accumulate(self.errors)
         return next((percent / 100 for percent, steps in enumerate(passed) if steps > half), None)
@@ -179,11 +179,11 @@ class MarginalPrices:
 
     def __init__(self, num_drafters: int, max_k: int) -> None:
         self.seconds: NDArray[float64] = np.zeros((num_drafters, max_k))  # of 1, 2, ... drafts of each row
-        self.seconds_of_half = self.seconds  # for half of the rows: the deeper, the fewer rows share a draft pass
+        self.seconds_of_half = self.seconds  # if half of the rows draft: deep draft passes have fewer rows
         self.num_rows = 1  # rows that `seconds` are for
         self.num_half = 1  # half of them
-        self._pass_tokens = 0  # of the pass that they hold for
-        self._period = 0  # number of the period in which they were renewed
+        self._pass_tokens = 0  # tokens of the pass that the prices hold for
+        self._period = 0  # number of the period in which the prices were renewed
 
     def renew(self, cost: StepCost, view: StepView, step: int) -> None:
         """Price drafts again after a period, or when many tokens came or went."""

@@ -1,9 +1,9 @@
 """Overlap of one group's drafting with the other's pass: does it pay?
 
-All rows together take V + t: the pass with the host's time around it, then drafting. Two groups take max(V1, t2) +
-max(V2, t1) if drafters have a device of their own; on the target's own device everything adds up. V1 + V2 is V
-plus once more the fixed cost A of a pass, so overlap pays where drafting takes longer than A: with equal halves
-and t <= V, just where t > A. So it does not pay for cheap drafters, however good they are.
+All rows together take V + t: V is the pass with the host's time around it, t is drafting. Two groups take
+max(V1, t2) + max(V2, t1) if drafters have a device of their own; on the target's device all four add up. V1 + V2
+is V + A: the fixed cost A of a pass is paid twice. So overlap pays if drafting takes longer than A; with equal
+halves and t <= V, exactly if t > A. It does not pay for cheap drafters, however good they are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     Part = tuple[NDArray[int64], NDArray[int64], NDArray[int64]]  # lengths, drafts and drafters of some rows
 
-BEGIN_MARGIN = 0.03  # by which overlap must promise to win before it begins
+BEGIN_MARGIN = 0.03  # share by which overlap must promise to win before it begins
 ASK_EVERY = 8  # steps between two comparisons
-MIN_RATE = 0.02  # share of the means of a kind of step that one step replaces
-MAX_STALL = 4.0  # times the mean step that one step may count for
+MIN_RATE = 0.02  # least share of the means that one step of their kind replaces
+MAX_STALL = 4.0  # one step counts as at most so many mean steps
 FADE = 1 / 256  # share of what is known of overlap that is lost with each comparison while it is off
 
 
@@ -153,10 +153,10 @@ class _Throughput:
 
 
 class OverlapSwitch:
-    """Decides whether to overlap two groups: a margin begins it, no gain ends it.
+    """Switches overlap on when it gains more than a margin, off when it gains nothing.
 
-    Once overlapped steps were seen, measured tokens per second decide: two passes at once share memory and caches,
-    which is in no price. What is known of overlap fades while it is off, so that it is tried again.
+    Once overlapped steps were seen, measured tokens per second decide: no price knows that two passes at once
+    share memory and caches. What is known of overlap fades while it is off, so that it is tried again.
     """
 
     def __init__(self, *, apart: bool) -> None:
@@ -185,7 +185,7 @@ class OverlapSwitch:
         return self._kinds.setdefault((on, rows.bit_length()), _Throughput())
 
     def _note(self, loop: ClosedLoop, now_s: float) -> None:
-        """Learn from the step since the last answer, if rows stayed, without prefill."""
+        """Learn from the step since the last answer, if as many rows ran, without prefill."""
         loops = (loop, loop.second_group) if self.on else (loop,)
         views = [one.view for one in loops if one.view is not None]
         rows, tokens = sum(view.num_rows for view in views), loop.num_tokens

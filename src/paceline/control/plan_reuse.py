@@ -1,9 +1,9 @@
 """Keeping a plan: reuse for some steps, and hysteresis between speculation and plain decoding.
 
-With many rows a step brings hardly more than choosing costs, so a choice holds for several steps. With few rows it
-holds while nothing new would change it. Both kinds of step, with drafts and without, miss their promise by as much
-as there is to gain with many rows, so real steps of about as many rows scale it; see docs/guide/auto.md,
-"Hysteresis" and "Plan reuse".
+With many rows a new choice gains hardly more than choosing costs, so a choice holds for several steps. With few
+rows it holds while nothing new would change it. Steps with drafts and without miss their promises, and with many
+rows by as much as drafting could gain. So promises are scaled by what real steps of about as many rows kept of
+theirs; see docs/guide/auto.md, "Hysteresis" and "Plan reuse".
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ REUSE_STEPS = 8  # steps that a plan may serve
 PREVIEW_TOKENS_TO_REPLAN = 6  # length of a preview that ends reuse: other drafters hardly propose more
 MANY_ROWS = 8  # rows from which on any plan is reused
 DRAFTING_STEPS = 4  # steps that a plan to draft serves for many rows ...
-MAX_PLAIN_STEPS = 16  # ... and the most for a plan not to draft, which lasts twice as long when it is made again
+MAX_PLAIN_STEPS = 16  # ... and the most for a plan not to draft; made again, it serves twice as many
 
-BEGIN_MARGIN = 0.01  # by which speculation must promise to win before it begins
+BEGIN_MARGIN = 0.01  # share by which speculation must promise to win before it begins
 STEP_RATE = 0.05  # share of a mean that one step replaces; less where rows are few:
 MEAN_ROWS = 200  # a mean is over at least 200 rows, as one row's gain varies from step to step
-FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets, as it learns no more ...
+FADE = 1 / 64  # share of what is known of drafting that a choice not to draft forgets: nothing renews it ...
 FADE_STEPS = 8  # ... and again for every 8 steps that reused the choice
-PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # rows, but at least steps, assumed to have kept their promise of tokens
-PRIOR_STEPS = 8.0  # the most steps that are assumed to have kept their promise of time, which varies less
+PRIOR_ROWS, MIN_PRIOR_STEPS = 128.0, 3.0  # prior: at least so many rows and steps gained the promised tokens
+PRIOR_STEPS = 8.0  # prior: at most so many steps took the time that was promised; time varies less than tokens
 
 
 # Reuse -------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class PlanReuse:
     def keep(self, view: StepView, plan: Decision, *, lasting: bool) -> None:
         """Remember a plan; drafters that it retires are retired once. lasting: it is no experiment.
 
-        Where a preview is taken, as where texts repeat themselves, every step is chosen anew.
+        A plan that uses a preview, as where texts repeat themselves, holds for its step only.
         """
         self._view, self._plan = view, replace(plan, retired=()) if plan.retired else plan
         many = view.num_rows >= MANY_ROWS and view.previews.keys().isdisjoint(plan.drafters.tolist())
@@ -110,7 +110,7 @@ class PlanReuse:
     def _for_rows_of(self, view: StepView) -> Decision:
         """Return the plan for a view with new rows, which do not draft yet.
 
-        A request in the row of one that ended takes over what was chosen for that.
+        A new request takes over what was chosen for the ended request whose row it has.
         """
         plan = self._plan
         if not plan.ks.any():
@@ -138,7 +138,7 @@ class PlanReuse:
 
 
 def _previewed(view: StepView) -> int:
-    """Return the most drafts that any row is previewed."""
+    """Return the length of the longest preview."""
     return max([preview.shape[1] for preview in view.previews.values()], default=0)
 
 
@@ -163,11 +163,11 @@ class KindMeans:
     promised_tokens: float = 0.0
     promised_s: float = 0.0
     seen: int = 0
-    first_ratio: float | None = None  # before a step was seen, as learnt elsewhere
+    first_ratio: float | None = None  # realised ratio before a step was seen, as learnt elsewhere
 
     @property
     def known(self) -> bool:
-        """True if the ratio is of steps, here or elsewhere."""
+        """True if the ratio comes from real steps, seen here or elsewhere."""
         return bool(self.seen) or self.first_ratio is not None
 
     @property
@@ -185,7 +185,7 @@ class KindMeans:
         token_rate = max(least, 1 / (prior + self.seen))
         if self.seen == 1:
             self.tokens, self.promised_tokens, self.promised_s = promised_tokens, promised_tokens, promised_s
-            self.seconds = promised_s / (self.first_ratio or 1.0)  # in times, which are believed sooner
+            self.seconds = promised_s / (self.first_ratio or 1.0)  # not in tokens: times are believed sooner
         self.tokens += token_rate * (tokens - self.tokens)
         self.seconds += rate * (min(seconds, 2 * promised_s) - self.seconds)
         self.promised_tokens += token_rate * (promised_tokens - self.promised_tokens)
@@ -260,7 +260,7 @@ class Hysteresis:
         self._promised = promised
 
     def learn(self, outcomes: Outcomes) -> None:
-        """Compare a step without prefill with its promise, if rows stayed."""
+        """Compare a step without prefill with its promise, if as many rows ran."""
         promised = self._promised
         if promised is None or promised.rows != len(outcomes.rows):
             return

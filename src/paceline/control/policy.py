@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Count = int | NDArray[int64]  # of one pass, or of each of several
 
 NONE = -1  # index in place of a drafter: the row decodes plainly
-MIN_PLAIN_TOKENS = 1e-9  # of a step without drafts: speedups divide by them
+MIN_PLAIN_TOKENS = 1e-9  # least tokens of a step without drafts, as speedups divide by them
 
 
 @noun
@@ -32,7 +32,7 @@ class Work:
     """Work of one target pass, or of each of several."""
 
     tokens: Count  # token rows: newest tokens, drafts and prefill
-    unscored: Count = 0  # prefill tokens among them whose successor is not asked for
+    unscored: Count = 0  # prefill tokens among them whose logits are not wanted
     kv_tokens: Count = 0  # cached keys that are read, each row's counted once
     pairs: Count = 0  # (token row, key) pairs of attention
 
@@ -161,7 +161,7 @@ def plain(view: StepView) -> Decision:
     return Decision(np.zeros(view.num_rows, np.int64), np.full(view.num_rows, NONE))
 
 
-# Reading rounds, one compiled call each: attributes of Python objects are cold after a pass ----------------
+# Arrays of a step, one compiled call each: after a pass, attributes of Python objects are slow to read -----
 
 
 def drafted_of(batch: Batch, draft: Draft, indices: dict[str, int]) -> Drafted:
@@ -184,7 +184,7 @@ def outcomes_of(
     seconds: tuple[float, float, float, float],
     touched: tuple[float, ...] = (),
 ) -> tuple[Outcomes, Work]:
-    """Return the outcome of a round, and the work of its prefill chunks.
+    """Return the outcome of a step, and the work of its prefill chunks.
 
     indices: as for `drafted_of`. seconds: of drafting, of the target pass, of the host, and of waiting.
     touched: as `StepTimes.touched`.

@@ -1,6 +1,6 @@
 """Probes of one group of rows: when they are due, and what they may cost.
 
-Each kind of probe has a hundredth of the time; see docs/guide/auto.md, "Exploration and retirement".
+Each kind of probe may take a hundredth of the time; see docs/guide/auto.md, "Exploration and retirement".
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from paceline.control.policy import NONE
 
-EXPLORED_SHARE = 0.01  # of all time, for each kind of probe
-SAVED_UPWARD_STEPS = 4  # steps' time saved up for upward probes, at most: a good spell must not pay for a bad one
+EXPLORED_SHARE = 0.01  # share of all time for each kind of probe
+SAVED_UPWARD_STEPS = 4  # most steps' time saved up for upward probes: a good spell must not pay for a bad one
 SAVED_PLAIN_STEPS = 16  # the same for plain probes
 PLAIN_EVERY = 96  # steps between two plain probes, at most ...
-MIN_PLAIN_EVERY = 8  # ... and at least: with many rows, they come as often as that hundredth pays for
-FREE_PLAIN_PROBES = 3  # first plain probes, after 2, 4 and 8 steps, that cost what they may
+MIN_PLAIN_EVERY = 8  # ... and at least: with many rows, they come as often as `EXPLORED_SHARE` pays for
+FREE_PLAIN_PROBES = 3  # first plain probes, after 2, 4 and 8 steps, which no budget limits
 CHECK_EVERY = 32  # steps between two checks of what could pay: a probe costs what some thirty steps earn
-FEW = 0  # load of few rows: there is so much to gain that what plain steps realise decides nothing
+FEW = 0  # load class of few rows: drafts gain so much there that what plain steps realise decides nothing
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class ProbeBudget:
 
     saved_steps: int  # most steps' time that is saved up
     seconds: float = 0.0  # negative: owed
-    most: float = 0.0  # seconds that are saved up
+    most: float = 0.0  # most seconds that are saved up
 
     def earn(self, step_s: float) -> None:
         """Add a share of a step's time."""
@@ -33,9 +33,9 @@ class ProbeBudget:
         self.seconds = min(self.seconds + EXPLORED_SHARE * step_s, self.most)
 
     def afford(self, seconds: float) -> bool:
-        """Pay if the budget has that much, or all that it may have; return whether.
+        """Pay if the budget has that much or is full; return whether it paid.
 
-        What a probe costs beyond that is owed: a price that is too high to be tried would never be corrected.
+        A full budget owes what a probe costs beyond it: a price too high to be tried would never be corrected.
         """
         if seconds > 0 and self.seconds < min(seconds, self.most):
             return False
@@ -67,7 +67,7 @@ class Probes:
         """Return whether this step should not draft.
 
         drafts: some are chosen. gain: share of plain decoding's speed that drafts promise to add. loss_s: time
-        that a step without them loses. load: class of the rows, `FEW` of few.
+        that a step without them loses. load: class of the number of rows, `FEW` if they are few.
         """
         second, self.second_plain = self.second_plain, False
         known, wait = self.num_plain.get(load, 0), float(PLAIN_EVERY)

@@ -1,6 +1,6 @@
 """Interfaces of control: controllers, policies, prices, traces, and the plain values that they exchange.
 
-The engine talks to a `Controller`. `ClosedLoop` is one around a `Policy`, which asks a `StepCost` for prices.
+The engine talks to a `Controller`, such as `ClosedLoop`, whose `Policy` asks a `StepCost` for prices.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Controller(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps what controllers learn for later engines."""
+    """Stores what controllers learnt, for later engines."""
 
     def now_and_then(self, controller: Controller) -> None:
-        """Keep it if that was not done for a while; called with each request."""
+        """Store what was learnt, if not done for a while; called with each request."""
 
     def keep(self, controller: Controller) -> None:
-        """Keep it."""
+        """Store what was learnt."""
 
 
 class TraceSink(Protocol):
@@ -114,7 +114,7 @@ class TraceSink(Protocol):
     def learnt(self, outcomes: Outcomes, prefill: Work, group: int, paid: Outcomes | None = None) -> None:
         """Note the outcome of a group's step, and the work of its prefill.
 
-        paid: as of `ClosedLoop.learn`.
+        paid: as for `ClosedLoop.learn`.
         """
 
 
@@ -125,7 +125,7 @@ class Policy(Protocol):
     """Decides how far to draft."""
 
     def wants_preview(self, num_rows: int, unavailable: frozenset[int]) -> bool:
-        """Return whether to query lookup drafters for the next view; arguments as in that."""
+        """Return whether to query lookup drafters for the next view; arguments as in a view."""
 
     def for_second_group(self) -> Policy:
         """Return a policy for a second group: the same estimates, its own choices."""
@@ -207,7 +207,7 @@ class StepCost(Protocol):
     def reading_s(self, view: StepView, *, one_step: bool = False) -> NDArray[float64]:
         """Return the seconds of reading what each drafter lacks of each row's text. [num_drafters, n]
 
-        one_step: of that, what it reads in a step for this row alone.
+        one_step: only the part that the drafter reads in one step, if it reads for this row alone.
         """
 
     @property

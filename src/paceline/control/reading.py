@@ -1,9 +1,9 @@
 """Price of the text that drafters have not read yet.
 
-A drafter that is a model of its own reads a text when it first drafts for its row, and again what was written
-while it did not draft: in pieces, if one step may not read so much. That may take as long as a dozen steps, and
-pays only by the drafts of the rest of the answer. How long that is nobody knows: as long as the mean answer,
-whatever was written of it.
+A drafter that is a model of its own reads a row's text before its first draft, and later what was written while it
+did not draft. It reads in pieces if one step may not read so much. Reading may take as long as a dozen steps, and
+pays only by the drafts of the rest of the answer. Nobody knows how long the rest is. It is taken to be a mean
+answer, however much was written.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 PRIOR_READ_TOKENS = 64.0  # tokens that the price known at start counts for
 MAX_READ_TOKENS = 4096.0  # tokens read that a price remembers
 PRIOR_ANSWER_TOKENS = 128.0  # length of one answer that is assumed before any has ended
-MAX_ANSWERS = 64  # that the mean length of an answer remembers
-FEW_UNREAD = 16  # tokens that a drafter may lack of each row at the price of drafting alone
-NOT_ADMITTED = 1 << 40  # tokens read of a row that nobody admitted: all
+MAX_ANSWERS = 64  # answers that the mean length remembers
+FEW_UNREAD = 16  # tokens of a row that a drafter may lack: reading so few is in the price of drafting
+NOT_ADMITTED = 1 << 40  # tokens read of a row that was never admitted: it counts as read
 
 
 class ReadLimits(NamedTuple):
     """Most tokens that a drafter reads beyond drafting; see `Needs` of drafters."""
 
-    row: int = 0  # of one row's text
-    step: int = WHOLE_TEXT  # in one step, of all rows; those that lack least come first
+    row: int = 0  # most tokens of one row's text
+    step: int = WHOLE_TEXT  # most tokens in one step, of all rows; rows that lack least come first
 
 
 def first_prices(measured: MeasuredCost) -> NDArray[float64]:
     """Return the seconds in which each drafter reads a token, before any was read. [num_drafters]
 
-    It is the target's price, in the proportion of their steps.
+    It is the target's price of a prompt token, scaled by the drafter's time for one row to the target's.
     """
     passes = measured.target.by_tokens
     one_s, most = float(passes(1)), int(passes.counts[-1])
@@ -62,8 +62,8 @@ class TextReading:
         self.is_priced = bool(self._most.any())  # some drafter reads
         self._weights = np.full(len(token_s), PRIOR_READ_TOKENS)
         self._read = np.zeros((len(token_s), 0), np.int64)  # [num_drafters, num_rows]
-        self._num_tokens, self._num_answers = PRIOR_ANSWER_TOKENS, 1.0  # written, and ended
-        self._num_rows = 0  # whose answers are being written, half of each on average
+        self._num_tokens, self._num_answers = PRIOR_ANSWER_TOKENS, 1.0  # tokens written, and answers ended
+        self._num_rows = 0  # rows whose answers are being written: on average each answer is half done
 
     @property
     def answer_tokens(self) -> float:
@@ -91,7 +91,7 @@ class TextReading:
         self._read[drafter, self._read[drafter] < NOT_ADMITTED] = 0
 
     def _make_room(self, row: int) -> None:
-        """Make room for rows up to this one, all of whose text is read."""
+        """Make room for rows up to this one; new rows count as read."""
         more = row + 1 - self._read.shape[1]
         if more > 0:
             self._read = np.pad(self._read, ((0, 0), (0, more)), constant_values=NOT_ADMITTED)
@@ -99,7 +99,7 @@ class TextReading:
     def seconds(self, view: StepView, drift: float, *, one_step: bool = False) -> NDArray[float64]:
         """Return the seconds of reading what each drafter lacks of each row. [num_drafters, n]
 
-        one_step: of that, what it reads in a step for this row alone.
+        one_step: only the part that the drafter reads in one step, if it reads for this row alone.
         """
         self._make_room(int(view.rows.max(initial=-1)))
         most = np.minimum(self._most, self._most_in_step) if one_step else self._most
@@ -112,8 +112,8 @@ class TextReading:
     ) -> tuple[NDArray[int64], NDArray[int64]] | None:
         """Note what was read in a step; return each row's tokens and drafter. [n] each
 
-        None if they are few, as the price of drafting holds those. A row that was asked for drafts and has none
-        was read in part, if its text was too long for the step.
+        None if the tokens are few: the price of drafting includes those. A row that was planned to draft and has
+        no drafts was read in part, if its text was too long for the step.
         """
         o, rows, lengths = outcomes, outcomes.rows, view.lengths
         self._num_rows = len(rows)
@@ -129,7 +129,7 @@ class TextReading:
             drafted = o.num_drafted > 0
             drafters, asked = np.where(drafted, o.drafters, drafters), asked | drafted
         before = self._read[drafters, rows]
-        known = np.maximum(before, lengths - 1 - self._most[drafters])  # what lies before is not read
+        known = np.maximum(before, lengths - 1 - self._most[drafters])  # older tokens are never read
         lacking = np.where(asked, np.maximum(lengths - known, 0), 0)  # with the newest token, as drafting reads it
         fitting = lacking if drafted.tolist() == asked.tolist() else self._fitting(lacking, drafters)
         pieces = np.where(fitting < lacking, fitting, 0)

@@ -1,7 +1,7 @@
 """Routing: the replica that a request goes to.
 
-A policy prices every replica, and the router takes the cheapest one that may have the request. Equal ones take
-turns. There is no clock and no network here: the fleet and the simulator pass in what they know.
+A policy prices every replica, and the router takes the cheapest replica that may have the request. Equally cheap
+replicas take turns. There is no clock and no network here: the fleet and the simulator pass in what they know.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from numpy import bool_, float64, int64
     from numpy.typing import NDArray
 
-COUNTED_REQUESTS = 256  # of one generation of page counts; two generations are read
+COUNTED_REQUESTS = 256  # requests in one generation of page counts; the last two generations are read
 COUNTED_PAGES = 512  # first pages of a prompt that are counted; later ones are as common as the last of these
-FEW = 2  # requests that share a page at least before it can be common
+FEW = 2  # a page that no more requests than this share is never common
 MEAN_RATE = 0.02  # share of the mean prompt that one more prompt replaces
-RECENT_REQUESTS = 16  # of each replica on average, after which a request counts 1/e
-MAX_WEIGHT = 1e9  # of the newest request, before all are scaled down
+RECENT_REQUESTS = 16  # later requests for each replica, on average, after which a request counts 1/e
+MAX_WEIGHT = 1e9  # weight of the newest request at which all weights are scaled down
 
 Why = Literal["pages", "load", "turn", "only"]
 
@@ -71,7 +71,7 @@ class Columns:
     may: NDArray[bool_]  # it may have the request
     open_rows: NDArray[int64]
     wait_s: NDArray[float64]  # until all prompts sent there are computed
-    prefill_s: NDArray[float64]  # of a token
+    prefill_s: NDArray[float64]  # seconds of a prompt token
     token_s: NDArray[float64]  # seconds per token of a row, with one more row
     slower_s: NDArray[float64]  # by how much one more row delays a token of each row
     hit_pages: NDArray[int64]
@@ -82,9 +82,9 @@ class RoutingPolicy(Protocol):
 
     @property
     def why(self) -> Why:
-        """Strongest reason that it has.
+        """Strongest reason that this policy has for a choice.
 
-        With "pages", that is told where the chosen replica keeps most pages, and else "load".
+        A policy with "pages" gives this reason if the chosen replica keeps the most pages, else "load".
         """
 
     def prices(self, request: RequestView, replicas: Columns, recent: NDArray[float64]) -> NDArray[float64]:
@@ -135,16 +135,16 @@ def columns(request: RequestView, views: Sequence[ReplicaView]) -> Columns:
 class Seconds:
     """Predicted seconds: queue, own prefill, own answer, and the delay of others.
 
-    Three corrections of the bare sum keep few replicas from having all. A token computed anew counts `anew` times,
-    as it will be computed once more when it is evicted. An open row costs at least `open_share` of the prefill of
-    a mean prompt, as it takes so much of the cache. A request that the replica got lately costs `recent_share` of
-    it, as it left pages there: else an idle replica never fills its cache while another evicts pages for new ones.
+    Three corrections of the bare sum keep a few replicas from having all requests. A token computed anew counts
+    `anew` times, as it will be computed once more when it is evicted. An open row costs at least `open_share` of
+    the prefill of a mean prompt, as it takes so much of the cache. A request that the replica got lately costs
+    `recent_share` of it, as it left pages there: else an idle replica's cache stays empty while others evict.
     """
 
     anew: float = 1.5
     open_share: float = 0.125
     recent_share: float = 0.05
-    answer_tokens: int = 256  # that an answer is taken to have
+    answer_tokens: int = 256  # tokens that an answer is taken to have
     why: Why = "pages"
     _mean_prompt: float = field(default=0.0, init=False)
 
@@ -174,7 +174,7 @@ class CommonPages:
     """
 
     def __init__(self) -> None:
-        self._counts: list[Counter[Hashable]] = [Counter(), Counter()]  # of this generation and of the last
+        self._counts: list[Counter[Hashable]] = [Counter(), Counter()]  # counts of this generation and of the last
         self._requests = [0, 0]
 
     def count(self, page_hashes: Sequence[Hashable], num_replicas: int) -> int:
@@ -266,7 +266,7 @@ class RecentRequests:
         return np.fromiter(weights, np.float64, len(names)) / self._newest
 
     def add(self, name: str, num_replicas: int) -> None:
-        """Count a request of a fleet of so many."""
+        """Count a request that this replica got, in a fleet of so many."""
         self._newest *= 1 + 1 / (RECENT_REQUESTS * num_replicas)
         self._weights[name] = self._weights.get(name, 0.0) + self._newest
         if self._newest > MAX_WEIGHT:

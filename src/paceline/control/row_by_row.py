@@ -1,9 +1,9 @@
 """Choices row by row, for steps that one compiled call cannot plan, and latency targets.
 
-Rows are told apart where requests name a drafter or a time per output token, and where costs are a table of whole
+These choices serve when requests name a drafter or a time per output token, and when costs are a table of whole
 steps.
 
-A row's time per output token is that of its whole answer, so what counts is how late it is against its target.
+A row's time per output token is a mean over its answer, so what counts is how late the row is against its target.
 Tokens of rows that are late weigh more when drafts are allocated, and prefill that would make a row late waits.
 """
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from paceline.control.protocols import KnownDrafters, PlanContext, StepCost
 
 THROUGHPUT, LATENCY = "throughput", "latency"
-MIN_PREFILL_TOKENS = 16  # in a step, however late rows are: new requests must get on
+MIN_PREFILL_TOKENS = 16  # least prefill tokens in a step, however late rows are: new requests must get on
 MAX_AHEAD_TOKENS = 16  # tokens' time by which a row may be ahead of its target, to be spent on prefill
-MAX_WEIGHT = 4.0  # of a token of a row that is late
+MAX_WEIGHT = 4.0  # largest weight of a token of a late row
 MS_PER_S = 1000.0
 
 
@@ -66,7 +66,7 @@ class KnowsDrafters(Protocol):
 def choose_row_by_row(
     choice: KnowsDrafters, view: StepView, at: PlanContext, weights: NDArray[float64] | None
 ) -> StepChoice:
-    """Choose each row's drafter, then how far each goes. weights: of tokens, [n]."""
+    """Choose each row's drafter, then its draft length. weights: of a row's tokens, [n]."""
     base, prefill_s = with_prefill(choice.cost, view)
     alive = choice.expected(view)
     drafters = choice.assignment.assigned(view, at, alive)

@@ -6,8 +6,8 @@ both as shares of what is allowed. The larger share is the strain.
 
 Hysteresis: a fleet grows if the strain of the window is above `grow_above`, to the smallest size that is not. It
 shrinks by one if the strain at one replica less would be below `shrink_below`, which is smaller. So a load that
-stays the same never makes it grow and then shrink, or shrink and then grow. Load that comes in bursts does, so a
-`Scaler` shrinks only to the most that was wanted for some time.
+stays the same never makes it grow and then shrink, or shrink and then grow. Load in bursts would, so a `Scaler`
+shrinks only to the largest size that was wanted for some time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     Snapshot = Sequence[ReplicaView]  # all replicas of a fleet at one time
 
-WINDOW_S = 30.0  # of snapshots that are looked at
-QUANTILE = 0.9  # of their strains
-LONG_PROMPT = 2.0  # times the backlog that is allowed, which a replica counts for at most: one prompt is no queue
-SHRINK_AFTER_S = 180.0  # for which fewer replicas must have been wanted: three times what one takes to start
+WINDOW_S = 30.0  # seconds of snapshots that are looked at
+QUANTILE = 0.9  # quantile of the snapshots' strains that counts
+LONG_PROMPT = 2.0  # a replica's backlog counts as at most so many allowed ones: one long prompt is no queue
+SHRINK_AFTER_S = 180.0  # seconds for which fewer replicas must be wanted: three times a replica's start
 MAX_REPLICAS = 4096
 
 
@@ -80,7 +80,7 @@ def strain(snapshots: Sequence[Snapshot], size: int, objective: ScalingObjective
 
 def _strain(snapshot: Snapshot, size: int, objective: ScalingObjective) -> float:
     """Return the strain of a load that is spread evenly over replicas like these."""
-    tables = {id(v.step_s_by_rows): v.step_s_by_rows for v in snapshot}.values()  # hashing them takes longer
+    tables = {id(v.step_s_by_rows): v.step_s_by_rows for v in snapshot}.values()  # hashing tables takes longer
     rows = ceil(sum(v.open_rows for v in snapshot) / size)
     most_s = LONG_PROMPT * objective.backlog_s
     backlog_s = sum(min(v.backlog_tokens * v.prefill_s_per_token, most_s) for v in snapshot) / size

@@ -1,7 +1,7 @@
 """Tails of roll-outs: where the last long answers go once no further request comes.
 
-`spread` evens rows out: each replica has fewer of them, so speculation is deeper and the last answer ends sooner.
-`pack` gathers them on few replicas and frees the others, for a trainer that waits for their cores.
+`spread` evens rows out: the fullest replica has fewer, so speculation is deeper and the last answer ends sooner.
+`pack` gathers the rows on few replicas and frees the others, for a trainer that waits for their cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OFF, SPREAD, PACK = "off", "spread", "pack"
 MOST_ROWS = 4096
 _ROWS = re.compile("[0-9]{1,4}")
-HORIZON_TOKENS = 256  # that an answer of the tail is taken to have before it
+HORIZON_TOKENS = 256  # tokens that an answer of the tail is taken to have still to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TailRule:
     """Choice of what is done with a tail."""
 
     kind: str = OFF
-    rows: int = 0  # of a replica that others are packed onto, at most
+    rows: int = 0  # most rows of a replica that others' rows are packed onto
 
 
 def parse_tail(text: str) -> TailRule:
@@ -44,7 +44,7 @@ def parse_tail(text: str) -> TailRule:
 def to_free(rows: Sequence[int], most: int) -> int | None:
     """Return the replica with the fewest rows if the others have room, else None.
 
-    rows: of each replica. most: rows that one may have.
+    rows: of each replica. most: rows that a replica may have.
     """
     if len(rows) < 2 or sum(rows) > most * (len(rows) - 1):
         return None
@@ -54,7 +54,7 @@ def to_free(rows: Sequence[int], most: int) -> int | None:
 def to_even(replicas: Sequence[ReplicaView], tokens: int) -> tuple[int, int] | None:
     """Return who gives a row and who takes it, None if that gains nothing.
 
-    tokens: that the row's new replica computes anew. The gain is that of the row itself over the horizon.
+    tokens: number that the row's new replica computes anew. Only the row's own gain counts, over `HORIZON_TOKENS`.
     """
     if len(replicas) < 2:
         return None
@@ -68,6 +68,6 @@ def to_even(replicas: Sequence[ReplicaView], tokens: int) -> tuple[int, int] | N
 
 
 def _step_s(replica: ReplicaView, rows: int) -> float:
-    """Return seconds per token of each row. What is not known grows with the rows."""
+    """Return seconds per token of each row; beyond the table they grow with the rows."""
     table = replica.step_s_by_rows
     return table[rows - 1] if rows <= len(table) else table[-1] * rows / len(table)

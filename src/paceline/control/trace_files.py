@@ -146,8 +146,8 @@ class Step:
     """One step of a replay."""
 
     view: StepView
-    then: Decision  # of the run: `ks` and `drafters`
-    now: Decision  # of the replay
+    then: Decision  # decision of the run: only `ks` and `drafters`
+    now: Decision  # decision of the replay
     outcomes: Outcomes
     overlap: OverlapCost | None  # price of overlapping two groups
     overlapped: bool  # the run did so
