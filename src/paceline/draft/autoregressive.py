@@ -52,15 +52,15 @@ class Chain:
         stop: Stop | None = None,
         branches: int = 0,
     ) -> None:
-        """depth: guesses at most. pointer: gives them hints. stop: ends the chain earlier.
+        """depth: most guesses. pointer: gives hints to the guesses. stop: ends the chain earlier.
 
-        branches: second choices to hand out beside the guesses, at most.
+        branches: most second choices to hand out beside the guesses.
         """
         self.row, self.depth, self.pointer, self.stop, self.branches = row, depth, pointer, stop, branches
         self.token_ids: list[int] = []
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
-        self.margins: list[float] = []  # logits by which each was ahead of the next, NaN where not known
-        self.second_ids: list[int] = []  # that next token, as far as it was asked for and is known
+        self.margins: list[float] = []  # logits by which each was ahead of the next best token, NaN if not known
+        self.second_ids: list[int] = []  # these next best tokens, as far as they were asked for and are known
 
     @property
     def broken(self) -> bool:
@@ -101,7 +101,7 @@ class Chain:
 def confidence_of(margins: Sequence[float]) -> list[float] | None:
     """Return each token's chance to be kept, by logit margin; None if any is unknown.
 
-    As if target and drafter differed by logistic noise; the controller learns the real difference.
+    It is so if target and drafter differ by logistic noise; the controller learns how they really differ.
     """
     if not margins or any(math.isnan(m) for m in margins):
         return None
@@ -109,7 +109,7 @@ def confidence_of(margins: Sequence[float]) -> list[float] | None:
 
 
 def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> int:
-    """Return the known tokens a drafter may read per step: more for a small one."""
+    """Return the known tokens a drafter may read per step: more if it is small."""
     share = num_layers * own.hidden_size**2 / (target.num_layers * target.hidden_size**2)
     return max(CATCH_UP_TOKENS, int(CATCH_UP_TOKENS / share))
 
@@ -117,7 +117,7 @@ def catch_up_tokens(own: ModelConfig, num_layers: int, target: ModelConfig) -> i
 def share_out(behind: Mapping[int, int], allowance: int) -> tuple[list[int], dict[int, int]]:
     """Return the rows that can catch up in a step, and tokens for the others.
 
-    behind: row -> tokens it has not seen. The rows that are nearest come first.
+    behind: row -> number of tokens it has not seen. Rows that lack the fewest come first.
     """
     ready: list[int] = []
     nearer: dict[int, int] = {}
@@ -189,7 +189,7 @@ def draft_steps(
 ) -> None:
     """Draft token by token.
 
-    The first step reads each row's known tokens from `starts[row]` on, those after it one guess. `run_all` runs
+    The first step reads each row's known tokens from `starts[row]` on, each later step one guess. `run_all` runs
     all steps in one call, for rows whose specs do not depend on which tokens the guesses are.
     """
     spans: list[Span] = [(row, start, rows.known_len(row) - start, ()) for row, start in starts.items()]
@@ -210,7 +210,7 @@ def _draft_all(
     run: Callable[[Sequence[SamplingSpec], Sequence[StepLimit]], PassResult],
 ) -> None:
     """Fill chains in one call."""
-    # Without penalties it only counts how many guesses come before, not which.
+    # Without penalties a spec depends on how many guesses come before it, not on which.
     specs = [spec for chain in chains for spec in rows.row_specs(chain.row, [0] * (chain.depth - 1), margin=True)]
     result = run(specs, [StepLimit(chain.depth, chain.stop, chain.pointer) for chain in chains])
     assert result.margins is not None

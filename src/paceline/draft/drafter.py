@@ -35,7 +35,7 @@ class Needs:
 
     pages: Literal["none", "shared", "own"] = "none"  # page table its KV lives in
     stores: tuple[str, ...] = ()  # names of its own stores over the shared page table
-    tap_store: str | None = None  # of these, the one that taps fill: what is missing there cannot be made again
+    tap_store: str | None = None  # the store among these that taps fill: missing taps cannot be made again
     kv_bytes_per_token: int = 0  # of all its stores
     bytes_per_row: int = 0  # of what it keeps beside stores, however long a text is
     taps: tuple[int, ...] = ()  # after how many of the target's layers it reads hidden states
@@ -83,13 +83,13 @@ class Target:
     """The target, as far as drafters know it."""
 
     config: ModelConfig
-    rows: RowView  # of a drafter in another process, its own copy
+    rows: RowView  # a drafter in another process has its own copy
     num_pages: int
     vocabulary: Vocabulary
     law_needs_probs: bool  # drafts must then carry the distribution each token was drawn from
     fingerprint: str  # what it is, see `model/fingerprint.py`
     local: Memory | None  # None to a drafter in another process
-    head_within: Head | None = None  # a draft head that its own files hold
+    head_within: Head | None = None  # the draft head that the target's own files hold
     apart: bool = False  # drafters have a device of their own, where the target's rows are not
 
     @property
@@ -133,8 +133,8 @@ class OnDevice(Protocol):
 class Drafter(Protocol):
     """Proposes tokens. It learns of admissions and releases, and trims its own state at commit.
 
-    It may fail, time out or return nonsense: its rows then draft nothing in that step. It is never fatal.
-    Some rows may be drafted for while the drafts of others are being scored: what is open is kept by row.
+    It may fail, time out or return nonsense: its rows then draft nothing in that step. This is never fatal.
+    It may draft for some rows while other rows' drafts are being scored, so it keeps open drafts by row.
     """
 
     name: str

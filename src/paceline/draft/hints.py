@@ -1,16 +1,16 @@
-"""Hints: tokens that followed earlier places of a row's text that end like it.
+"""Hints: tokens that followed where a row's text ended before as it ends now.
 
-A small drafter knows less of its row than the text itself does: names, numbers and phrases come back. So where the
-last tokens, guesses among them, occurred before, the token that followed there is given some logits before the
-drafter draws, the more of them, the longer the match. A drafter that is sure of something else still has its way.
-The idea is that of pointer networks for summaries (See et al., arXiv 1704.04368), the index suffix decoding's.
+Names, numbers and phrases come back in a text, and a small drafter may not guess them. So the row's last tokens,
+guesses among them, are looked up in its text. If they occurred before, the token that followed there gets some
+logits before the drafter draws: the longer the match, the more. A drafter that is sure of another token still
+drafts that. The idea is that of pointer networks (See et al., arXiv 1704.04368), the index suffix decoding's.
 
-Behind a draft that it refuses, the target has scored more drafts, and what it says there is often what it says in
-the end, a place before or after. So what it said is kept by the token or two before it, and is given some logits,
-too, where a guess comes behind them. This use of it is token recycling's (Luo et al., arXiv 2408.08696).
+The target has scored the drafts behind one that it refuses, too. Its choices there often come in the end, perhaps
+a place earlier or later. So each is kept by the one or two tokens before it, and gets some logits where a guess
+follows these tokens. This is token recycling (Luo et al., arXiv 2408.08696).
 
-A gain is the logits for a match that is e times as long. The better a drafter guesses by itself, the smaller is
-the one that serves it best; those that drafters declare come from prompts made for training (docs/lab/log.md).
+A gain is the logits for a match that is e times as long. The better a drafter guesses by itself, the smaller its
+best gain. The gains that drafters declare come from prompts made for training (docs/lab/log.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecycledGains(NamedTuple):
 
 
 NO_GAINS = RecycledGains()
-USUAL_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)  # of those that draft token by token
+USUAL_GAINS = RecycledGains(pair=4.0, far_pair=1.0, token=2.0)  # of drafters that draft token by token
 
 
 def rule_on_device(gain: float, recycled: RecycledGains) -> HintRule:
@@ -75,7 +75,7 @@ class Hints:
     def learn(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the target's choices behind the first draft that it refused.
 
-        Nothing is learnt where it kept a token that a grammar put in the place of a draft.
+        Nothing is learnt from a row where the target kept a token that a grammar put in the place of a draft.
         """
         if not self._drafted:
             return

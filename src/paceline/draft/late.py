@@ -1,7 +1,7 @@
 """Drafters on the target's device: the host plans and keeps count, a program there drafts.
 
 The host does not know a row's newest tokens when it plans their successors. So it sends a depth and a bound, and
-proposes drafts of unknown tokens; the record of the step tells what they were. The text does not depend on it.
+proposes drafts of unknown tokens; the record of the step tells what they were. The text never depends on drafts.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class LateDrafter:
         vocabulary: RequestVocabulary | None = None,
         lag: int = 0,
     ) -> None:
-        """vocabulary: of a drafter that writes some of the target's tokens; trails as rows do.
+        """vocabulary: of a drafter that writes some target tokens only; it trails as rows do.
 
-        The first of `needs.stores`, if any, is that of the program's entries. lag: newest tokens without an entry.
+        The first of `needs.stores`, if any, has the program's entries. lag: newest tokens without an entry.
         """
         self.name, self.needs = name, needs
         self._report, self.program, self._rows = report, program, rows
         self.vocabulary, self._lag = vocabulary, lag
-        self._read = [0] * rows.num_rows  # tokens of each row that it has read for certain, or never will
+        self._read = [0] * rows.num_rows  # tokens of each row that were read for certain, or never will be
         self._reads_more: set[int] = set()  # rows that were read up to a length the host is about to learn
         self._hole = [False] * rows.num_rows  # some of a row's first tokens have no taps
 
@@ -79,8 +79,8 @@ class LateDrafter:
         self._hole[row] = False
         if self.needs.tap_store is not None:
             self._hole[row] = valid_lens[self.needs.tap_store] < computed
-            # An entry holds taps of the token before its own, or with a lag of its own token. Behind a hole the
-            # run begins anew.
+            # An entry is made of the taps of the token before its own, or with a lag of its own token's taps.
+            # Behind a hole the run begins anew.
             first = (computed if self._hole[row] else 0) + 1 - self._lag
         start = first if self._hole[row] else max(entries, first)
         self._read[row] = min(start, self._rows.known_len(row))
@@ -154,7 +154,7 @@ class LateDrafter:
             self.vocabulary.release(row)
 
     def close(self) -> None:
-        """End the program on the device, which would go on taking taps."""
+        """End the program on the device; otherwise it would go on taking taps."""
         self.program.close()
 
     def forget(self) -> None:

@@ -56,7 +56,7 @@ class DrafterConfig(Protocol):
 
     @property
     def reads(self) -> str:
-        """Numbers of the target's process that it reads; empty if there are none."""
+        """Name of the numbers that it reads from the target's process; empty: none."""
 
     def build(self, target: Target, load: Loader) -> Drafter:
         """Make the drafter. Raises `DrafterMismatch` if it does not fit the target."""
@@ -67,7 +67,7 @@ class KeepsForRows(Protocol):
     """Config of a drafter that keeps keys and values for rows beside pages."""
 
     def row_numbers(self, target: ModelConfig, fingerprint: str, num_rows: int) -> int:
-        """Return how many numbers that are, by its files. Raises `PacelineError`."""
+        """Return how many numbers it keeps for rows, by its files. Raises `PacelineError`."""
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class KeepsForPages(Protocol):
 
     @property
     def keeps_for_pages(self) -> bool:
-        """True if it has."""
+        """True if it has such stores."""
 
 
 AUTO = "auto"
@@ -86,8 +86,8 @@ ALWAYS_USEFUL = (
     "suffix",
     *FOR_GRAMMARS,
 )  # drafters that `auto` has for every target: no cost where they do not help
-IF_SHIPPED = ("eagle3",)  # those that it has where they come with the project
-IF_PULLED = "draft-model:model={}"  # and that it has with the catalogue's model for the target, once that is here
+IF_SHIPPED = ("eagle3",)  # drafters that `auto` has if they ship for the target
+IF_PULLED = "draft-model:model={}"  # drafter that `auto` has once the catalogue's model for the target is pulled
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Request tokens: tokens of a request's text that a draft vocabulary leaves out.
 
 A draft vocabulary of some thousand tokens is cheap to score and covers most of what is written, but not the names
-in an article that is to be summarised. These few a request brings itself: while it runs, they can be drafted too.
+in an article that is to be summarised. A request brings these few itself: while it runs, they can be drafted, too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
     from paceline.backend.seam import RowView
 
-FEW_TOKENS = 64  # that are looked up one by one
+FEW_TOKENS = 64  # most tokens that are looked up one by one
 
 
 class RequestVocabulary:
-    """Request tokens of all running requests, shared by all: at worst, a wasted guess."""
+    """Request tokens of all running requests. Every row may draft them: at worst in vain."""
 
     def __init__(
         self, rows: RowView, fixed: NDArray[int64], vocab_size: int, set_tokens: Callable[[NDArray[int64]], None]
     ) -> None:
-        """fixed: the drafter's vocabulary. set_tokens: sets the tokens [n] that its executor writes besides."""
+        """fixed: the drafter's vocabulary. set_tokens: sets the tokens [n] that its executor also writes."""
         self._rows = rows
         missing = np.ones(vocab_size, bool)
         missing[fixed] = False
@@ -95,7 +95,7 @@ class RequestVocabulary:
         self._changed = True
 
     def _drop(self, token: int) -> None:
-        """Put the last one in its place, so that few places change."""
+        """Drop a token; the last one takes its place, so that few places change."""
         if token in self._places:
             last = self._written.pop()
             place = self._places.pop(token)

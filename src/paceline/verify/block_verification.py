@@ -7,10 +7,10 @@ draft's distribution after the first i of k drafts, x_1 to x_k:
     r_i = max(c_i * p_i - q_i, 0),  z_i = sum of r_i                   residual weights behind it
     h_i = z_i / (z_i + 1 - c_i) for i < k,  h_k = c_k                  chance that coin i keeps the prefix
 
-The longest prefix that its coin keeps is kept. The next token is drawn from r_i, normalised, or from p_k if all
+The longest prefix whose coin keeps it is kept. The next token is drawn from r_i, normalised, or from p_k if all
 drafts are kept.
 
-Drafts and coins behind the kept prefix were used. The next step comes to the same positions again, so its coins
+What is kept depends on drafts and coins behind it, too. The next step comes to their positions again, so its coins
 and drafts need fresh noise: `noise.key` with the draft's depth in its step.
 
 Where the target has no finite p_i, the drafts end: k is i, and the prefix is kept with probability c_i.
@@ -50,7 +50,7 @@ class BlockVerification:
 def prefixes(drafted: RowDraft, row: RowScores) -> Iterator[tuple[float, NDArray[float64] | None]]:
     """Yield h_i and the next token's weights r_i [vocab] for each prefix, empty first.
 
-    h_0 is 1. For the whole draft the weights are p_k; they are None, at the end, where the target has no number.
+    h_0 is 1. For the whole draft the weights are p_k. Where the target has no number they are None and last.
     """
     wanted, count = 1.0, len(drafted)
     for index in range(count + 1):

@@ -2,7 +2,7 @@
 
 Every emitted token is the target's choice under noise that depends on the seed and the position only, so it is an
 exact sample of the target whatever was drafted, and the same text with every drafter and with none. Of a tree the
-choices keep the path that they lead along.
+path that the choices follow is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_GAIN = RowVerdict()
 
 
 class Coupled:
-    """Lossless by construction and drafter-invariant."""
+    """Lossless by construction, with the same text for every drafter."""
 
     name = "coupled"
     admits_any_trim = True
@@ -43,7 +43,7 @@ def walk_row(drafted: RowDraft, branches: Branches, row: RowScores) -> tuple[lis
 
 
 def coupled_row(drafted: RowDraft, row: RowScores) -> list[int]:
-    """Return the target's tokens through the first that differs from its draft, as BROKEN does."""
+    """Return the target's tokens up to and including the first unlike its draft, or BROKEN."""
     token_ids: list[int] = []
     for index, guess in enumerate(drafted.token_ids):
         token_ids.append(row.choice(index))

@@ -21,7 +21,7 @@ LAWS: dict[str, str] = {  # name -> module:class
 class Law(Protocol):
     """Decides which drafts are kept.
 
-    But for `typical`, what is emitted follows the target's own distribution.
+    Under every law but `typical`, what is emitted follows the target's own distribution.
     """
 
     name: str

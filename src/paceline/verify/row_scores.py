@@ -105,7 +105,7 @@ def judge_rows(rule: Rule, draft: Draft, scores: Scores, walk: Walk | None = Non
     """Apply a rule to every row that was scored.
 
     The rule returns the kept drafts and one token more, which is BROKEN where the target has no finite number. The
-    drafts before it stay: plain decoding would have written them too. walk: the rule of rows with branches.
+    drafts before it stay: plain decoding would have written them too. walk: the rule for rows with branches.
     """
     judged = zip(draft.rows, rows_of(scores), strict=True)
     return Verdict(tuple(judge_row(rule, d, r, walk) for d, r in judged))

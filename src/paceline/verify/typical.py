@@ -10,10 +10,10 @@ The paper keeps a draft of probability p if p >= min(epsilon, alpha * exp(-H)), 
 p >= exp(-reach) * p_max. As p_max = exp(-H_min), with H_min the min-entropy, this is the paper's second term with
 another entropy. It follows how certain the target is, and needs no sum over the vocabulary.
 
-Of a tree only the first path may have changed tokens.
+Of a tree only the chain may have changed tokens.
 
-Where the target's token ends an answer, it ends, and no draft's token ends one that the target goes on with. A
-stop string is text, which a changed token may complete or avoid like any other.
+An answer ends where the target's own token ends it, and a draft's token never ends an answer that the target would
+go on with. A stop string is text like any other: a changed token may complete or avoid it.
 
 The text depends on the drafts, and so does its distribution. By the coupling inequality the distribution at a
 position is at most as far from the target's, in total variation, as the chance that its token is changed.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Draft, RowDraft, Scores
     from paceline.verify.row_scores import RowScores
 
-ROUNDING = 1e-9  # tokens: a decimal share times a count may fall short of the whole number that it is
+ROUNDING = 1e-9  # tokens: floating point may put a share times a count just below a whole number
 
 
 def most_changed(budget: float, num_tokens: int) -> int:
@@ -57,7 +57,7 @@ class Tolerance:
 class Typical:
     """Promises the target's text but for a share of its tokens.
 
-    Equal to `Coupled` without that share.
+    Equal to `Coupled` for rows without a change budget.
     """
 
     name = "typical"

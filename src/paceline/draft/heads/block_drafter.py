@@ -1,10 +1,10 @@
 """Block heads: drafters that guess a whole block of tokens in one pass.
 
-The keys and values that its layers make of known tokens' features, the *context*, are entries in the tokens'
-slots. Each draft runs one block per row: the newest token, then mask tokens. What it writes lies in the slots
-behind the context, and in spare pages of the row behind the newest token's page: a block is as long as it was
-trained, however many of its guesses are wanted and pages held. The guesses are then chosen one after another, so
-that hints and the head's corrector know those before.
+The head's layers make keys and values of known tokens' features: the *context*, entries in the tokens' slots. Each
+draft runs one block per row: the newest token, then mask tokens. The block's keys and values lie behind the
+context: in the rest of the newest token's page, then in spare pages of the row. A block is always as long as in
+training, however few guesses are wanted and pages held. The guesses are then chosen one after another, so that
+hints and the head's corrector know the guesses before.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class BlockHeadDrafter(HeadDrafter):
         self._mask = head.config.mask_token_id
         self._first_spare = target.num_pages + 1  # see `spare_pages`
         self._hidden: object = None  # of the places of all guesses, `PassResult.hidden`
-        self._first: dict[int, int] = {}  # row -> its first place there
+        self._first: dict[int, int] = {}  # row -> its first place in `_hidden`
         self._state: object = None  # of the corrector behind the newest guesses, `PassResult.hidden`
-        self._state_rows: dict[int, int] = {}  # row -> its row there
+        self._state_rows: dict[int, int] = {}  # row -> its row of `_state`
 
     def _draft(self, chains: Mapping[int, Chain], starts: Mapping[int, int]) -> None:
         if missing := {row: count for row in starts if (count := self._entries.missing(row)) > 0}:
@@ -67,7 +67,7 @@ class BlockHeadDrafter(HeadDrafter):
     ) -> PassResult:
         """Choose the next guess of each row, see `RunSpans`."""
         rows = [row for row, *_ in spans]
-        number = len(chains[rows[0]].token_ids)  # of each one's guesses so far: they go on together
+        number = len(chains[rows[0]].token_ids)  # guesses of each row so far: all rows go on together
         if number == 0:
             self._run_block(rows, [chains[row].depth for row in rows])
         before = [guesses[-1] if guesses else int(self._rows.tokens(row)[-1]) for row, *_, guesses in spans]

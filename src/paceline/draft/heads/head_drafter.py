@@ -1,10 +1,10 @@
 """Drafters with a head: taps in, entries caught up.
 
-All read the target's hidden states (`needs.taps`) of every committed token and keep two stores over its page
-table: those states, and the keys and values of the head's own layers. The entry of a token is (the feature of
-the token before it, made of its states; the token itself) and lies in the token's slot, so that a page's entries
-depend only on the tokens its hash covers. A block head's is the feature of the token itself. Entries of guesses
-are never valid: once the target has kept them, they are written again from its own features.
+All heads read the target's hidden states (`needs.taps`) of every committed token. They keep two stores over its
+page table: these states, and the keys and values of the head's own layers. The entry of a token is made of the
+feature of the token before it and of the token itself; a block head's, of the token's own feature. It lies in the
+token's slot, so a page's entries depend only on the tokens that its hash covers. Entries of guesses are never
+valid: once the target has kept a guess, its entry is written again from the target's features.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from paceline.draft.heads.asked_head import AskedHead
     from paceline.model.heads.checkpoint import Head
 
-_MANY_ROWS = 4  # above which a row's drafts do not pay for reading all of its prompt, and for that at once
-_NEAR = 256  # entries read then, of all rows together: with 64 of each a pass brings 98 % of what all bring ...
-_LEAST_NEAR = 32  # ... and with so few 95 %: a row among many drafts too little to pay for more
-_MANY_BEHIND = 16  # entries: more than the drafts of a step leave to be written again
-_KEEP_FACTOR = 4  # factor of entries made where otherwise that number of them would be lost
-_AT_ONCE = 256  # tokens caught up on in a pass: for more, scratch grows by memory that is slow at first touch
+_MANY_ROWS = 4  # with more, a row's drafts do not pay for reading its whole prompt, nor for reading it at once
+_NEAR = 256  # entries that all rows together read then: with 64 a row, a pass brings 98 % of what all bring ...
+_LEAST_NEAR = 32  # ... and least entries of a row: 95 %. A row among many drafts too little to pay for more
+_MANY_BEHIND = 16  # more missing entries than a step's drafts leave to write again: they get passes of their own
+_KEEP_FACTOR = 4  # so many times as many entries are made if a row would otherwise lose entries that it has
+_AT_ONCE = 256  # most tokens to catch up on in a pass: for more, scratch memory grows, slow at first touch
 
 
 class HeadDrafter:
@@ -131,7 +131,7 @@ class HeadDrafter:
         if many:
             for row in rows:
                 self._entries.leave_out(row, max(_NEAR // num_rows, _LEAST_NEAR))
-        # Others lack taps, or their newest token was read already.
+        # The other rows lack taps, or their newest token was read already.
         behind = {row: n for row in rows if (n := self._entries.missing(row)) + self.entries_lag > 0}
         allowance = CATCH_UP_TOKENS if many else self._allowance
         ready, nearer = share_out(behind, allowance)
@@ -158,7 +158,7 @@ class HeadDrafter:
     ) -> PassRequest:
         """Return a pass over rows' entries. Guesses in spans read feedback or the mask feature."""
         first_keys = [self._entries.first(row) for row, *_ in spans]
-        before = 1 - self.entries_lag  # the token whose feature an entry reads
+        before = 1 - self.entries_lag  # tokens by which the feature that an entry reads lies before the entry
         pieces = [(index, start - before, known) for index, (_, start, known, _) in enumerate(spans) if known]
         return PassRequest(
             self._rows.pack(spans, wanted, ahead, first_keys=first_keys),
@@ -193,12 +193,12 @@ class TappedRuns:
     def add(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         """Note that `counts[i]` taps of row `rows[i]` from `starts[i]` were kept. No row twice."""
         for row, start, count in zip(rows, starts, counts, strict=True):
-            if start != self._end[row]:  # those between are lost
+            if start != self._end[row]:  # the taps between are lost
                 self._begin[row] = start
             self._end[row] = start + count
 
     def first_entry(self, row: int) -> int:
-        """Return the first token from which all predecessors' taps are there, or length + 1."""
+        """Return the first token from which on all predecessors have taps, or length + 1."""
         length = self._rows.known_len(row)
         return self._begin[row] + 1 if self._end[row] >= length - 1 else length + 1
 
@@ -210,8 +210,8 @@ class TappedRuns:
 class Entries:
     """Entries of each row in the head's store: an unbroken run and its end.
 
-    It begins at the row's first entry, but behind a hole in the taps it is made of, and behind what was left out
-    because its drafts would not pay for it.
+    The run begins at the row's first entry. If there is a hole in the taps, or if entries were left out because
+    drafts would not pay for them, it begins behind these.
     """
 
     def __init__(self, rows: RowView, tapped: TappedRuns, lag: int = 0) -> None:
@@ -239,9 +239,9 @@ class Entries:
     def leave_out(self, row: int, num_kept: int) -> None:
         """Make only the last `num_kept` of a row's missing entries; earlier ones are never read.
 
-        Up to `_KEEP_FACTOR` times as many are made where those already there would be lost. A head's second layer
-        knows less of entries behind those left out, also in a page that another row shares: that row's drafts may
-        be a little worse for it, its text is the same.
+        Up to `_KEEP_FACTOR` times as many are made if the row would otherwise lose entries that it has. Behind
+        left-out entries a head's second layer has less context, also in a page that another row shares: that row's
+        drafts may be a little worse, its text is the same.
         """
         first, length = self.first(row), self._rows.known_len(row)
         start = max(self._end[row], first)

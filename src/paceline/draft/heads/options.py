@@ -146,7 +146,7 @@ class BlockHeadConfig(HeadOptions):
     vocabulary: int | None = None  # None: those that the head's file names, or else a few thousand
 
     def row_numbers(self, target: ModelConfig, fingerprint: str, num_rows: int) -> int:
-        """Return the keys and values in pages that rows' blocks reach into, and padding."""
+        """Return the number of keys and values in rows' spare pages, padding included."""
         folder = resolve(self.model) if self.model else shipped_folder(self.name, fingerprint)
         config = head_config(folder, target)
         per_token = 2 * sum(heads.kv_size for heads in config.layers.kv_heads())
@@ -163,7 +163,7 @@ class BlockHeadConfig(HeadOptions):
 
 
 def _narrow(options: EagleConfig | BlockHeadConfig, head: Head, target: Target) -> Head:
-    """Return a head that writes with its target's own, for the tokens asked for."""
+    """Return a head that writes the asked tokens with its target's output matrix."""
     size = target.config.vocab_size
     if options.vocabulary is not None:
         bounded(options, "vocabulary", 1, size)
@@ -231,7 +231,7 @@ def _late(
 ) -> LateDrafter:
     """Return a drafter on the device.
 
-    make: the one on the host, which has the same hints and lag.
+    make: class of the drafter on the host, which has the same hints and lag.
     """
     kv = runner.new_kv(target.num_pages + head.config.spare_pages(target.rows.num_rows))
     taps = runner.new_tap_store(target.num_pages)

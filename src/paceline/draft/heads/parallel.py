@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
 
 
-BLIND_GAIN = 8.0  # of hints to guesses that do not know those before them
-_REACH = MAX_MATCH  # tokens of a path per token matched: as many as are drafted
-_LEAST_SHARE = 0.05  # a path goes on while so few of its places do
+BLIND_GAIN = 8.0  # gain of hints to guesses that do not know the guesses before them
+_REACH = MAX_MATCH  # most tokens of a path per token matched: more than are drafted, so it bounds nothing
+_LEAST_SHARE = 0.05  # a path ends when fewer than this share of its places are still on it
 
 
 class ParallelHeadDrafter(HeadDrafter):
     """Drafts all tokens in one pass."""
 
-    hint_gain = 0.0  # none by guesses
+    hint_gain = 0.0  # no hints that depend on guesses
 
     def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
         super().__init__(asked, target, head, runner)
@@ -84,9 +84,9 @@ class ParallelHeadDrafter(HeadDrafter):
 def hinted(
     specs: Sequence[SamplingSpec], text: kernels.TextIndex, tail: NDArray[int64], gain: float
 ) -> list[SamplingSpec]:
-    """Return specs of a row's next drafts with hints, where none knows those before it.
+    """Return specs of a row's next drafts, with hints that do not depend on guesses.
 
-    The tokens that followed the text's end before are hints to all of them, place by place, as far as known.
+    Where the text ended like this before, the tokens that followed are the hints, place by place, as far as known.
     """
     found, _, match = text.propose(tail, len(specs), MIN_MATCH, MAX_MATCH, _REACH, _LEAST_SHARE)
     some = [with_hint(c, token_id, gain * math.log(match)) for c, token_id in zip(specs, found, strict=False)]

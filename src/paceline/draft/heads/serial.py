@@ -30,7 +30,7 @@ class SerialHeadDrafter(HeadDrafter):
     def __init__(self, asked: AskedHead, target: Target, head: Head, runner: HeadRunner) -> None:
         super().__init__(asked, target, head, runner)
         self._hidden: object = None  # of the newest guesses, `PassResult.hidden`
-        self._hidden_rows: dict[int, int] = {}  # row -> its row there
+        self._hidden_rows: dict[int, int] = {}  # row -> its row of `_hidden`
         self._wants_second = False  # some chain of this step hands out second choices
         self.needs = replace(self.needs, branches=0 if self._dense else asked.branches)
 

@@ -1,7 +1,7 @@
-"""Forced tokens: what a request's grammar leaves no choice about is a draft for free.
+"""Forced tokens: where a request's grammar leaves no choice, it is a draft for free.
 
-Between two values of a JSON text stand quotes, commas and the names of properties. The grammar knows them, and so
-does the draft; only how the model cuts such a text into tokens may differ. Rows without a grammar draft nothing.
+Between two values of a JSON text stand quotes, commas and the names of properties. The grammar knows this text, so
+it is drafted; only the model's way to cut it into tokens may differ. Rows without a grammar draft nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GrammarConfig(LookupOptions):
     """`grammar:k=8`: forced tokens per step, at most."""
 
     name: ClassVar[str] = GRAMMAR
-    reads: ClassVar[str] = "the states of requests' grammars"  # they are with the target's rows
+    reads: ClassVar[str] = "the states of requests' grammars"  # these are with the target's rows
     k: int = 8
 
     def __post_init__(self) -> None:

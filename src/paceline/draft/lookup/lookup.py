@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LookupOptions:
-    """Options of all of them; see `DrafterConfig`."""
+    """Options of all lookup drafters; see `DrafterConfig`."""
 
     name: ClassVar[str]
     stands_alone: ClassVar[bool] = False  # there are no passes that could be elsewhere
@@ -36,7 +36,7 @@ class LookupOptions:
 
 
 class LookupDrafter(KeepsNothing):
-    """The parts of `Drafter` that are the same for all of them."""
+    """The parts of `Drafter` that are the same for all lookup drafters."""
 
     name: str
 

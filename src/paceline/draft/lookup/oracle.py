@@ -1,12 +1,12 @@
-"""A recorded text as the draft, spoilt to be kept as often as asked.
+"""A recorded text as the draft, with wrong tokens to reach the asked acceptance.
 
 For benchmarks. Under the coupled law a text does not depend on its drafts. So what plain decoding wrote is the
-perfect draft, and the target refuses any other token in its place. A position is tested once at most: it is behind
-the row then, whether its draft was kept or not. So one uniform number for each position, of the lane `draft`,
-decides: the draft at depth i is the recorded token where the number is below rate i.
+perfect draft, and the target refuses any other token in its place. A position is tested at most once: afterwards
+the row is past it, whether its draft was kept or not. So one uniform number for each position (lane `draft`)
+decides: the draft at depth i is the recorded token if the number is below rate i.
 
-Where the target's decoder drafts on its device, so does the oracle. There a real drafter may run beside it, for
-the time that it takes: so heads and verification run at any acceptance, with weights that were never trained.
+Where the target's decoder drafts on its device, so does the oracle. There a real drafter may run beside it, just
+to take its time: so heads and verification run at any acceptance, with weights that were never trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from paceline.model.weights import LoadedModel
 
 MAX_FILE_BYTES = 1 << 30
-MAX_ID_DIGITS = 9  # of a request's number
+MAX_ID_DIGITS = 9  # most digits of a request's number
 BESIDE = re.compile(r"([\w-]+)(?:\[(.*)\])?")  # NAME or NAME[key=value;...]
 
 
@@ -95,7 +95,7 @@ class OracleConfig(LookupOptions):
         return config
 
     def num_weights(self, target: LoadedModel) -> int:
-        """Return the size of what runs beside it; it has no weights of its own."""
+        """Return the size of the drafter beside it; the oracle has no weights."""
         return self.beside.num_weights(target) if self.beside else 0
 
     def build(self, target: Target, load: Loader) -> Drafter:
@@ -125,11 +125,11 @@ class Recording(NamedTuple):
 
     prompt_len: int
     answer: NDArray[int64]  # [answer_len]
-    uniform: NDArray[float64]  # [answer_len] from 0 to 1, says up to which rate a draft there is right
+    uniform: NDArray[float64]  # [answer_len] from 0 to 1: a draft there is right if its rate is above this
 
 
 class Recordings:
-    """Recorded answers of request 0, 1, ...; further requests are the same again."""
+    """Recorded answers of request 0, 1, ...; after the last, answer 0 comes again."""
 
     def __init__(self, answers: Sequence[NDArray[int64]]) -> None:
         """answers: [num_requests] token ids."""

@@ -1,11 +1,11 @@
 """Suffix decoding: the tokens that mostly followed where the text ended like this.
 
-After SuffixDecoding (arXiv 2411.04975). All earlier places whose text ends like the row's are asked, and the path
-that most of them took is proposed as far as enough of them stay on it: the further, the longer the match. Places
-are in the row's own text and in past answers of the same salt. Without a salt nothing tells users apart, so such
-requests share answers only where the server's owner says so. The paper keeps suffix trees;
-an index of where each pair of tokens stands, as in LZ77 compressors, answers the same question from a ring of
-bounded size that forgets the oldest by itself (compiled: `csrc/host/text_index.cpp`).
+After SuffixDecoding (arXiv 2411.04975). All earlier places whose text ends like the row's are found. The path that
+most of them took is proposed, as far as enough places stay on it, and further if the match is longer. Places are
+in the row's own text and in past answers of the same salt. Without a salt nothing tells users apart, so such
+requests share answers only where the server's owner says so. The paper keeps suffix trees. Here an index of where
+each pair of tokens stands, as in LZ77 compressors, answers the same question from a ring of bounded size that
+forgets the oldest by itself (compiled: `csrc/host/text_index.cpp`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 MAX_MATCH = 64
 MAX_SHARED_TOKENS = 1 << 26
-SALTED_TOKENS = 1 << 14  # of past answers of each salt, unless asked otherwise: 256 KiB
-MAX_SALTED_TOKENS = 1 << 16  # of each salt, however many are asked for: clients choose salts
-MAX_SALTS = 64  # with past answers of their own; the longest unused is forgotten first
+SALTED_TOKENS = 1 << 14  # tokens of past answers kept for each salt, unless asked otherwise: 256 KiB
+MAX_SALTED_TOKENS = 1 << 16  # most tokens of each salt, however many are asked for: clients choose salts
+MAX_SALTS = 64  # most salts with past answers; the longest unused is forgotten first
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig(LookupOptions):
     """`suffix:k=8,min=2,max=32,reach=2,share=0.1,shared=TOKENS`.
 
-    k: most drafts per step. min, max: shortest match that counts, longest told apart. reach: drafts per token of
-    the match. share: a path ends when fewer than this share of its places are still on it. shared: tokens of past
-    answers that requests without a salt may draft from, and those of one salt as far as `MAX_SALTED_TOKENS`; 0
-    keeps every request to itself. None: `SALTED_TOKENS` for requests with a salt.
+    k: most drafts per step. min, max: lengths of the shortest match that counts and of the longest looked for.
+    reach: drafts per token of the match. share: a path ends when fewer than this share of its places are still on
+    it. shared: tokens of past answers kept for requests without a salt, and for each salt (up to
+    `MAX_SALTED_TOKENS`); 0: none. None: `SALTED_TOKENS` for each salt, none without.
     """
 
     name: ClassVar[str] = "suffix"
@@ -68,17 +68,17 @@ class SuffixConfig(LookupOptions):
     def tokens_of(self, salt: str) -> int:
         """Return how many tokens of past answers are kept for a salt.
 
-        An empty one stands for all requests without.
+        An empty salt stands for all requests without one.
         """
         if self.shared is None:
             return SALTED_TOKENS if salt else 0
         return min(self.shared, MAX_SALTED_TOKENS) if salt else self.shared
 
     def build(self, target: Target, load: Loader) -> Drafter:
-        """Make the drafter, on the target's device where that drafts.
+        """Make the drafter, on the target's device if that drafts.
 
-        There a row follows the latest of its own longest matches. Past answers are on the host, and so is what
-        shares them: that must be asked for.
+        There a row follows the latest of its own longest matches. Past answers are on the host, so with `shared`
+        the drafter is there, too.
         """
         if self.shared:
             return SuffixDrafter(self, target.rows)
@@ -109,7 +109,7 @@ class SuffixDrafter(LookupDrafter):
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Remember the salt whose answers it may share.
 
-        A preempted request comes back longer than it began. `release` kept what it had, which is not kept again.
+        A preempted request comes back with a part of its answer. `release` kept that part: it is not kept again.
         """
         self._requests[row] = request
         known_len, prompt_len = self._rows.known_len(row), len(request.prompt_ids)

@@ -1,8 +1,8 @@
 """A small language model as drafter whose tokenizer is not the target's.
 
-It keeps the text of each row in its own tokens and in pages of its own. When the target has gone another way than
-it guessed, its text is rolled back to the last border that both have (`ForeignRows`). `retokenize.py` says
-which of its tokens stand for the target's text, and which of the target's for its guesses.
+The drafter keeps each row's text in its own tokens, in pages of its own. If the target chose other tokens than
+were guessed, this text is rolled back to the last token border that both texts have (`ForeignRows`).
+`retokenize.py` says which drafter tokens stand for the target's text, and which target tokens for guesses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Target
     from paceline.draft.model.retokenize import Retokenizer
 
-PAGES_PER_PAGE = 2  # of the target's: a text may have more tokens here, and hosts give memory as it is used
+PAGES_PER_PAGE = 2  # for each page of the target: a text may have more tokens here; hosts give memory when used
 
 
 class _Guesses:
@@ -41,8 +41,8 @@ class _Guesses:
     def __init__(self, row: int, retokenizer: Retokenizer, depth: int) -> None:
         self.row, self.depth = row, depth
         self.retokenizer = retokenizer
-        self.own_ids: list[int] = []  # the drafter's
-        self.token_ids: list[int] = []  # the target's
+        self.own_ids: list[int] = []  # the drafter's tokens
+        self.token_ids: list[int] = []  # the target's tokens
         self.probs: list[NDArray[floating]] = []  # [vocab] each, if the law needs them
 
     def add(self, own_id: int) -> None:
@@ -58,7 +58,7 @@ class _Guesses:
         return len(self.own_ids) < self.depth * self.retokenizer.passes_per_draft
 
     def draft(self, drafter: str) -> RowDraft:
-        """Return the target's tokens, up to one that it does not have."""
+        """Return the guesses as target tokens, up to one that the target does not have."""
         ids = self.token_ids[: self.depth]
         ids = ids[: ids.index(-1)] if -1 in ids else ids
         probs = np.stack(self.probs[: len(ids)]) if self.probs and ids else None
@@ -86,19 +86,19 @@ class ForeignDraftModel:
         self._report = report
         self._rows = target.rows
         self._dense = target.law_needs_probs
-        pages_per_page = 1 if decoder.capabilities.device else PAGES_PER_PAGE  # a device gives it all at once
+        pages_per_page = 1 if decoder.capabilities.device else PAGES_PER_PAGE  # a device gives all memory at once
         num_pages, max_len = pages_per_page * target.num_pages, PAGES_PER_PAGE * target.rows.max_len
         self._kv = decoder.new_kv(num_pages, num_layers)
         self._foreign = ForeignRows(target.rows.num_rows, num_pages, min(max_len, decoder.config.max_context))
         self._retokenizers: dict[int, Retokenizer] = {}  # of rows whose text the drafter can follow
-        self._waiting: set[int] = set()  # rows whose pages were short, for another row to end
+        self._waiting: set[int] = set()  # rows that lacked pages and wait for another row to end
         kv_bytes = pages_per_page * self._kv.bytes_per_token
         self.needs = Needs(
             pages="own", kv_bytes_per_token=kv_bytes, reads=WHOLE_TEXT, reads_per_step=self._allowance
         )
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
-        """Start from nothing: pages of one's own know of no cached prefix."""
+        """Start from nothing: the drafter's own pages have no cached prefix."""
         self.release(row)
         self._retokenizers[row] = self._new_retokenizer()
 
@@ -121,7 +121,7 @@ class ForeignDraftModel:
         return {}
 
     def release(self, row: int) -> None:
-        """Forget the row. Those that waited for its pages begin again."""
+        """Forget the row. Rows that waited for pages begin again."""
         self._waiting.discard(row)
         if self._retokenizers.pop(row, None) is not None:
             self._foreign.release(row)
@@ -187,7 +187,7 @@ class ForeignDraftModel:
         """Draw one more guess from logits [its vocabulary]. Returns True if there is one."""
         choose = self._rows.spec_after(guesses.row, guesses.token_ids)
         dense = self._dense and guesses.retokenizer.has_probs
-        if self._dense and not dense:  # a certain guess, as lawful as a lookup: the noise is the law's own
+        if self._dense and not dense:  # a guess without a distribution, as lawful as a lookup's
             choose = choose._replace(kind=GREEDY_KIND, edits=None)
         id_map = guesses.retokenizer.id_map(guesses.own_ids)
         run = partial(id_map.choose, logits[None])

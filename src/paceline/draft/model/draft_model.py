@@ -1,11 +1,11 @@
-"""A small language model as drafter: one of its own, or the target's first layers.
+"""A small language model as drafter: its own model, or the target's first layers.
 
-One whose tokenizer is not the target's is in `cross_vocabulary.py`.
+A model whose tokenizer is not the target's is in `cross_vocabulary.py`.
 
 Both run the same autoregressive loop over a `Decoder`. They differ in whose KV they fill: a model of its own keeps
 a store over the target's page table and catches up on tokens it has not seen; the target's first layers read and
-write the target's own KV, which is always up to date, so they need no memory and no catching up. What they write
-at drafted positions the target overwrites with the same values when it scores them.
+write the target's own KV, which is always up to date, so they need no memory and no catching up. When the target
+scores drafted positions, it overwrites what they wrote there with the same values.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from paceline.draft.registry import Loader
     from paceline.model.weights import LoadedModel
 
-ENOUGH_SHARED = 0.999  # of the target's tokens, for token by token to lose nothing
-DRAFT_TOKENS = 32768  # that a whole model writes by default, of a vocabulary of more than twice as many
-CUT_GAIN = 4.0  # of hints to what was cut from the target, see `hints`
+ENOUGH_SHARED = 0.999  # share of the target's tokens that a drafter must have for `tokens` to lose nothing
+DRAFT_TOKENS = 32768  # tokens that a whole model writes by default, if its vocabulary has more than twice as many
+CUT_GAIN = 4.0  # gain of hints to a model that was cut from the target, see `hints.py`
 by_token, by_string = RETOKENIZERS
 
 
@@ -61,8 +61,8 @@ class DraftModelConfig:
     """`draft-model`, `draft-model:model=PATH` or `draft-model:layers=N`, with `k` drafts per step.
 
     With both, the first N layers of that model; with neither, what ships for the target. `vocabulary` says how a
-    model drafts for another tokenizer; one with the target's writes the `tokens` lowest ids and requests' own
-    (FR-Spec, arXiv 2502.14856).
+    model drafts for a target with another tokenizer. A model with the target's tokenizer writes the `tokens`
+    lowest ids and the request tokens (FR-Spec, arXiv 2502.14856).
     """
 
     name: ClassVar[str] = "draft-model"
@@ -102,7 +102,7 @@ class DraftModelConfig:
 
     @property
     def stands_alone(self) -> bool:
-        """True of a whole model: cut layers need the target's tables, own layers its KV."""
+        """True of a whole model: cut models need the target's tables, target layers its KV."""
         return self.model is not None and not shares_tables(Path(self.model))
 
     @property
@@ -175,7 +175,7 @@ class DraftModelConfig:
                 pair = VocabularyPair(target.vocabulary, drafter.vocabulary, tokens)
                 new_retokenizer = partial(RETOKENIZERS[way], pair)
                 return ForeignDraftModel(self.name, target, decoder, new_retokenizer, report, self.layers)
-            decoder = TranslatedDecoder(decoder, tokens)  # each token of the target's is one: pages can be shared
+            decoder = TranslatedDecoder(decoder, tokens)  # one token for each of the target's: shared pages
             return self._over_shared_pages(target, decoder, report, read_as=decoder.read_as)
         size = min(target.config.vocab_size, decoder.config.vocab_size)
         if (num_tokens := self._num_tokens(size, drafter)) == size:
@@ -241,7 +241,7 @@ class DraftModelConfig:
         if max_len > most:
             raise ConfigError(f"{self.name}:max_len={max_len}: the model was made for {most} tokens")
         most_pages = None
-        if decoder.capabilities.device:  # it gives all memory at once: for the target's texts, and drafts behind
+        if decoder.capabilities.device:  # a device gives all memory at once: pages for all texts, and drafts
             most_pages = target.num_pages + target.rows.num_rows
         return TextWindow(target.rows, max_len, most_pages)
 
@@ -327,7 +327,7 @@ class DraftModel:
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
         """Keep the entries of kept tokens that were seen, without the newest token's.
 
-        What a grammar puts in a guess's place may be kept. It was not seen.
+        A token that a grammar put in a guess's place may be kept, but the model has not seen it.
         """
         self.hints.learn(batch, scores, verdict)
         for r, v in zip(batch.rows, verdict.rows, strict=True):

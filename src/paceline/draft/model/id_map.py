@@ -55,7 +55,7 @@ class TokenMap:
     to_target: NDArray[int64]  # [rows of the drafter's embedding] the target's id, -1 where there is none
     to_drafter: NDArray[int64]  # [rows of the target's embedding] the drafter's id, -1 where there is none
     target_ids: Mapping[bytes, int]  # of the target's tokens by their text
-    share: float  # of the target's tokens that the drafter has too, steering ones left out
+    share: float  # of the target's tokens that the drafter has too, control tokens left out
     is_total: bool  # every token of the target is one of the drafter's
 
 
@@ -67,7 +67,7 @@ def map_tokens(target: Vocabulary, drafter: Vocabulary) -> TokenMap:
     for text, draft_id in draft_ids.items():
         to_target[draft_id] = ids.get(text, -1)
     texts = [token_id for token_id in range(ours.vocab_size) if _is_text(ours, token_id)]
-    for token_id in texts:  # also those whose text another token of the target is known by
+    for token_id in texts:  # also tokens for whose text `ids` has another token
         to_drafter[token_id] = draft_ids.get(ours.token_bytes(token_id), -1)
     share = float((to_drafter[texts] >= 0).mean()) if texts else 0.0
     for token_id, draft_id in _same_roles(ours, theirs):
@@ -76,7 +76,7 @@ def map_tokens(target: Vocabulary, drafter: Vocabulary) -> TokenMap:
 
 
 def by_text(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return a token's id by its text; of several, the one the tokenizer itself writes."""
+    """Return token ids by text; of several, the one that the tokenizer itself writes."""
     known: dict[bytes, list[int]] = defaultdict(list)
     for token_id in range(tokenizer.vocab_size):
         if _is_text(tokenizer, token_id):
@@ -107,8 +107,8 @@ class IdMap:
     """Ids by which the target knows a drafter's tokens."""
 
     draft_ids: NDArray[int64]  # [n] the drafter's ids that may be chosen
-    target_ids: NDArray[int64]  # [n] the target's id of each, or one behind its vocabulary; ascending
-    width: int  # above all target ids
+    target_ids: NDArray[int64]  # [n] the target's id of each, or an id behind its vocabulary; ascending
+    width: int  # above all `target_ids`
 
     def draft_id(self, target_id: int) -> int:
         """Return the drafter's id of a token that was chosen."""
@@ -117,7 +117,7 @@ class IdMap:
     def choose(self, logits: NDArray[floating], specs: Sequence[SamplingSpec]) -> PassResult:
         """Choose a target id per row of drafter logits [n, drafter vocabulary]; see `PassResult`.
 
-        Rows that are not chosen by their largest logit alone come back spread over the target ids.
+        For rows that need more than the largest logit, logits come back, spread over the target ids.
         """
         found = logits[:, self.draft_ids]
         plain = np.array([c.kind == GREEDY_KIND for c in specs], bool)

@@ -1,4 +1,4 @@
-"""From a target's text to a drafter's tokens, and from its guesses to the target's.
+"""From a target's text to a drafter's tokens, and from guesses to target tokens.
 
 Two ways (arXiv 2502.05202). `tokens`: each of the target's tokens is spelled by itself, and only tokens that both
 vocabularies have are guessed (token-level intersection). `strings`: the drafter reads and continues the text as
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from paceline.draft.drafter import Vocabulary
     from paceline.draft.model.id_map import TokenMap
 
-MAX_TAIL_BYTES = 512  # of a text that is written anew when it grows
-KEPT_TAIL_BYTES = 128
+MAX_TAIL_BYTES = 512  # most bytes at a text's end that are tokenized anew when it grows
+KEPT_TAIL_BYTES = 128  # bytes that stay in a tail when it gets too long
 
 
 class Retokenizer(Protocol):
@@ -34,9 +34,9 @@ class Retokenizer(Protocol):
     has_probs: ClassVar[bool]  # True if guesses come with a distribution over the target's tokens
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
-        """Take in the row's committed tokens, the target's.
+        """Take in the row's committed tokens, as target tokens.
 
-        Returns from which of the drafter's tokens on its text is new, and these; None while it is not known.
+        Returns the index from which on the drafter's text is new, and the new tokens; None while it is unknown.
         """
 
     def id_map(self, guesses: Sequence[int]) -> IdMap:
@@ -62,7 +62,7 @@ class VocabularyPair:
         self._spelled: dict[int, list[int]] = {}
 
     def spell(self, token_id: int) -> list[int]:
-        """Return one of the target's tokens in the drafter's."""
+        """Return one of the target's tokens, spelled in the drafter's."""
         found = self._spelled.get(token_id)
         if found is None:
             found = self._spelled[token_id] = self._spell(token_id)
@@ -72,7 +72,7 @@ class VocabularyPair:
         draft_id = int(self.tokens.to_drafter[token_id])
         if draft_id >= 0:
             return [draft_id]
-        if token_id == self.target.bos_id:  # the drafter's texts begin without
+        if token_id == self.target.bos_id:  # the drafter's texts begin without such a token
             return []
         data = self.target.token_bytes(token_id)
         text = whole_text(data)
@@ -82,15 +82,15 @@ class VocabularyPair:
 
 
 class TokenRetokenizer:
-    """Token for token. The drafter may read several tokens for one, but never guesses such."""
+    """Token for token. The drafter may read several tokens for one, but guesses single ones."""
 
     passes_per_draft: ClassVar[int] = 1
     has_probs: ClassVar[bool] = True
 
     def __init__(self, pair: VocabularyPair) -> None:
         self._pair = pair
-        self._num_read = 0  # of the target's tokens
-        self._num_spelled = 0  # tokens of the drafter's that these are
+        self._num_read = 0  # number of target tokens that were read
+        self._num_spelled = 0  # number of drafter tokens that spell these
 
     def renew(self, token_ids: NDArray[int64]) -> tuple[int, list[int]] | None:
         """See `Retokenizer`. What is spelled stays as it is."""
@@ -129,7 +129,7 @@ class StringRetokenizer:
 
     def __init__(self, pair: VocabularyPair) -> None:
         self._pair = pair
-        self._num_read = 0  # of the target's tokens
+        self._num_read = 0  # number of target tokens that were read
         self._tail = _Tail()
         self._owed = b""  # end of the text that guesses must begin with
 
@@ -170,7 +170,7 @@ class StringRetokenizer:
         return self._pair.drafter.is_special(guesses[-1])
 
     def _steering(self, guesses: Sequence[int]) -> list[int]:
-        """Return what a last token that is no text means to the target."""
+        """Return the target's token for a last guess that is a control token."""
         if not guesses or not self._pair.drafter.is_special(guesses[-1]):
             return []
         return [int(self._pair.tokens.to_target[guesses[-1]])]

@@ -68,7 +68,7 @@ class TextWindow:
         self._rows = OwnedRows(rows.num_rows, max_len, self.num_pages)
         self._first = [0] * rows.num_rows  # token of the text that each window begins with
         self._end = [0] * rows.num_rows  # token of the text behind each window's last
-        self._short = set[int]()  # rows whose pages were short
+        self._short = set[int]()  # rows that lacked pages
 
     @property
     def late_steps(self) -> int:
@@ -125,7 +125,7 @@ class TextWindow:
         """Pack spans of the windows, see `RowView.pack`."""
         return self._rows.pack(spans, wanted, ahead, read_as=read_as)
 
-    # Choices are those of the text: noise stands at its positions -----------------------------------
+    # Choices are the text's: noise goes by positions in the text, not in the window -----------------
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:
         """See `RowView.row_specs`."""
