@@ -11,7 +11,7 @@
     │   ├── PromptTooLong      prompt plus answer exceed the context
     │   └── QueueFull          try again later
     └── EngineDied             the engine process is gone; it is being restarted
-        ├── LineBroke          the line to an engine broke, which may well live
+        ├── LineBroke          the line to an engine broke; the engine may well live
         └── PartlyObeyed       a command that some replicas obeyed and others did not
 
 Anything else that escapes is a bug of ours.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Spent(NamedTuple):
     """Counts of a request on one engine so far, as in `Figures`.
 
-    An engine tells them with outcomes, where plain decoding alone does not account for them.
+    An engine sends them with an outcome if plain decoding alone does not explain them.
     """
 
     cached_tokens: int = 0
@@ -22,9 +22,9 @@ class Spent(NamedTuple):
     changed_nats: float = 0.0
 
     def after(self, told: Spent | None, num_tokens: int) -> Spent:
-        """Return the counts after an outcome: those told with it, else plain decode passes'.
+        """Return the counts after an outcome: those sent with it, else plain decoding's.
 
-        num_tokens: of its tokens those of decode passes, a token each. An engine's first comes from the prefill.
+        num_tokens: tokens of decode passes, one each; an engine's first token comes from the prefill instead.
         """
         if told is not None:
             return told
@@ -48,11 +48,11 @@ class Figures:
     preemptions: int = 0
     kept_by: tuple[tuple[str, int], ...] = ()  # (drafter, its accepted tokens)
     legs: int = 1  # replicas of a fleet that wrote a part of the answer
-    inexact: bool = False  # they had different promise keys
+    inexact: bool = False  # these replicas had different promise keys
     weights: tuple[tuple[int, str], ...] = ()  # (first answer token, version of the weights that wrote from there)
     change_budget: float | None = None  # of the law `typical`; None: the law was lossless
-    changed_tokens: int = 0  # that are not the target's own choices
-    changed_nats: float = 0.0  # summed over these: log of the likeliest token's probability by theirs
+    changed_tokens: int = 0  # tokens that are not the target's own choices
+    changed_nats: float = 0.0  # summed over these: log of (the likeliest token's probability / the token's own)
 
     @property
     def acceptance_length(self) -> float:
@@ -62,7 +62,7 @@ class Figures:
     def behind(self, earlier: Spent) -> Figures:
         """Return the counts of an answer that another engine began.
 
-        earlier: of that engine, which says how much of the prompt was cached.
+        earlier: counts of that engine; how much of the prompt was cached is its count alone.
         """
         sums = {name: getattr(self, name) + count for name, count in earlier._asdict().items()}
         return replace(self, **sums | {"cached_tokens": earlier.cached_tokens})

@@ -21,9 +21,9 @@ MAX_SHOWN = 64  # characters of an unknown key
 
 
 def add_flags(group: ArgumentParser | ArgumentGroup, defaults: object, flags: Mapping[str, str]) -> None:
-    """Add a flag for each field of `defaults` named, of its default's type.
+    """Add a flag for each named field of `defaults`, of its default's type.
 
-    flags: field -> metavar and, behind a space, help; of a switch the help alone.
+    flags: field -> metavar, a space and the help; for a switch, the help alone.
     """
     for name, text in flags.items():
         flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
@@ -36,7 +36,7 @@ def add_flags(group: ArgumentParser | ArgumentGroup, defaults: object, flags: Ma
 
 
 def of_flags(kind: type[OptionsT], args: Namespace, **others: Any) -> OptionsT:
-    """Return a dataclass with the flags of its fields' names, `others`, and its own defaults."""
+    """Return a dataclass of the flags named like its fields, `others`, and its defaults."""
     names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in vars(args).items() if name in names} | others)
 

@@ -68,7 +68,7 @@ class History:
         return table.edits()
 
     def _after(self, drafted: tuple[int, ...]) -> _EditTable:
-        """Return the table behind the drafts; keep it, as the next call often adds one."""
+        """Return the table behind the drafts and keep it: the next call often adds one."""
         if not drafted:
             return self._table
         known, table = self._ahead

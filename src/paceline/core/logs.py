@@ -14,8 +14,8 @@ from typing import Any
 
 LEVEL, FORMAT = "PACELINE_LOG_LEVEL", "PACELINE_LOG_FORMAT"
 FORMATS = ("text", "json")
-MAX_CHARS = 16_384  # of a message or a traceback
-CLEAR_LINE = "\r\x1b[2K"  # of a terminal, where another process may show a bar
+MAX_CHARS = 16_384  # most characters of a message or a traceback
+CLEAR_LINE = "\r\x1b[2K"  # clears a terminal's line, where another process may show a progress bar
 
 
 def configure(process: str = "") -> None:
@@ -29,7 +29,7 @@ def configure(process: str = "") -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to what standard error is now: a bar replaces it."""
+    """Writes to the `sys.stderr` of the moment, which a progress bar may replace."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Stderr(logging.Handler):
             sys.stderr.write(f"{self._before}{self.format(record)}\n")
             sys.stderr.flush()
         except (OSError, ValueError):
-            pass  # nobody reads it any more
+            pass  # nobody reads standard error any more
         except Exception:
             self.handleError(record)
 

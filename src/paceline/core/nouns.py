@@ -132,7 +132,7 @@ class BatchRow:
     num_kept_pages: int = 0  # the row's page list is its first `num_kept_pages` pages ...
     new_pages: tuple[int, ...] = ()  # ... followed by these
     decodes: bool = False  # True: a decode pass of the row; False: a chunk of its prefill
-    chunk_end: int = 0  # tokens of the row that are computed behind a chunk of prefill
+    chunk_end: int = 0  # tokens of the row that are computed after this chunk of prefill
 
 
 @noun
@@ -191,7 +191,7 @@ class RowDraft:
         return 0 if self.branches is None else len(self.branches.token_ids)
 
     def num_alike(self, token_ids: Sequence[int]) -> int:
-        """Return how many leading tokens of the chain are these."""
+        """Return how many leading tokens of the chain equal these."""
         pairs = zip(self.token_ids, token_ids, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -216,7 +216,7 @@ class Draft:
     budget: int | None = None  # drafts of these to verify, where a device has made them and chooses; None: all
     branched: bool = False  # True where some row has branches
     failed: frozenset[str] = frozenset()  # drafters that were asked and failed
-    unfitted: Mapping[int, RowDraft] | None = None  # rows changed to fit a grammar, as drafted, by index; or None
+    unfitted: Mapping[int, RowDraft] | None = None  # by index, drafts before they were changed to fit a grammar
 
     @property
     def is_empty(self) -> bool:
@@ -287,8 +287,8 @@ class Scores:
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw
     logit_idx: NDArray[int64] | None = None  # [num_scored] row of `logits`, -1 without one
     taps: Taps | None = None  # None if no drafter reads them
-    draft: Draft | None = None  # as scored, where a device has made it; None: as asked
-    made: Draft | None = None  # all that the device has made, as far as it may be scored
+    draft: Draft | None = None  # the scored draft, if a device has made it; None: it is the one asked for
+    made: Draft | None = None  # all drafts that the device has made and that may be scored
     prompts: Mapping[int, PromptScores] | None = None  # by row of the batch; None: no prompt is scored
     touched: tuple[float, ...] = ()  # experts of the pass, as `PassResult.touched`
 
@@ -305,7 +305,7 @@ class Mismatches(NamedTuple):
 
     places: tuple[int, ...]  # among the drafts, ascending
     gaps: tuple[float, ...]  # nats by which the target's likeliest token is likelier than each
-    num_kept: int  # the first ones: each changes a token of the text. Another ends the draft
+    num_kept: int  # the first so many are kept: each changes a token of the text. The next one ends the draft
 
     def changed(self, num_tokens: int) -> tuple[int, float]:
         """Return how many of a row's first tokens are changed, and their gaps' sum."""
@@ -324,7 +324,7 @@ class RowVerdict(Struct, frozen=True, eq=False, gc=False):
     num_accepted: int = 0
     logprobs: Sequence[TokenLogprobs] | None = None  # of each token but BROKEN, if the request asked
     mismatches: Mismatches | None = None  # None under a lossless law
-    off_chain: tuple[int, ...] = ()  # the last of the kept drafts, where they are of branches: indices there
+    off_chain: tuple[int, ...] = ()  # indices, in the branches, of the kept drafts behind those of the chain
 
     @property
     def num_on_chain(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.core.errors import RequestError
 
 MAX_TOKENS = 1 << 20  # an answer longer than this is a mistake
-MAX_CHOICES = 64  # n
+MAX_CHOICES = 64  # largest `n`
 MAX_TOP_LOGPROBS = 20  # as OpenAI
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -19,11 +19,11 @@ MAX_BIASED = 1024
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_SEED = (1 << 63) - 1
 MAX_ASKED_K = 64  # drafts of a step; above what any drafter makes
-MAX_GRAMMAR_CHARS = 256 << 10  # of a schema, regular expression or grammar
+MAX_GRAMMAR_CHARS = 256 << 10  # most characters of a schema, regular expression or grammar
 MAX_GRAMMAR_CHOICES = 1024
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
-MAX_SHOWN_CHARS = 64  # of a refused value in its error message
-MAX_SHOWN_BITS = 200  # of a refused integer, 60 digits
+MAX_SHOWN_CHARS = 64  # most characters of a refused value in its error message
+MAX_SHOWN_BITS = 200  # most bits of a refused integer that is shown: 60 digits
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 10.0),
@@ -213,7 +213,7 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         wanted = "an integer" if name in _INTEGERS else "a number"
         raise RequestError(f"{name} must be {wanted}, not {type(value).__name__}", name)
-    if not low <= value <= high:  # so for NaN, too; an int may be too long for a float
+    if not low <= value <= high:  # true of NaN, too; an int may be too long for a float
         raise RequestError(f"{name} must be between {_plain(low)} and {_plain(high)}, not {shown(value)}", name)
 
 
@@ -267,7 +267,7 @@ class Speculation:
     k: int | None = None  # upper bound of the drafts in a step
     tpot_ms: float | None = None  # target time per output token, for a controller that knows costs
     details: bool = False  # notes of every pass come with the outcomes
-    law: str | None = None  # by which drafts are kept; None: the engine's
+    law: str | None = None  # name of the law by which drafts are kept; None: the engine's
     budget: float | None = None  # of the law `typical`: largest share of changed tokens; None: the engine's
 
     def __post_init__(self) -> None:
@@ -291,7 +291,7 @@ class Speculation:
 
     @property
     def steers(self) -> bool:
-        """True if it asks for more than notes."""
+        """True if it sets a drafter, K or a time per token."""
         return self.draft != AUTO or self.k is not None or self.tpot_ms is not None
 
     @property

@@ -12,7 +12,7 @@ class PassNote:
     token_ids: tuple[int, ...]  # kept by the answer; none for a chunk of a prefill
     num_accepted: int  # leading tokens that were drafts; any after them is the target's own
     prefill: bool
-    drafter: str | None  # that proposed; None: no draft
+    drafter: str | None  # drafter that proposed; None: no draft
     draft_ids: tuple[int, ...]  # [k] verified, in order
     confidence: tuple[float, ...] | None  # [k] as the drafter said
     num_proposed: int  # drafts before trimming
@@ -23,7 +23,7 @@ class PassNote:
     expected_tokens: float | None = None  # of this row, by a controller that estimates
     expected_s: float | None = None  # predicted time of the step
     plain_s: float | None = None  # estimated time of the same step without drafts
-    changed: tuple[int, ...] = ()  # places among the tokens that the law changed
+    changed: tuple[int, ...] = ()  # places, among the tokens, of those that the law changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class StepNote:
     num_rows: int
     num_waiting: int  # requests without a row
     num_tokens: int  # kept
-    drafter: str | None  # of most rows; None: no drafts
+    drafter: str | None  # drafter of most rows; None: no drafts
     k_max: int
     k_mean: float
     step_s: float

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import astuple, dataclass
 
-FINGERPRINT_CHARS = 16  # of the key, in responses
+FINGERPRINT_CHARS = 16  # characters of the key that responses show
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class Request:
     salt: str = ""  # requests of different salts share no cached pages
     speculation: Speculation | None = None  # None: the engine's own
     told: tuple[int, ...] = ()  # the answer's first tokens, which its client has already
-    tells_start: bool = False  # an outcome without words comes before the first step in which it takes part
+    tells_start: bool = False  # an outcome without tokens comes before the request's first step
     whole: bool = False  # nobody reads the answer before its end, so outcomes may be told together
     within: bool = False  # the answer continues a text, so a space at its start is part of it
 
@@ -109,4 +109,4 @@ class Outcome(Struct, frozen=True, eq=False, gc=False, array_like=True):
     notes: tuple[PassNote, ...] = ()  # of the passes that made these tokens, if the request asked
     start: int = 0  # answer tokens before these, those told with the request included
     spent: Spent | None = None  # None: see `Spent.after`
-    version: str | None = None  # of the weights that write from `start` on; without words, if the request asks
+    version: str | None = None  # of the weights that write from `start` on; in the outcome of `tells_start` only

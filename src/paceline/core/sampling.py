@@ -129,8 +129,8 @@ def scaled(logits: NDArray[floating], params: SamplingParams, edits: Edits | Non
 def gap(logits: NDArray[floating], choose: SamplingSpec, token_id: int) -> float:
     """Return by how many nats the likeliest token is likelier than another.
 
-    After all transforms. Infinite for one that cannot be chosen. At temperature 0 probabilities are those of
-    temperature 1, since the others are 0. logits: [vocab] raw.
+    It is taken after all transforms, and is infinite for a token that cannot be chosen. At temperature 0 it is
+    that of temperature 1, as all other probabilities are 0. logits: [vocab] raw.
     """
     import numpy as np
 

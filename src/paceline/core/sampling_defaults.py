@@ -38,7 +38,7 @@ def checked(found: Mapping[str, object]) -> dict[str, int | float]:
 
 
 def chosen(kind: str, found: Mapping[str, object]) -> tuple[Defaults, str]:
-    """Return a model's defaults of a kind, and why. found: of its files."""
+    """Return a model's defaults of a kind, and why. found: values of its files."""
     if kind == NEUTRAL:
         return {}, "as asked: requests say themselves how to sample"
     if asked := checked(found):

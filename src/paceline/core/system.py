@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FIRST_WAIT_S = 0.25  # before the first restart; doubled while the process keeps ending
+FIRST_WAIT_S = 0.25  # seconds before the first restart; doubled while the process keeps ending
 MAX_WAIT_S = 30.0
-MAX_DOUBLINGS = 16  # the wait is the longest by then; 2 to the power of some thousand restarts is no float
+MAX_DOUBLINGS = 16  # by then the wait is at its longest, and 2 to the power of thousands would be no float
 STEADY_S = 60.0  # a process that ran this long ended for a new reason
-POLL_S = 0.05  # between two tries to take a lock
+POLL_S = 0.05  # seconds between two tries to take a lock
 
 MAX_CORE = 1 << 16
 
@@ -366,7 +366,7 @@ def leave_to_parent(*signals: signal.Signals) -> None:
 def wake_with_parent() -> None:
     """Ask to be woken, if stopped, when the parent ends: Linux does so.
 
-    SIGKILL would come too early: the signal is sent whenever the thread ends that started this process.
+    SIGKILL could come too early: Linux sends the signal when the thread ends that started this process.
     """
     import ctypes
 

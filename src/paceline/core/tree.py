@@ -23,7 +23,7 @@ class Branches(NamedTuple):
     parents: tuple[int, ...]  # [num_branch_tokens] see the module
 
     def depths(self, num_chain: int) -> list[int]:
-        """Return each token's depth; that of the chain's first is 1. num_chain: its tokens."""
+        """Return each token's depth; the chain's first has 1. num_chain: the chain's tokens."""
         found: list[int] = []
         for parent in self.parents:
             found.append(parent + 2 if parent < num_chain else found[parent - num_chain] + 1)
@@ -49,7 +49,7 @@ class Branches(NamedTuple):
         return found[::-1]
 
     def cut(self, num_chain: int, num_left: int) -> Branches | None:
-        """Return what is left, None without any, beside `num_left` tokens of the chain."""
+        """Return the branches beside the chain's first `num_left` tokens; None without any."""
         return self.only(num_chain, num_left, lambda _: True)
 
     def only(self, num_chain: int, num_left: int, wanted: Callable[[int], bool]) -> Branches | None:
@@ -98,10 +98,10 @@ def chain_and_branches(
 def walk(
     token_ids: Sequence[int], branches: Branches, choice: Callable[[int], int]
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the tokens that a row gains, and indices of those of branches.
+    """Return the tokens that a row gains, and the indices of branch tokens among them.
 
-    From the root on, the target's choice goes to the child that carries it; the choice that no child carries ends
-    the walk. choice: the target's token at a scored position: 0 follows the newest token, i + 1 draft i.
+    From the root on, the walk goes to the child that has the target's choice. A choice that no child has ends it.
+    choice: the target's token at a scored position: 0 follows the newest token, i + 1 draft i.
     """
     num_chain, gained, off_chain = len(token_ids), list[int](), list[int]()
     at = ROOT

@@ -1,8 +1,8 @@
-"""Watch over processes: notice that they hang, by beats that do not come.
+"""Watch over processes: notice from missing beats that they hang.
 
-A beat of an engine is any message: its step loop sends one every second at least, and it tells of every tensor
-of newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says of the process that it
-computes, or waits for a disk or a core. A hang does none of that.
+A beat of an engine is any message: its step loop sends one every second at least, and one comes with every tensor
+of newer weights. A beat of ranks is a meeting. A long pass is no hang: the system says that the process computes,
+or waits for a disk or a core. A process that hangs does none of these.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigError
 
-WATCHDOG_S = 8.0  # without a beat of a ready engine
-TICK_S = 0.25  # between two looks at the process
+WATCHDOG_S = 8.0  # usual limit: seconds without a beat of a ready engine
+TICK_S = 0.25  # seconds between two looks at the process
 PATIENCE = 15  # a process that computes without a beat has this many times as long
-LATE_SHARE = 0.4  # of the limit; an engine that is silent for longer is taken out of service
-BUSY_SHARE = 0.02  # of a core, from which on a process counts as computing
-CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")  # in which the system counts what a process has computed
-LOOK_S = 1.0  # of stillness, from which on its threads are looked at
+LATE_SHARE = 0.4  # share of the limit; an engine that is silent for longer is taken out of service
+BUSY_SHARE = 0.02  # share of a core from which on a process counts as computing
+CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")  # unit in which the system counts what a process has computed
+LOOK_S = 1.0  # seconds of stillness after which a process's threads are looked at
 WAITS_FOR_MACHINE = frozenset("RD")  # states of a thread that runs, or waits for a core or a disk
 MIN_LIMIT_S, MAX_LIMIT_S = 5.0, 86400.0
 SHOW_THREADS = signal.SIGUSR1  # makes the engine's process write where each of its threads is
@@ -40,13 +40,13 @@ def check_limit(limit_s: float) -> None:
 class Watchdog:
     """Silence of one process, or of several that wait for one another.
 
-    It is counted in ticks of this process, so that a pause of ours blames nobody.
+    Silence is counted in ticks of this process, so that a pause of this process blames nobody.
     """
 
     pids: tuple[int, ...]
-    limit_s: float  # of silence; 0: none
-    _still_s: float = 0.0  # without a beat and without work
-    _silent_s: float = 0.0  # without a beat
+    limit_s: float  # limit of silence; 0: none
+    _still_s: float = 0.0  # seconds without a beat and without work
+    _silent_s: float = 0.0  # seconds without a beat
     _cpu_s: float | None = None  # computed until stillness began; None: a beat came since the last tick
 
     def beat(self) -> None:
@@ -104,7 +104,7 @@ def process_work(pid: int) -> tuple[str, float]:
 def thread_states(pid: int) -> set[str]:
     """Return the states of a process's threads, but for the one that asks.
 
-    Where the system does not tell, one runs.
+    Where the system does not tell, one is taken to run.
     """
     own, found = str(threading.get_native_id()), set()
     try:
@@ -118,5 +118,5 @@ def thread_states(pid: int) -> set[str]:
 
 
 def _stat(path: Path) -> list[str]:
-    """Return the fields behind the name."""
+    """Return the fields of a stat file that come after the process's name."""
     return path.read_text(encoding="latin-1").rpartition(")")[2].split()

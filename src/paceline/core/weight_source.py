@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.core.errors import RequestError
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")  # parts of the memory that can be given back
-FIRST_VERSION = "default"  # of the weights that an engine begins with, as SGLang has it
+FIRST_VERSION = "default"  # version of the weights that an engine begins with, named as in SGLang
 MAX_VERSION_CHARS = 128
 ASLEEP = "the engine has given back {}; resume its memory first"
 
@@ -18,7 +18,7 @@ class WeightSource:
 
     model: str | None = None  # folder or .gguf file of a whole model; None: the one that was loaded first
     tensors: str | None = None  # folder of safetensors files, whose tensors replace that model's by name
-    whole: bool = False  # tensors that lack one of the model's are refused
+    whole: bool = False  # refuse a folder that lacks one of the model's tensors
 
 
 def check_version(version: object) -> str:

@@ -115,8 +115,8 @@ class MovingAverage(_EveryStep):
 class TurboSpec(_EveryStep):
     """TurboSpec's scan (arXiv 2406.14066): goodput for K = 0, 1, ... until it falls.
 
-    One acceptance rate for all rows. Scanned every `every` steps. K = 0 counts a tenth more, so that speculation
-    must win clearly.
+    It has one acceptance rate for all rows and scans every `every` steps. K = 0 counts a tenth more, so
+    that speculation must win clearly.
     """
 
     cost: StepCost

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     Picks = Callable[[np.random.Generator, int, float], NDArray[int64]]
 
-MOST_AN_HOUR = 1e5
-MOST_DEATHS = 1_000_000  # of a run: with more, replicas die before they can answer
+MOST_AN_HOUR = 1e5  # highest rate of deaths
+MOST_DEATHS = 1_000_000  # most deaths of a run: with more, replicas die before they can answer
 FORM = re.compile(r"(?:(?P<kind>[a-z]+):)?(?P<rate>[0-9.]+)/h(?:,(?P<size>[0-9.]+))?")
 
 
@@ -34,14 +34,14 @@ def _one(rng: np.random.Generator, num_replicas: int, _size: float) -> NDArray[i
 
 
 def _rack(rng: np.random.Generator, num_replicas: int, size: float) -> NDArray[int64]:
-    """Return a run of neighbours of some number."""
+    """Return the replicas of a random rack, `size` neighbours."""
     racks = -(-num_replicas // int(size))
     first = int(rng.integers(racks)) * int(size)
     return np.arange(first, min(first + int(size), num_replicas))
 
 
 def _wave(rng: np.random.Generator, num_replicas: int, size: float) -> NDArray[int64]:
-    """Return any replicas, some share of all."""
+    """Return random replicas, on average the share `size` of all."""
     return np.flatnonzero(rng.random(num_replicas) < size)
 
 

@@ -35,34 +35,34 @@ if TYPE_CHECKING:
     Update = Callable[[int, int], None]
     Event = tuple[float, int, Callable[[float, Any], None], Any]  # time, number, what happens, to what
 
-LOOK_S = 5.0  # between two looks of the scaler
-TOLD_EVERY = 1024  # requests between two words of progress
+LOOK_S = 5.0  # seconds between two looks of the scaler
+TOLD_EVERY = 1024  # requests between two reports of progress
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     """Everything that happens to a fleet."""
 
-    cache_pages: int = 2000  # that a replica keeps, of the trace's size
-    deaths: Iterable[Death] = ()  # in order of time; one is asked for when the one before has happened
-    resume: bool = True  # answers go on elsewhere; otherwise those that have begun are lost
-    pause_s: float = 0.2  # from a death until its requests are elsewhere
+    cache_pages: int = 2000  # pages that a replica keeps, each of the trace's size
+    deaths: Iterable[Death] = ()  # in order of time; a death is drawn when the one before has happened
+    resume: bool = True  # answers of a dead replica go on elsewhere; otherwise answers that have begun are lost
+    pause_s: float = 0.2  # from a death until its requests are sent elsewhere
     back_s: float = 15.0  # from a death until the replica is back
     objective: ScalingObjective | None = None  # of the scaler; None: the size is fixed
-    start_s: float = 60.0  # of a replica that the scaler starts
-    pack_rows: int = 0  # once all requests are in: free a replica if the others need no more rows each; 0: never
+    start_s: float = 60.0  # time that a replica takes to start when the scaler wants it
+    pack_rows: int = 0  # once all requests are in, pack rows onto replicas, at most so many on each; 0: never
 
 
 class ReplicaStates:
     """Everything that routing reads of the replicas, kept up to date. [n] each"""
 
     def __init__(self, tables: Sequence[tuple[float, ...]], prefill_s: NDArray[float64]) -> None:
-        """tables: `step_s_by_rows` of each. prefill_s: of a token."""
+        """tables: `step_s_by_rows` of each replica. prefill_s: of a token."""
         self.tables, self.prefill_s = tables, prefill_s
         self.names = [str(i) for i in range(len(tables))]
         self.alive = np.zeros(len(tables), np.bool_)
         self.open_rows = np.zeros(len(tables), np.int64)
-        # Tokens at `since_s`, and tokens a second by which they shrink.
+        # Prompt tokens that wait at `since_s`, and tokens a second by which these shrink.
         self.backlog, self.rate, self.since_s = np.zeros((3, len(tables)))
         self.token_s, self.slower_s = np.array([decoding_s(0, table) for table in tables]).T.copy()
 
@@ -135,7 +135,7 @@ class FleetResult:
 
     @property
     def tpot_s(self) -> NDArray[float64]:
-        """Seconds per token after the first, of ended answers of two or more."""
+        """Seconds per token after the first, of ended answers of two or more tokens."""
         after = np.where(self.trace.output_lens > 1, self.trace.output_lens - 1, np.nan)
         found = (self.ends.end_s - self.ends.first_s) / after
         return found[~np.isnan(found)]
@@ -147,7 +147,7 @@ class FleetResult:
 
     @property
     def busiest(self) -> float:
-        """Requests of the busiest replica to the mean of those that were ever on."""
+        """Requests of the busiest replica, relative to the mean of replicas ever on."""
         return float(self.tally.requests.max() / self.tally.requests[self.tally.on_s > 0].mean())
 
 
@@ -315,7 +315,7 @@ class Fleet:
         else:
             self._tally.lost += 1
             self._tally.wasted += cut.computed
-            self._tally.ended_s = now  # it may be the last
+            self._tally.ended_s = now  # this request may be the last
 
     def _drain(self, now: float) -> None:
         """Free the replica with the fewest rows, and move these."""

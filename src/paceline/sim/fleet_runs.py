@@ -26,10 +26,10 @@ class FleetSetup:
     num_replicas: int
     kind: ReplicaKind
     rates: RateTable  # of `kind`
-    mean_length: float  # tokens of a row, as the router takes it
+    mean_length: float  # tokens of a row, as the router assumes
     speeds: tuple[float, ...] = (1.0,)  # of the replicas, in turn
     step_exact: bool = False
-    seed: int = 0  # of which drafts are kept, where every step is simulated
+    seed: int = 0  # for drawing which drafts are kept, if every step is simulated
 
     @classmethod
     def of(cls, num_replicas: int, kind: ReplicaKind, trace: FleetTrace, **others: Any) -> FleetSetup:

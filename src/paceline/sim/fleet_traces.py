@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 10_000_000
 MAX_REQUEST_TOKENS = 1 << 24
-HASHED_TOKENS = 512  # of a page in traces with hashes
+HASHED_TOKENS = 512  # tokens of a page in traces with hashes
 MAX_LINE = 1 << 20  # characters
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_REQUEST_TOKENS)]
 PageHash = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -69,7 +69,7 @@ class FleetTrace:
     def repeated(self, copies: int) -> FleetTrace:
         """Return the requests of several services like this one.
 
-        Each is shifted in time and has pages of its own.
+        Each copy is shifted in time and has pages of its own.
         Arrivals that would come after the end come at the beginning.
         """
         length = float(self.arrival_s[-1]) + 1e-3

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from paceline.control.files import Profile
     from paceline.control.protocols import Policy, StepCost
 
-SETTLING_STEPS, MEASURED_STEPS = 100, 200  # of each number of rows
+SETTLING_STEPS, MEASURED_STEPS = 100, 200  # steps simulated for each number of rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableWithPrefill(TableCost):
     """Prices of whole steps, and one for prompt tokens, which the table lacks."""
 
-    prefill_s: float = 0.0  # of a token
+    prefill_s: float = 0.0  # seconds of a prompt token
 
     def price(self, base: Work, lengths: NDArray[int64], ks: NDArray[int64], drafters: NDArray[int64]) -> float:
         """See `StepCost.price`. A step without rows that decode takes what its prompt tokens take."""
@@ -75,10 +75,10 @@ def kind_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTable:
-    """Steps by the number of rows that decode. Prices of keys stand by themselves."""
+    """Steps by the number of rows that decode. Keys are priced apart."""
 
-    step_s: NDArray[float64]  # [num_rows + 1] without a prompt; of no rows: what a step takes at least
-    tokens: NDArray[float64]  # [num_rows + 1] of a row in a step
+    step_s: NDArray[float64]  # [num_rows + 1] of a step without a prompt; at 0 rows: the least that a step takes
+    tokens: NDArray[float64]  # [num_rows + 1] that a row gains in a step
     past_end: NDArray[float64]  # [num_rows + 1] tokens that the last step could bring behind an answer's end
     key_s: NDArray[float64]  # [num_rows + 1] of a key in a step, with the pairs of a row's drafts
     sizes: NDArray[int64]  # [num_sizes] prompt tokens of a step, ascending; the last is a whole chunk
@@ -101,7 +101,7 @@ class RateTable:
         return float(np.interp(tokens, self.sizes, self.chunk_s[rows]))
 
     def token_s_by_rows(self, length: float) -> tuple[float, ...]:
-        """Return what a `ReplicaView` tells of replicas like this, with rows of some length."""
+        """Return the `step_s_by_rows` of a `ReplicaView`, for rows of some length."""
         rows = np.arange(1, self.num_rows + 1)
         token_s = (self.step_s[1:] + self.kv_token_s * length * rows) / self.tokens[1:]
         return tuple(np.maximum.accumulate(token_s).tolist())
@@ -162,7 +162,7 @@ def _measured(kind: ReplicaKind, rows: int, length: int, sizes: NDArray[int64]) 
 def _expected(chances: NDArray[float64], ks: NDArray[int64]) -> tuple[float, float]:
     """Return the tokens of a row's step, and those past an answer's end.
 
-    ks: drafts of rows and steps. Steps overshoot a far boundary as renewals do: by half of E[x^2] / E[x] - 1.
+    ks: drafts of rows and steps. Steps of x tokens overshoot a far end as renewals do: by (E[x^2] / E[x] - 1) / 2.
     """
     depth = np.arange(1, len(chances) + 1)
     alive, known = np.cumprod(chances), np.minimum(ks, len(chances))  # deeper drafts are never kept
@@ -173,7 +173,7 @@ def _expected(chances: NDArray[float64], ks: NDArray[int64]) -> tuple[float, flo
 
 
 class SteadyRows(Simulator):
-    """Rows whose prompts are computed, and that write on."""
+    """Rows whose prompts are computed and whose answers do not end."""
 
     def measure(self, settling: int, measured: int) -> tuple[float, float, NDArray[int64]]:
         """Return mean seconds of a step, mean length of rows, and all drafts."""

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from paceline.sim.rates import RateTable, ReplicaKind
     from paceline.sim.simulator import PlannedStep
 
-LATE = 1e-6  # of a step, a token or a second: rounding leaves less, even at the end of a day
+LATE = 1e-6  # tolerance in steps, tokens or seconds: rounding errors are smaller, even after a day
 
 
 class Leg(NamedTuple):
     """A request on one replica: what is there when it comes."""
 
     request: int  # index in the trace
-    cached: int  # tokens of the prefix cache
+    cached: int  # tokens found in the prefix cache
     told: int  # tokens of the answer that users have
 
 
@@ -53,9 +53,9 @@ class Ends:
 
 
 class RowInFlight(NamedTuple):
-    """A row that decodes, in order of its end."""
+    """A row that decodes; rows are sorted by their ends."""
 
-    end: float  # tokens that each row has written when this one ends
+    end: float  # `FluidReplica._written` when this row ends
     leg: Leg
     begin: float  # the same when it began
 
@@ -64,22 +64,22 @@ class FluidReplica:
     """A replica whose rates are constant between events."""
 
     def __init__(self, rates: RateTable, trace: FleetTrace, ends: Ends, speed: float = 1.0) -> None:
-        """Take how much faster it is than the table."""
+        """speed: how much faster the replica is than the table."""
         self.next_s = inf  # time of its next event; inf: none
         self._rates = rates
         self._trace = trace
         self._ends = ends
         self._speed = speed
         self._now = 0.0
-        self._written = 0.0  # tokens that a row would have written since the start
+        self._written = 0.0  # tokens that a row would have written if it ran since the start
         self._rows: list[RowInFlight] = []  # heap
         self._keys = 0.0  # tokens of all rows, less `_written` for each
         self._queue: deque[Leg] = deque()
         self._queued = 0  # prompt tokens in the queue
-        self._head: _Head | None = None  # the prompt that is computed
+        self._head: _Head | None = None  # the prompt that is being computed
         self._phase = 0.0  # share of a chunk that prompts before it have filled
-        self._ending: deque[tuple[float, Leg]] = deque()  # computed prompts, whose step ends then
-        self._per_s = (0.0, 0.0)  # steps of the prompt and tokens of a row, a second
+        self._ending: deque[tuple[float, Leg]] = deque()  # computed prompts, with the time when their step ends
+        self._per_s = (0.0, 0.0)  # steps with the prompt, and tokens of a row, per second
 
     @property
     def open_rows(self) -> int:
@@ -148,7 +148,7 @@ class FluidReplica:
         self._now = max(now, self._now)
 
     def _end_prompt(self, head: _Head) -> None:
-        """Hold a prompt until its step ends, whose chunk the next prompt fills."""
+        """Hold a prompt until its last step ends; the next prompt fills that step's chunk."""
         self._head, self._phase = None, head.end_phase
         rest_s = (1 - self._phase) / self._per_s[0] if self._phase > LATE else 0.0
         self._ending.append((self._now + rest_s, head.leg))
@@ -169,7 +169,7 @@ class FluidReplica:
     def _plan(self, *, mid_step: bool = False) -> None:
         """Begin the next prompt, and set the rates and the time of the next event.
 
-        mid_step: a step runs, and the prompt waits for half of one, on average.
+        mid_step: a step is running, so the prompt waits for half a step on average.
         """
         rates, rows = self._rates, len(self._rows)
         if self._head is None and not self._queue:
@@ -194,12 +194,12 @@ class FluidReplica:
 
 @dataclass(slots=True)
 class _Head:
-    """A prompt that is computed: `steps_left` falls with time."""
+    """A prompt that is being computed: `steps_left` falls with time."""
 
     leg: Leg
     steps_left: float
     step_tokens: float
-    deep_s: float  # of a step, for the attention of these tokens to those before
+    deep_s: float  # of a step, for the attention of its tokens to earlier tokens
     end_phase: float  # share of its last chunk that is filled when it ends
 
     @classmethod
@@ -225,7 +225,7 @@ class StepReplica(Simulator):
     """The step-exact simulator of one engine, a step for each event."""
 
     def __init__(self, kind: ReplicaKind, trace: FleetTrace, ends: Ends, speed: float, seed: int) -> None:
-        """Take how much faster it is than its kind."""
+        """speed: how much faster the replica is than its kind."""
         chances = np.broadcast_to(mixed_ease(kind.chances, np.zeros(1)), (len(trace), 1, len(kind.chances)))
         workload = Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, chances)
         super().__init__(workload, kind.limits, kind.make_cost(), kind.make_policy(), seed)

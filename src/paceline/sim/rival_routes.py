@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class GatedPrefix:
     """The rule of SGLang's gateway: the longest match, unless the fleet is out of balance.
 
-    Its gate is of the whole fleet: one replica with many more requests than another, and all go to the least busy.
-    Where less than `least_share` of a prompt is kept, the gateway takes the replica with the smallest tree of
-    prompts; here it is the one with the fewest open requests.
+    Balance is of the whole fleet: if one replica has many more requests than another, all requests go to the least
+    busy. If less than `least_share` of a prompt is kept, the gateway takes the replica with the smallest tree of
+    prompts; here this is the replica with the fewest open requests.
     """
 
     least_share: float = 0.3

@@ -40,7 +40,7 @@ class SimulatedReplica:
     """Limits of one engine."""
 
     num_rows: int = 64
-    prefill_tokens: int = 512  # most of a step
+    prefill_tokens: int = 512  # most prefill tokens of a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Simulated:
 class PlannedStep:
     """A planned step and its price."""
 
-    policy: Policy  # that planned it
+    policy: Policy  # that planned the step
     view: StepView
     decision: Decision
     work: Work  # drafts left out
@@ -203,7 +203,7 @@ class Simulator:
         self._length[rows] += chunks[rows]
         self._to_prefill[rows] -= chunks[rows]
         begun = rows[self._to_prefill[rows] == 0]
-        requests = self._request[begun]  # one that goes on has had its first token
+        requests = self._request[begun]  # a resumed request has had its first token
         self._first[requests] = np.fmin(self._first[requests], self._now)
         self._length[begun] += 1
         self._left[begun] -= 1
@@ -232,7 +232,7 @@ class OverlapSimulator(Simulator):
         self._apart = apart
         self._policies = policy, policy.for_second_group()  # by group
         self._group = np.zeros(replica.num_rows, np.int64)
-        self._ready: PlannedStep | None = None  # drafted for in the last step
+        self._ready: PlannedStep | None = None  # step whose drafts were made in the last step
         self._next_group = 0  # group that is ready, or that is drafted for next
 
     def _step(self) -> None:

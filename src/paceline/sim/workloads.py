@@ -32,7 +32,7 @@ class Sizes:
 def arrivals(spec: str, num_requests: int, rng: np.random.Generator) -> NDArray[float64]:
     """Return arrival times in seconds, [num_requests]. Raises `ConfigError`.
 
-    spec: `closed`, all at once; `poisson:RATE`, a second; `bursts:RATE,SIZE`.
+    spec: `closed`, all at once; `poisson:RATE` or `bursts:RATE,SIZE`, requests a second.
     """
     kind, _, numbers = spec.partition(":")
     values = listed(numbers, float)
@@ -72,8 +72,8 @@ def make(spec: str, num_requests: int, sizes: Sizes, rng: np.random.Generator) -
 def drafted(trace: FleetTrace, chances: NDArray[float64], spread: float, rng: np.random.Generator) -> Workload:
     """Return requests with their chances of acceptance.
 
-    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation of requests'
-    acceptance among themselves, logits.
+    chances: [depth] that a draft is kept given that the one before was. spread: standard deviation of acceptance
+    among requests, in logits.
     """
     ease = rng.normal(0, spread, len(trace))
     return Workload(trace.arrival_s, trace.prompt_lens, trace.output_lens, mixed_ease(chances, ease))
