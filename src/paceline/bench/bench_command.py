@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paceline.bench.prompt_file import Prompt
     from paceline.bench.session import Session
 
-MAX_LIMIT = 1 << 24
-MAX_RATE_PER_S = 1_000_000
+MAX_LIMIT = 1 << 24  # prompts
+MAX_RATE_PER_S = 1_000_000  # requests
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def _here(args: Namespace, session: Session, prompts: list[Prompt]) -> tuple[dic
     args.draft = session.drafts[0]
     config = engine_config(args)
     for draft in session.drafts:
-        parse_drafters(draft)  # a bad spec should not wait for the weights
+        parse_drafters(draft)  # fail on a bad spec before the weights are loaded
     with progress(f"loading {args.model}") as update:
         loaded = load(config, lambda _, done, total: update(done, total))
     total = session.num_runs * len(prompts)

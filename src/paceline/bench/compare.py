@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Setting = tuple[EnginePool, ResultFile, list[Prompt], SamplingParams]
 
-# Options that all runs of one file share: runs with other values are another comparison.
+# Options recorded in a file of runs: a run with other values belongs to another comparison.
 SETTINGS: tuple[str, ...] = (
     *("what", "prompts", "category", "draft", "static", "sizes", "phases", "max_tokens", "limit", "screen"),
     *("repeat", "requests", "temperature", "seed", "model", "law", "law_budget", "backend", "weights", "kv"),

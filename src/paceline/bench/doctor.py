@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from paceline.engine.stats import Stats
     from paceline.model.weights import LoadedModel
 
-TIMED_STEPS = 16
+TIMED_STEPS = 16  # at most, of which the median counts
 SAMPLE = "Explain in a few sentences how a bicycle stays upright, then say it again in other words."
 CATEGORIES = (  # of the built-in prompts
     *("writing", "reasoning", "math", "coding", "code_edit"),
     *("extraction", "translation", "summarization", "qa", "rag"),
 )
-# Categories, their shortest prompts that are asked, and tokens of an answer at most.
+# Categories, how many of the shortest prompts of each are asked, and the most tokens of an answer.
 WHOLE = (CATEGORIES, 2, 48)
 QUICK = (("writing", "coding", "summarization", "qa"), 1, 24)
 MIN_SPEEDUP = 1.05  # smaller gains are within the noise of a shared machine
@@ -141,7 +141,7 @@ def check_files(config: EngineConfig) -> tuple[list[Check], PacelineError | None
     """Return the checks of the model's files, and the error that ended them, if any."""
     checks: list[Check] = []
     try:
-        checks.extend(_file_checks(config))  # keeps the checks before an error
+        checks.extend(_file_checks(config))  # one by one, so the checks before an error are kept
     except (ModelError, ConfigError) as error:
         return checks, error
     return checks, None
@@ -194,7 +194,7 @@ def _check_memory(config: EngineConfig, model: LoadedModel) -> Check:
 
 
 def _state_checks(built: Built) -> Iterator[Check]:
-    """Yield what the longest request takes in each drafter's state."""
+    """Yield the memory that the longest request takes in each drafter's state."""
     engine, max_len = built.engine, built.max_len
     pool, own = engine.scheduler.pool, engine.target.kv_bytes_per_token * max_len
     own = own if pool.budget is None else pool.budget.of_row(pages_for(max_len), most_pages(pool.window, 0))
@@ -217,7 +217,7 @@ class PassTimes:
     """Median times of steps of one row, seconds."""
 
     plain_s: float  # one token
-    verify_s: float  # the newest token and k drafts, without drafting
+    verify_s: float  # a pass over the newest token and k drafts; drafting is not in it
     draft_s: float  # proposing
     k: int
 
@@ -230,7 +230,7 @@ class PassTimes:
 def measure_steps(built: Built, draft: str) -> PassTimes:
     """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle.
 
-    Under `auto` only plain steps count: its drafts have many depths, and a median time fits none of them.
+    Under `auto` only plain steps are timed: its drafts have many depths, so a mean would be the time of no depth.
     """
     engine, asked = built.engine, parse_drafters(draft)
     k = 0 if asked.auto else max((spec.k for spec in asked.configs), default=0)
@@ -308,7 +308,7 @@ class DrafterEvaluation:
 
 
 def evaluation_prompts(quick: bool = False) -> list[Prompt]:
-    """Return the shortest built-in prompts: two of ten categories; quick: one of four."""
+    """Return the shortest built-in prompts: two from each of ten categories, or one from four."""
     categories, per_category, _ = QUICK if quick else WHOLE
     by_category: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in sorted(read_prompts(BUILTIN), key=lambda prompt: len(prompt.text)):

@@ -60,7 +60,7 @@ def _summary(path: str) -> None:
     kept = Counter[int](k for step in steps for k in step.outcomes.num_accepted.tolist())
     rows = [(str(k), str(ks[k]), str(kept[k])) for k in range(max(ks, default=0) + 1)]
     table(f"{len(steps)} steps", ("k", "rows that verified k", "rows that kept k"), rows)
-    chosen = [s for s in steps if _same(s)]  # the time of another choice is unknown
+    chosen = [s for s in steps if _same(s)]  # those replayed as they were: the time of another choice is unknown
     predicted = [(s.now.seconds, _seconds(s)) for s in chosen if s.now.seconds and len(s.view.rows)]
     if predicted:
         errors = [abs(p / m - 1) for p, m in predicted]
@@ -88,7 +88,7 @@ def _summary(path: str) -> None:
 
 
 def _say_filled(curve: Curve, steps: Sequence[Step]) -> None:
-    """Say how full the passes were that have a bucket."""
+    """Say how full the passes were that were padded to a bucket."""
     from paceline.serve.terminal.display import say
 
     padded = [(n, bucket) for n in map(_pass_tokens, steps) if (bucket := curve.bucket(n))]

@@ -71,7 +71,7 @@ def _prompt_ids(prompt: Prompt, encode: Prompts) -> tuple[int, ...]:
 class SlicedRun:
     """Questions to one engine, a fixed number in flight, answered one time slice after another.
 
-    The run's clock stands still between its slices, so the times of an answer hold no time of other engines.
+    The run's clock stands still between its slices, so the times of an answer include no time of other engines.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SlicedRun:
                 if perf_counter() - self._slice_start_s >= seconds:
                     break
         if self.done:
-            cancel_all(self.engine, ())  # a late loop may know of the ends a step before its last pass
+            cancel_all(self.engine, ())  # a late loop may still have a pass to take in
         self.engine.loop.wait()  # a pass that is running belongs to this slice, not to another engine's
         slice_s = perf_counter() - self._slice_start_s
         tokens = self.engine.stats().output_tokens - tokens_before  # includes tokens reported with the next step
@@ -180,7 +180,7 @@ class SlicedRun:
         self._in_flight.clear()
 
     def finish(self, name: str) -> None:
-        """Stop. Raises `PacelineError` if the engine's drafter ever failed: it may have been given up."""
+        """Stop. Raises `PacelineError` if a drafter ever failed: the engine may have dropped it."""
         self.stop()
         if self._after is not None and self._after.drafter_failures:
             raise PacelineError(f"{name}: a drafter failed; the log says why, and nothing is recorded")
@@ -242,7 +242,7 @@ def interleave(
 def warm_run(
     engine: Engine, questions: Sequence[Question], concurrency: int, worker: PassThread | None = None
 ) -> SlicedRun:
-    """Return a run whose engine has met this concurrency and whose caches are empty again."""
+    """Return a run whose engine has served at this concurrency and whose caches are empty."""
     before = SlicedRun(engine, questions[:concurrency], concurrency, worker)
     while not before.done:
         before.run_slice()
@@ -265,9 +265,9 @@ def measure_rates(
 ) -> dict[str, float]:
     """Return the tokens per second of each engine on the same questions, in alternating slices.
 
-    Each begins cold and answers all of them. Stopping where fewer than `concurrency` are left would count prompts
-    that nobody has answered yet, and different ones for plain decoding, whose rows end together, than for drafts.
-    Raises `PacelineError` if a drafter failed.
+    Each engine begins cold and answers all questions. A rate taken until fewer than `concurrency` are open would
+    count prompts whose answers are missing. Plain decoding, whose rows end together, would lack other answers than
+    drafts. Raises `PacelineError` if a drafter failed.
     """
     runs = {name: warm_run(engine, questions, concurrency) for name, engine in engines.items()}
     round_robin(runs)

@@ -37,8 +37,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64)  # numbers of tokens that matrices are multipl
 WEIGHT_TYPES = ("int8", "int4", "bf16", "f32")
 KV_TYPES = ("i16", "i8", "f16", "f32")
 COLD_BYTES = 200 << 20  # copies of a matrix fill this much memory, so that no cache holds the next one
-MAX_COPIES = 1000
-BYTE_PRODUCTS = {"int8": 1, "int4": 1}  # per weight and token; the peak of other types is not measured
+MAX_COPIES = 1000  # of a matrix, however small it is
+BYTE_PRODUCTS = {"int8": 1, "int4": 1}  # byte products per weight and token; other types have no measured peak
 
 
 # The command -------------------------------------------------------------------------------------

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[int], None]  # called with the number of finished requests
 
-MAX_THREADS = 4096
+MAX_THREADS = 4096  # under Poisson arrivals, one for each request in flight
 TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a delta that hold new tokens
-MODELS_S = 60.0  # without a byte of the list of models: a server under load may be slow
+MODELS_S = 60.0  # longest wait for a byte of the list of models: a server under load may be slow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,7 +50,7 @@ class MeasuredAnswer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One pass over the prompts with one drafter."""
+    """The answers to all prompts with one drafter."""
 
     draft: str
     concurrency: int | None  # None: Poisson arrivals
@@ -62,7 +62,7 @@ class Run:
 
 
 def acceptance_length(answers: Sequence[MeasuredAnswer]) -> float | None:
-    """Return tokens per request and decode pass, the target's own included, the prefill's token not."""
+    """Return tokens per request and decode pass, with the target's own, without the prefill's token."""
     passes = sum(a.figures.decode_passes for a in answers)
     return sum(a.figures.decoded_tokens for a in answers) / passes if passes else None
 
@@ -86,7 +86,7 @@ def record(run: Run) -> Json:
 
 
 def _figures_of(answers: Sequence[MeasuredAnswer], seconds: float) -> Json:
-    """Return the figures of some answers. seconds: that their rate is of."""
+    """Return the figures of some answers. seconds: the time over which their rate is taken."""
     figures = [a.figures for a in answers]
     tokens = sum(f.completion_tokens for f in figures)
     return {
@@ -138,7 +138,7 @@ def _by_category(answers: Sequence[MeasuredAnswer]) -> Json:
 def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
     """Return the share of decode passes that kept a draft at each position.
 
-    One plus their sum is the mean length. None for a server: its chunks do not tell passes apart.
+    One plus the sum of the shares is the mean length. None for a server: its chunks do not tell passes apart.
     """
     if not answers or any(a.token_ids is None for a in answers):
         return None
@@ -147,7 +147,7 @@ def kept_per_position(answers: Sequence[MeasuredAnswer]) -> list[float] | None:
 
 
 def _repetition(answers: Sequence[MeasuredAnswer]) -> Json:
-    """Share of repeated text, and acceptance length without answers that loop: these draft easily."""
+    """Share of repeated text, and acceptance length without looping answers, which are easy to draft."""
     known = [(a, a.token_ids) for a in answers if a.token_ids is not None]
     without_loops = [a for a, ids in known if num_repeated(ids) <= LOOPING_SHARE * len(ids)]
     return {

@@ -90,7 +90,7 @@ def _read(source: Path) -> Json:
 def draw_batch_sweep(sweep: BatchSweep, target: Path) -> None:
     """Draw tokens/s against requests in flight. Fixed drafts are grey, plain decoding dashed, `auto` red.
 
-    Fixed drafts are speed-ups of the screening times the plain rate of the final runs.
+    The rate of a fixed draft is its speed-up in the screening, times the plain rate of the final runs.
     """
     figure = new_figure(7, 4.5)
     axes = figure.subplots()

@@ -102,7 +102,7 @@ def _parts(args: Namespace) -> Profile:
     config = engine_config(args)
     built = build(config)
     if args.prompts:
-        only_drafter(built.engine)  # several should not wait for the measurement
+        only_drafter(built.engine)  # raises now, not after the measurement, if there are several
     with progress("measuring what steps cost") as update:
         grid = QUICK if args.quick else THOROUGH
         profile = measure(built.engine, config, built.model_name, grid, lambda _, done, total: update(done, total))
@@ -150,7 +150,7 @@ def _questions(args: Namespace, built: Built) -> list[Question]:
 
 
 def _show(profile: Profile) -> None:
-    """Print prices and acceptance of a profile, and the fields that decide nothing."""
+    """Print prices and acceptance of a profile, and which fields of its file are ignored."""
     from paceline.control.cost import TableCost
     from paceline.serve.terminal.display import say, table
 

@@ -119,10 +119,10 @@ def run_there(
     prompts: Sequence[Prompt],
     on_progress: OnProgress,
 ) -> Iterator[Run]:
-    """Yield the runs against a server of fixed drafter.
+    """Yield the runs against a server, whose drafter is fixed.
 
-    Its caches cannot be emptied. Unless they should stay warm, each run has a salt of its own, and finds nothing
-    that another has left there.
+    A server's caches cannot be emptied. Unless they should stay warm, each run has a salt of its own, and so finds
+    nothing in them that another run has left.
     """
     concurrencies: tuple[int | None, ...] = session.concurrencies if rate_per_s is None else (None,)
     drive(target, prompts[: session.warmup], 1, None, session.seed)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     Progress = Callable[[int, int], None]  # (done, total)
 
-STEPS, QUICK_STEPS = 40, 10  # timed at each number of rows and drafts
-REQUESTS_A_ROW = 4  # asked for these, at most
-SLICE_S = 0.05  # between looks at how many steps were timed
+STEPS, QUICK_STEPS = 40, 10  # steps timed at each number of rows and drafts
+REQUESTS_A_ROW = 4  # most requests that are asked for these steps, per row
+SLICE_S = 0.05  # time between two checks of how many steps were timed
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class WatchedK(FixedK):
 
     num_rows: int = 1  # rows of a full step; all of them decode
     steps_s: list[float] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)  # of each draft that could be k deep
+    kept: list[int] = field(default_factory=list)  # drafts kept, for each row and step with room for k drafts
 
     def observe(
         self, batch: Batch, proposed: Draft, draft: Draft, verdict: Verdict, times: StepTimes

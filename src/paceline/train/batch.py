@@ -36,7 +36,7 @@ class TrainBatch:
 
 
 class Batcher:
-    """Makes batches from numbers of texts."""
+    """Makes batches of texts, which callers name by their numbers."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Batcher:
 
     @torch.no_grad()
     def make(self, numbers: Sequence[int]) -> TrainBatch:
-        """Return texts as one batch."""
+        """Return the texts with these numbers as one batch."""
         texts = [self._texts[n] for n in numbers]
         features = [self._store[n] for n in numbers]
         ends = np.cumsum([len(t) for t in texts]).tolist()
@@ -83,15 +83,15 @@ class Batcher:
             token_ids=self._tensor(np.concatenate([t.token_ids for t in texts])),
             own_ids=own_ids,
             bounds=tuple(bounds),
-            tapped=(states.float() / SCALE).flatten(1),  # exact
+            tapped=(states.float() / SCALE).flatten(1),  # exact, as SCALE is a power of two
             expected=TargetProbs.of(ids, self._tensor(np.concatenate([f.top_probs for f in features])).float()),
             rows=self._tensor(rows),
         )
 
     def _own_ids(self, numbers: Sequence[int]) -> NDArray[int64]:
-        """Return `num_own` tokens outside the vocabulary: those of the prompts, then random ones.
+        """Return `num_own` tokens outside the vocabulary: first the prompts' tokens, then random tokens.
 
-        Their number is fixed, since matrix products of a new shape are slow the first time.
+        Their number is the same for all batches, since matrix products of a new shape are slow the first time.
         """
         random = np.random.default_rng(numbers)
         prompts = [self._texts[n].token_ids[: self._texts[n].prompt_len] for n in numbers]

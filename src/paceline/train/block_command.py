@@ -1,8 +1,8 @@
 """`paceline train block`: train a block head, which drafts a whole block in one pass.
 
-The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147): blocks of mask
-tokens behind anchors in the answers, and a weight that falls with the position in the block. With `--d-pace` the
-weights follow the head's progress (D-PACE, arXiv 2605.18810).
+The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147). An anchor is a
+token of an answer; a block of mask tokens follows it. In the loss each draft of a block weighs less than the one
+before. With `--d-pace` the weights follow the head's progress instead (D-PACE, arXiv 2605.18810).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CORRECTORS = ("rnn", "gated", "vanilla", "none")
 MAX_LAYERS = 5
-LEARNING_RATE = 4e-3  # for Muon; AdamW alone wants a quarter
+LEARNING_RATE = 4e-3  # peak, for Muon; AdamW alone wants a quarter of it
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,14 +49,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--copy",
         default="",
         metavar="I,J,...",
-        help="layers of the target that the head's begin as (default: none)",
+        help="layers of the target whose weights the head's layers start from (default: none)",
     )
     parser.add_argument(
         "--anchors",
         type=float,
         default=0.25,
         metavar="SHARE",
-        help="of the answers' tokens: how many begin a block",
+        help="share of the answers' tokens at which a block begins",
     )
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
 
 
 def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
-    """Return the target's layers that the head's begin as. Raises `ConfigError`."""
+    """Return the target's layers whose weights the head's layers start from. Raises `ConfigError`."""
     if not args.copy:
         return ()
     layers = listed(args.copy, int)

@@ -1,8 +1,8 @@
 """Block heads in training: all blocks of packed texts in one pass.
 
-`model.heads.block_format` describes such a pass. A block begins at an anchor, a token of an answer. It sees the
-taps of the tokens before its anchor, and itself (DFlash, arXiv 2602.06036). Draft d of anchor a predicts token
-a + d + 1.
+`model.heads.block_format` describes such a pass. A block begins at an anchor, a token of an answer. Its tokens see
+the taps of the text before the anchor, and each other (DFlash, arXiv 2602.06036). Draft d of anchor a predicts
+token a + d + 1, where d counts from 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def draft_blocks(
 ) -> list[torch.Tensor]:
     """Return the last states of each depth, [m, width + rank] float32.
 
-    The first `width` are normed; what `corrector.out` is multiplied with follows. embed: [vocab, width] the
-    target's. Tokens before a draft are those of the text.
+    The first `width` columns are normed states; the others are the factor of `corrector.out`. embed: [vocab,
+    width] the target's embeddings. The corrector reads the text's own tokens as the tokens before a draft.
     """
     block, anchors = config.block, depths[0].anchors
     assert block is not None
@@ -44,7 +44,7 @@ def draft_blocks(
     states = normed.view(len(anchors), block.size, -1)[:, block.first :]
     if block.rank:
         places = anchors[:, None] + torch.arange(block.num_drafts, device=anchors.device)
-        before = batch.token_ids[places.clamp(max=len(batch.token_ids) - 1)]  # past the end there are no drafts
+        before = batch.token_ids[places.clamp(max=len(batch.token_ids) - 1)]  # drafts past the end are not kept
         states = torch.cat([states, _correct(block, weights, states, before)], -1)
     made, kept = [], torch.arange(len(anchors), device=anchors.device)
     for number, depth in enumerate(depths):
@@ -90,8 +90,8 @@ def attend_blocks(
 ) -> torch.Tensor:
     """Attend from every query to the context before its anchor and to its block.
 
-    query: [m * size, heads, dim]. seen: [n, kv_heads, dim] each. own: [m * size, kv_heads, dim] each. Returns
-    [m * size, heads * dim].
+    query: [m * size, heads, dim]. Keys and values: seen, of the text, [n, kv_heads, dim] each; own, of the blocks,
+    [m * size, kv_heads, dim] each. Returns [m * size, heads * dim].
     """
     heads, dim = query.shape[1:]
     num, kv_heads = len(first.anchors), seen[0].shape[1]

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from paceline.train.run import TrainMaterial
     from paceline.train.target_model import TrainTarget
 
-FIRST_FUSION = 0.005  # standard deviation of the first `fc` beside its identity
-SCALE_TEXTS = 8  # texts that the scales of taps are taken from
+FIRST_FUSION = 0.005  # standard deviation of the initial `fc`, to which an identity is added
+SCALE_TEXTS = 8  # training texts from which the usual size of each tap is measured
 _FILE_NAMES = {ours: theirs for theirs, ours in TENSOR_NAMES.items()}
 
 
@@ -39,7 +39,7 @@ _FILE_NAMES = {ours: theirs for theirs, ours in TENSOR_NAMES.items()}
 class BlockHeadChoices:
     """Settings of a block head that the user chooses."""
 
-    copied: tuple[int, ...]  # layers of the target that its layers begin as; empty: random ones
+    copied: tuple[int, ...]  # layers of the target whose weights its layers start from; empty: none
     num_layers: int
     size: int  # drafts of a block
     taps: tuple[int, ...]
@@ -47,15 +47,15 @@ class BlockHeadChoices:
     corrector: str = "rnn"
     rank: int = 64
     own_tokens: bool = False
-    dflash: bool | None = None  # the anchor's query guesses nothing; else each query guesses the token behind it
+    dflash: bool | None = None  # True: the anchor's query guesses nothing; else each query guesses the next token
 
 
 class BlockHeadRecipe:
     """A block head, see `Recipe`.
 
-    It writes with rows of the target's output matrix, which stay as they are. Taps of deep layers are ten times as
-    large as those of early ones. `fc` is trained on taps divided by their usual size, and written for the taps as
-    they are.
+    Its output matrix is rows of the target's, which are not trained. Taps of deep layers are ten times as large as
+    taps of early layers. So `fc` is trained on taps divided by their usual size, and converted for undivided taps
+    when it is written.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BlockHeadRecipe:
     def start_from(self, folder: Path) -> str:
         """Copy the weights of equal name and shape from a trained head, see `Recipe`.
 
-        `fc` is copied from a head of the same taps only: its columns are those of the taps.
+        `fc` is copied only from a head with the same taps, as its columns belong to taps.
         """
         trained = load_head(folder, self._target.config)
         found = dict(trained.weights)
@@ -146,7 +146,7 @@ def config_json(choices: BlockHeadChoices, target: TrainTarget, draft_vocab_size
 
 
 def tap_scales(material: TrainMaterial) -> torch.Tensor:
-    """Return the usual size of each tap's numbers, once for every number: [tapped_size] float32."""
+    """Return each tap's usual size, repeated for all its numbers: [tapped_size] float32."""
     sizes = []
     for number in material.training[:SCALE_TEXTS]:
         states = torch.from_numpy(np.array(material.store[number].states)).float() / SCALE
@@ -158,18 +158,18 @@ def tap_scales(material: TrainMaterial) -> torch.Tensor:
 def first_weights(
     config: HeadConfig, choices: BlockHeadChoices, target: TrainTarget, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return an untrained head's weights, those of trained layers among them."""
+    """Return a head's initial weights: random, or copied from the target."""
     random = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in head_shapes(config).items():
         weights[name] = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * DEVIATION
-    weights.pop("head", None)  # the target's rows, which the recipe has; no shape if the vocabulary is whole
+    weights.pop("head", None)  # the recipe has the target's rows instead; a whole vocabulary has no `head`
     for number, theirs in enumerate(choices.copied):
         for name in layer_shapes(target.config, theirs):
             ours = f"layers.{number}.{name}"
             if ours in weights:
                 weights[ours] = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
-    if choices.copied and "layers.0.attn_norm" in weights:  # its keys and values expect what this norm makes
+    if choices.copied and "layers.0.attn_norm" in weights:  # the copied keys and values expect its output
         weights["hidden_norm"] = weights["layers.0.attn_norm"].clone()
     width = target.config.hidden_size
     weights["fc"] *= FIRST_FUSION / DEVIATION
@@ -182,9 +182,9 @@ def first_weights(
 
 
 def main_directions(embed: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the embeddings [vocab, rank] along their directions of largest variance, 1 in the mean.
+    """Return the embeddings' largest principal components [vocab, rank], with a mean square of 1.
 
-    Tokens that are rare in the data thus begin near similar ones.
+    So a token that is rare in the data starts near similar tokens.
     """
     centred = embed - embed.mean(0)
     _, vectors = torch.linalg.eigh(centred.T @ centred)

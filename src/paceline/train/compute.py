@@ -1,8 +1,8 @@
 """Number type of matrix products in training.
 
-With bfloat16 the factors of a linear map are rounded to 8 bits of mantissa, and sums are float32; so are those of
-`torch.matmul`, which the attention of block heads uses. Everything else is always float32: weights, moments,
-norms, other attention, softmax, the residual stream.
+With bfloat16 the factors of a linear map are rounded to 8 bits of mantissa, and products are summed in float32.
+The same holds for `torch.matmul`, which the attention of block heads uses. Everything else is always float32:
+weights, moments, norms, other attention, softmax, the residual stream.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 AUTO = "auto"
 COMPUTES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Products have a multiple of this number of rows, by padding. The CPU library generates code for each new shape,
+# Rows are padded to a multiple of this number before a product. The CPU library generates code for each new shape,
 # which costs more than the product, and batches differ in their number of rows.
 ROW_MULTIPLE = 128
 
 
 def choose_compute(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return a key of `COMPUTES` and why; for "auto" bfloat16 where it is fast."""
+    """Return a key of `COMPUTES` and the reason; "auto" gives bfloat16 where it is fast."""
     if requested != AUTO:
         return requested, "as asked"
     fast, why = _HARDWARE.get(device.type, _unknown)()

@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
             "plain, linear or llama3; train a head"
         )
     layers = choose_layers(args.layers, target.config.num_layers)
-    # It uses no taps; the default taps of heads let it share their feature files.
+    # A cut model reads no taps. With the default taps of heads it can share their feature files.
     material = gather(args, target, EAGLE3.default_taps(target.config.num_layers))
     config = train_config(args, material, eval_steps=args.k)
     recipe = CutModelRecipe(layers, target, material.vocabulary)
@@ -123,7 +123,7 @@ class CutModelRecipe:
             "rms_norm_eps": c.norm_eps,
             "vocab_size": c.vocab_size,
             "max_position_embeddings": c.max_context,
-            "sliding_window": None,  # as `can_be_cut` wants; some families have one where the key is missing
+            "sliding_window": None,  # as `can_be_cut` requires; without the key some families assume one
             **rope_json(c.rope),
             **{key: names <= c.biases for key, names in c.facts.bias_switches.items()},
             "shares": list(SHARED),
@@ -160,7 +160,7 @@ class CutModelRecipe:
 def can_be_cut(config: ModelConfig) -> bool:
     """Return True if this recipe computes all that the model's layers do.
 
-    Its config.json can say only the RoPE that heads may have, too.
+    RoPE must be of a kind that heads may have, too: the config.json that is written can state no other.
     """
     facts, factors = config.facts, (config.embed_scale, config.logit_divisor)
     as_stored = not (facts.interleaves_rope or facts.norms_from_one or facts.names or facts.keys)
@@ -175,7 +175,7 @@ def can_be_cut(config: ModelConfig) -> bool:
 
 
 def choose_layers(text: str, num_layers: int) -> list[int]:
-    """Return the layers that `--layers` names: a list, or how many, evenly spread. Raises `ConfigError`."""
+    """Return the layers of `--layers`: a list, or a number to spread evenly. Raises `ConfigError`."""
     numbers = listed(text, int)
     if len(numbers) == 1 and 2 <= numbers[0] <= num_layers:
         count = numbers[0]

@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     """Answer the file's prompts, then prompts made from the answers, then translations back."""
     if not args.prompts.is_file():
         raise ConfigError(f"there is no file {args.prompts}")
-    texts = {} if args.no_widen else _prompt_texts(args.prompts)  # answers, which take hours, need less of a row
+    texts = {} if args.no_widen else _prompt_texts(args.prompts)  # checked first: answers take hours
     _capture(args, args.prompts)
     if not args.no_widen:
         _capture(args, _write(args.out / "prompts-2.jsonl", _pairs(args, texts), args.seed))
@@ -83,7 +83,7 @@ def _prompt_texts(path: Path) -> dict[str, str]:
 
 
 def _pairs(args: Namespace, texts: dict[str, str]) -> list[PromptPair]:
-    """Return each known prompt with its first answer, in the prompts' order."""
+    """Return each answered prompt with its first answer, in the order of the prompts."""
     from paceline.model.weights import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(load_model(args.model))

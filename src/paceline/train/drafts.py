@@ -37,7 +37,7 @@ class DraftDepth:
     kept: torch.Tensor  # [m] int64 indices among the drafts of the depth before
     own: torch.Tensor  # [m, depth] int64 their entries at depths 1..depth, numbered from depth 1 on
     cuts: tuple[tuple[int, int], ...]  # (first, end) of the drafts of each text
-    newest: tuple[int, ...]  # last anchor of each text, known to the host; any number where it has none
+    newest: tuple[int, ...]  # last anchor of each text, as a Python int; any number for a text without anchors
 
 
 def plan_drafts(
@@ -48,7 +48,7 @@ def plan_drafts(
     device: torch.device,
     anchor_share: float = 1.0,
 ) -> list[DraftDepth]:
-    """Return drafts by depth; depth 0 drafts at every answer token but a text's last.
+    """Return drafts by depth. They begin at answer tokens, but never at a text's last.
 
     keep: share of the drafts that continues to the next depth. anchor_share: share of the answer tokens at which
     drafts begin.
@@ -58,7 +58,7 @@ def plan_drafts(
     last = torch.cat([torch.full((b.end - 1 - b.answer,), b.end - 2) for b in bounds])
     if anchor_share < 1.0:
         chosen = torch.rand(len(anchors), generator=random) < anchor_share
-        chosen[0] = True  # a batch has a draft
+        chosen[0] = True  # a batch needs at least one draft
         anchors, last = anchors[chosen], last[chosen]
     own = torch.empty(len(anchors), 0, dtype=torch.int64)
     kept = torch.arange(len(anchors))
@@ -116,7 +116,7 @@ def attend(query: torch.Tensor, kv: TrainKV, depth: DraftDepth, bounds: Sequence
     own_scores = torch.einsum("mkgd,mtkd->kmgt", folded, kv.draft_keys[depth.own]).flatten(1, 2)
     group, true, own = folded.shape[2], [], []
     mask = _triangle(max(b.end - b.start for b in bounds), query.dtype, query.device)
-    counts = [(last - first) * group for first, last in depth.cuts]  # rows: heads of a draft, draft by draft
+    counts = [(last - first) * group for first, last in depth.cuts]  # query rows of a text: drafts times heads
     queries = torch.split(folded.transpose(0, 1).flatten(1, 2), counts, 1)
     for b, (first, last), rows, of_own, keys, values in zip(
         bounds,

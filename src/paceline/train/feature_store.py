@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
-SHARD_TOKENS = 1 << 15
-PASS_TOKENS = 512  # of one pass of the target; each token of an answer needs a row of logits ...
-DEVICE_PASS_TOKENS = 4096  # ... and on a device small passes cost their launches
+SHARD_TOKENS = 1 << 15  # tokens of a file; a longer text has a file of its own
+PASS_TOKENS = 512  # tokens of one pass of the target: few, as each answer token needs a row of logits
+DEVICE_PASS_TOKENS = 4096  # the same on a GPU, where small passes take as long as their kernel launches
 TOP = 64  # number of most likely tokens kept of each distribution
 # Hidden states reach tens of thousands, and float16 ends at 65504. A power of two costs no precision.
 SCALE = 1 / 16
@@ -81,7 +81,7 @@ class FeatureFiles:
     def compute(
         self, make_reader: Callable[[], TargetReader], on_progress: OnProgress, pass_tokens: int = PASS_TOKENS
     ) -> None:
-        """Compute the missing shards in a random order: commands side by side share them."""
+        """Compute the missing shards in random order, so that commands side by side share them."""
         missing = [i for i, path in enumerate(self._paths) if not path.is_file()]
         if not missing:
             return
@@ -142,7 +142,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def _mapped(path: Path) -> TextFeatures:
     stored = open_safetensors(path)
     types = {"states": "<f2", "top_ids": "<i4", "top_probs": "<f2"}
-    mapped = np.memmap(path, np.uint8, "r")  # one of all tensors, as each map keeps a file open
+    mapped = np.memmap(path, np.uint8, "r")  # one map for all tensors, as each map keeps a file open
     arrays = {
         name: mapped[(t := stored[name]).start : t.start + t.num_bytes].view(kind).reshape(t.shape)
         for name, kind in types.items()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.train.target_model import TrainTarget
 
 DEVIATION = 0.02  # standard deviation of a new matrix
-FIRST_NORM = 0.25  # times the target's norm: first predictions are near uniform, not confidently wrong
+FIRST_NORM = 0.25  # times the target's norm: a new head's predictions are near uniform, not confidently wrong
 _LAYER_OUTPUTS = ("attn_o", "mlp_down")  # matrices whose products a layer adds to the residual stream
 _NORMS = {"fc_norm": True, "norm_output": True}
 _FILE_NAMES = {"fc": "fc.weight", "norm": "norm.weight", "head": "lm_head.weight", "mask_hidden": "mask_hidden"}
@@ -79,9 +79,9 @@ class HeadRecipe:
     def start_from(self, folder: Path) -> str:
         """Copy the weights that a trained head shares; return the hash of its file.
 
-        Copied are weights of equal name and shape, and output rows of tokens in both vocabularies; what reads taps
-        only from a head of the same taps. The trained head may thus be of other data or of the other algorithm.
-        Additional layers begin with zero output, so that its predictions are kept. Raises `ModelError`.
+        Copies weights of equal name and shape, and output rows of tokens in both vocabularies. Weights that read
+        taps need the same taps. So the trained head may be of other data or of the other algorithm. Layers that
+        it lacks begin with zero output, so that its predictions are kept. Raises `ModelError`.
         """
         trained = load_head(folder, self._target.config)
         left = ("head",) if trained.config.taps == self._config.taps else ("head", "fc", "mask_hidden")

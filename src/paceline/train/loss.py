@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.function import FunctionCtx
 
-ROWS = 256  # per chunk: their logits stay in cache, and are enough to pay for laying out the output matrix
+ROWS = 256  # drafts of a chunk: logits stay in cache, and laying out the output matrix for a product pays
 TINY = 1e-30  # lower bound of a divisor
 
 
@@ -22,8 +22,8 @@ TINY = 1e-30  # lower bound of a divisor
 class TargetProbs:
     """The target's probabilities of its likeliest draft tokens, by row.
 
-    The probability of tokens outside the draft vocabulary is missing from the sum, so a row counts by the share
-    that the vocabulary covers.
+    Tokens outside the draft vocabulary are left out. So the probabilities of a row sum to the share that the
+    vocabulary covers, and the row weighs that much in the loss.
     """
 
     ids: torch.Tensor  # [num, top] int64 draft ids, distinct except for those of probability 0
@@ -51,7 +51,7 @@ def divergence(
     """Return the sum over drafts of shares * sum_v p(v) (log p(v) - log q(v)).
 
     q is the softmax of `hidden` [m, width] times `output_rows` [draft_vocab, width]; p is row `rows` [m] of
-    `expected`. shares: [m] weights of the drafts. dtype: type of the factors of products; sums keep that of
+    `expected`. shares: [m] weights of the drafts. dtype: type of the factors of products; sums have the type of
     `hidden`. num_frozen: leading columns of `output_rows` whose gradient is left at zero.
     """
     probs = expected.probs[rows] * shares[:, None]
@@ -63,7 +63,7 @@ def divergence(
 def evaluate_drafts(
     hidden: torch.Tensor, output_rows: torch.Tensor, expected: TargetProbs, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the unweighted sum of divergences, and each best draft id [m] int64."""
+    """Return the unweighted sum of divergences, and the likeliest draft ids [m] int64."""
     best, total = rows.new_empty(len(rows)), -expected.entropies[rows].sum()
     for first in range(0, len(hidden), ROWS):
         chunk = slice(first, first + ROWS)
@@ -88,11 +88,11 @@ def likelihoods(
 
 
 def acceptance_weights(kept: Sequence[torch.Tensor], likely: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return by depth what each draft adds to the expected number of accepted ones.
+    """Return by depth what each draft adds to the expected number of accepted drafts.
 
-    Weights are [m] each. A draft is accepted with all those before it, so the expectation is the sum over depths
-    of the product of `likely` up to there. A weight is its derivative by the logarithm of the draft's own
-    probability (D-PACE, arXiv 2605.18810). kept: as in `DraftDepth`. likely: [m] by depth, above 0.
+    A draft is accepted only with all drafts before it, so this number is the sum over depths of the product of
+    `likely` up to the depth. A draft's weight is its derivative by the logarithm of the draft's own probability
+    (D-PACE, arXiv 2605.18810). Weights are [m] each. kept: as in `DraftDepth`. likely: [m] by depth, above 0.
     """
     alive = [likely[0]]
     for indices, probs in zip(kept[1:], likely[1:], strict=True):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _PIECE = 1 << 20  # bytes of a file that are hashed at once
-_LOOKED_UP = "markov_head.markov_w1.weight"  # its rows are looked up, and the description below is of products
+_LOOKED_UP = "markov_head.markov_w1.weight"  # a table whose rows are looked up; `_INT8_PER_ROW` describes products
 # Description of int8 matrices with a scale per row, in the format of the compressed-tensors project.
 _INT8_PER_ROW = {
     "quant_method": "compressed-tensors",

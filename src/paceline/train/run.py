@@ -69,7 +69,7 @@ def train(
         material.target, material.corpus.texts, material.store, material.vocabulary, config.own_tokens
     )
     trainer = Trainer(recipe, config, batcher, material.training)
-    inherited = recipe.inherited if config.keep_start else ()  # of `--start-from`
+    inherited = recipe.inherited if config.keep_start else ()  # weights that `--start-from` copied
     initial = {name: recipe.weights[name].detach().clone() for name in inherited}
     settings = _settings(config, material, choices)
     make_folder(folder)
@@ -140,7 +140,7 @@ class _Evaluator:
 def _settings(config: TrainConfig, material: TrainMaterial, choices: dict[str, Any]) -> dict[str, Any]:
     """Return all settings that determine the trained weights."""
     values = {key: value for key, value in asdict(config).items() if key not in MUTABLE_SETTINGS}
-    return choices | values | {  # `own_tokens` is in both: a switch of the head, and here their number
+    return choices | values | {  # `own_tokens` is in both: a switch in `choices`; the number in `values` wins
         "data": material.corpus.sha256,
         "target": material.target.fingerprint(),
         "vocabulary": hashlib.sha256(material.vocabulary.tobytes()).hexdigest(),

@@ -39,13 +39,13 @@ class Resumable(Protocol):
 def save_checkpoint(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> None:
     """Write weights, moments and the number of the next step, atomically."""
     about = json.dumps({"step": trainer.step, "settings": settings}, sort_keys=True)
-    save_whole(folder / CHECKPOINT, trainer.state(), {ABOUT: about})  # one entry: the order of several varies
+    save_whole(folder / CHECKPOINT, trainer.state(), {ABOUT: about})  # one entry: the order of several would vary
 
 
 def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> bool:
     """Restore the folder's checkpoint, if any.
 
-    Raises `ConfigError` if it is of another run, or if there is a drafter without one: it would be lost.
+    Raises `ConfigError` if it is of another run, or if it is missing beside a drafter, which would be overwritten.
     """
     path = folder / CHECKPOINT
     if not path.is_file():
@@ -62,7 +62,7 @@ def resume(folder: Path, trainer: Resumable, settings: Mapping[str, Any]) -> boo
         advice = f"remove it and {DRAFTER} to start again"
         raise BadModelFile(f"{path} is no checkpoint of ours: {error!r}; {advice}") from None
     ours = json.loads(json.dumps(settings, sort_keys=True))
-    if theirs.get("own_tokens") is True:  # a checkpoint of an earlier version says only that there are any
+    if theirs.get("own_tokens") is True:  # earlier versions wrote True for any number
         theirs["own_tokens"] = ours.get("own_tokens") or True
     changed = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if changed:
@@ -112,13 +112,13 @@ def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Hand out a file that replaces `path` once written; a part is removed."""
+    """Yield a file that replaces `path` once written; a half-written one is removed."""
     partial = path.with_suffix(".partial")
     with _told(path):
         try:
             yield partial
             with partial.open("rb+") as file:
-                os.fsync(file.fileno())  # else a power cut may leave the name, and a file of no bytes
+                os.fsync(file.fileno())  # else a power cut may leave an empty file with this name
             partial.replace(path)
         except (OSError, SafetensorError):
             with suppress(OSError):

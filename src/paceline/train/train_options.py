@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_SEED = (1 << 31) - 1  # seed << 32 plus the number of a step fits in 64 bits
 DEFAULTS = TrainConfig(steps=1)
-VOCABULARY = 8192  # tokens; covers nine tenths of what the target writes at a quarter of the time of a draft
+VOCABULARY = 8192  # tokens: they cover nine tenths of what the target writes, at a quarter of a draft's time
 
 
 def add_data(parser: ArgumentParser) -> None:
@@ -186,7 +186,7 @@ def check_start(args: Namespace, target: TrainTarget, *kinds: Algorithm) -> None
 def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> TrainMaterial:
     """Read the data; compute the target's hidden states that are missing on disk.
 
-    Raises `UnsupportedModel` first, if no drafter for the target could be written.
+    Raises `UnsupportedModel`, before any work, if the files of a drafter cannot state the target's RoPE.
     """
     rope_json(target.config.rope.of_head())
     corpus = read_corpus(args.data, target.config.vocab_size, args.max_len)

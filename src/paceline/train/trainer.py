@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.95)
 LAST_LR = 0.05  # learning rate at the end of the cosine, as a share of its peak
 _MOMENTS = (("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",))  # of AdamW and of Muon
-# Matrices with a row for each token. Few rows have a gradient in a step, so directions of the whole mean little.
+# Matrices with a row for each token. Muon leaves them out, as only a few of their rows have a gradient in a step.
 TOKEN_ROWS = ("head", "corrector.before", "corrector.out")
 
 
@@ -46,7 +46,7 @@ class TrainConfig:
     clip: float = 1.0  # largest norm of the gradient
     batch_tokens: int = 2048
     decay: float = 0.8  # weight of a depth relative to the depth before it
-    d_pace: float | None = None  # smoothing of weights by expected acceptance, which take the place of `decay`
+    d_pace: float | None = None  # smoothing of D-PACE's weights, which take the place of `decay`; None: no D-PACE
     keep: float = 0.8  # share of the drafts that go on to the next depth
     anchors: float = 1.0  # share of the answers' tokens at which a draft begins
     own_tokens: int = 0  # request tokens that a batch adds to the vocabulary
@@ -73,7 +73,7 @@ class Evaluation:
 
     divergence: float  # KL per draft of depth 0, in nats
     agreement: tuple[float, ...]  # by depth: share of drafts equal to the target's token
-    accepted: tuple[float, ...]  # by depth: share with all drafts up to there equal
+    accepted: tuple[float, ...]  # by depth: share of drafts equal to the target's tokens down to this depth
 
     @property
     def acceptance_length(self) -> float:
@@ -201,7 +201,7 @@ class Trainer:
         rows: torch.Tensor,
         expected: TargetProbs,
     ) -> torch.Tensor:
-        """Return the weight of each draft, 1 in all.
+        """Return the weight of each draft; all weights sum to 1.
 
         Without D-PACE a depth weighs `decay` times the one before.
         """
@@ -228,7 +228,7 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
         with product_precision(config.compute):
             predicted = recipe.predict(batch, depths)
         output_rows = recipe.output_rows(batch.own_ids)
-        # Logits are float32: in 16 bits many are equal, and the best of them is chance.
+        # Logits are float32: in 16 bits many would be equal, and the best of them chance.
         for number, (depth, hidden) in enumerate(zip(depths, predicted, strict=True)):
             rows = batch.rows[depth.anchors + number]
             total, best = evaluate_drafts(hidden, output_rows, batch.expected, rows)
@@ -244,7 +244,7 @@ def evaluate(recipe: Recipe, config: TrainConfig, batcher: Batcher, numbers: Seq
 
 
 def _spread(numbers: Sequence[int], lengths: Sequence[int], num_tokens: int) -> list[int]:
-    """Return evenly spaced texts of about `num_tokens` tokens: files have prompts by their kind."""
+    """Return evenly spaced texts of about `num_tokens` tokens, as files sort prompts by kind."""
     share = num_tokens / sum(lengths[n] for n in numbers)
     count = min(len(numbers), math.ceil(share * len(numbers)))
     return [numbers[i * len(numbers) // count] for i in range(count)]

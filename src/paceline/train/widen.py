@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SOURCES = ("translate", "back", "summarise", "answer", "digest", "search", "ask")
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Chinese")
 MIN_SENTENCE, MAX_SENTENCE = 30, 300  # characters
-MIN_PASSAGE, MAX_PASSAGE = 200, 2500
-LONG_TEXT, MAX_TEXT = 1500, 4000  # a prompt of this length is a text in itself
+MIN_PASSAGE, MAX_PASSAGE = 200, 2500  # characters of an answer that serves as a passage
+LONG_TEXT, MAX_TEXT = 1500, 4000  # characters: longer prompts are texts to summarise, MAX_TEXT of them at most
 NUM_PASSAGES, MAX_OF_SEVERAL = 4, 800  # passages of a search prompt, and characters of each
 _SENTENCE = re.compile(r"[A-Z\"'][^.!?\n`{}<>=]{20,}[.!?](?=\s|$)")
 _NAME = re.compile(r"(?<=[a-z,] )[A-Z][a-z]+(?: [A-Z][a-z]+){0,2}")
@@ -74,8 +74,8 @@ class TrainPrompt:
 def widen(pairs: Sequence[PromptPair], seed: int = 0) -> Iterator[TrainPrompt]:
     """Yield prompts made from each pair, the same for the same seed.
 
-    A pair that is a translation gives only a prompt to translate it back. Passages beside the own one are of pairs
-    with a higher rank. So whatever the held-out share is, no prompt that is trained on has a held-out passage.
+    A pair that is a translation gives only a prompt to translate it back. Other passages of a search prompt are of
+    pairs with a higher rank, and the lowest ranks are held out. So no training prompt has a held-out passage.
     """
     ranked = sorted(pairs, key=lambda pair: rank(pair.name))
     places = {pair.name: place for place, pair in enumerate(ranked)}
@@ -153,7 +153,7 @@ def _answer(pair: PromptPair, random: Random) -> Iterator[TrainPrompt]:
 
 
 def _search(pair: PromptPair, pairs: Sequence[PromptPair], random: Random) -> Iterator[TrainPrompt]:
-    """Yield a question with several passages, one with the answer or the subject's name.
+    """Yield a question with several passages; one has the answer or the name asked about.
 
     These prompts are long, so only three in ten pairs give one. pairs: those that may give the other passages.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], None]  # (done, total)
 
 FINALISTS = 2  # fixed policies that are measured again
-# Questions per request in flight, at least: towards the end of a run fewer and fewer are in flight.
+# Least questions per request in flight. With few, much of a run is its end, where fewer and fewer are in flight.
 SCREENING_ROUNDS, FINAL_ROUNDS = 2, 4
 
 
@@ -51,7 +51,7 @@ class BatchSweep:
         policies = fixed_policies(self.drafters)
         total, done = (len(policies) + self.repeat) * len(self.sizes), 0
         for policy in policies:
-            self.pool.keep()  # so that no engine is older than another
+            self.pool.keep()  # so that plain decoding's engine is as new as the policy's
             for size in self.sizes:
                 key = {"stage": "screen", "size": size, "of": policy}
                 count = max(self.screened, SCREENING_ROUNDS * size)

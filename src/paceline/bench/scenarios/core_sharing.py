@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Names of the ways, as tables and files have them.
-SHARED = "serial, target's cores"  # the drafter runs there too: its own cores are idle
+SHARED = "serial, target's cores"  # target and drafter both run there; the drafter's cores are idle
 SEPARATE = "serial, apart"  # the drafter has its own cores
-OVERLAPPED = "overlapped"  # likewise
-AUTO_LOOP = "auto"  # likewise, overlapped where the controller says so
+OVERLAPPED = "overlapped"  # the drafter has its own cores
+AUTO_LOOP = "auto"  # the drafter has its own cores; the controller says when to overlap
 ALL_CORES = "serial, all cores"  # target and drafter both use all cores
 
 

@@ -71,7 +71,7 @@ class EnginePool:
 def drafter_names(requested: Sequence[str] | None, loaded: Loaded) -> tuple[str, ...]:
     """Return the drafters to compare: those requested, or those that `auto` has for this target.
 
-    The prompts have no grammars, so a drafter for rows with one only is left out.
+    The prompts have no grammars, so a drafter that drafts only for rows with a grammar is left out.
     """
     usual = usual_specs(loaded.fingerprint, drafters_within(loaded.head_within))
     return tuple(requested or (one for one in usual if one not in FOR_GRAMMARS))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Json = dict[str, Any]
     OnProgress = Callable[[int, int], None]  # (done, total)
 
-ROUNDS = 4  # questions per request in flight, at least: towards the end fewer and fewer are in flight
+ROUNDS = 4  # least questions per request in flight, as at the end of a run fewer and fewer are in flight
 SLACK = 0.03  # tolerated loss of `auto` against the better loop
 
 

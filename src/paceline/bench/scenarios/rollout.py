@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], None]  # (done, total)
 
 LOG_DEVIATION = 1.0  # standard deviation of the logarithm of the lengths
-# The longest answer allowed, in medians. Of 64 requests it cuts one in every sixth run; a cut tail is no tail.
+# The longest answer allowed, in medians: so many that with 64 requests only every sixth run has a cut answer.
 MAX_MEDIANS = 16
 MIN_TOKENS = 4  # of an answer
 

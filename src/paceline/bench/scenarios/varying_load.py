@@ -3,9 +3,9 @@
 Policies alternate in slices of a second, so a slow hour of the machine slows every policy. A calibration loop
 before and after each slice finds the rounds in which the machine stalled.
 
-Phases are compared by tokens per second. Windows of some seconds are too short for that: prompts are read in
-bursts, and a policy that reads a second earlier has its output tokens in another window. There prompt tokens count
-too, at the price that one has for plain decoding in that phase.
+Phases are compared by output tokens per second. Windows of some seconds are too short for that: prompts are read
+in bursts, and a policy that reads a second earlier has its output tokens in another window. So in windows prompt
+tokens count too, each at the price that it has for plain decoding in that phase.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PHASES = "chat:1,code:4,summarisation:16,chat:64,code:64,summarisation:16,chat:4
 MAX_IN_FLIGHT = 1024
 WINDOW_S = 5.0
 STALL_RATIO = 1.5  # the machine stalls if the calibration loop takes this many times its median
-LOOP_ROUNDS = 100_000
+LOOP_ROUNDS = 100_000  # of the calibration loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class VaryingLoad:
     def verdict(self) -> Json:
         """Return figures of each policy over all phases, and the windows of `auto`.
 
-        A policy has the geometric mean and the worst of its ratios to plain decoding over phases, and that mean
-        divided by the mean of the fixed policy that is best for the whole day.
+        For each policy: the geometric mean and the worst of its ratios to plain decoding over phases, and its mean
+        divided by that of the fixed policy with the best mean over the whole day.
         """
         table = self.table()
         found: Json = {}
@@ -148,7 +148,7 @@ def windows(phases: Sequence[Sequence[Json]], name: str, base: str) -> tuple[lis
     """Return ratios of work per second of two policies, in windows of some seconds.
 
     The first list is of steady windows, the second of those with a stall. Only rounds count in which both have all
-    their requests in flight: the faster one is the first to run out of them.
+    their requests in flight: the faster policy is the first to run out of requests.
     """
     usual_s = median(round_["machine_s"] for rounds in phases for round_ in rounds)
     steady: list[float] = []
