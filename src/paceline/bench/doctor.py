@@ -230,7 +230,7 @@ class PassTimes:
 def measure_steps(built: Built, draft: str) -> PassTimes:
     """Time plain steps, steps that verify k drafts, and drafting. The engine must be idle.
 
-    Under `auto` only plain steps are timed: its drafts have many depths, so a mean would be the time of no depth.
+    Under `auto` only plain steps are timed: its drafts have many depths, so a median would fit none.
     """
     engine, asked = built.engine, parse_drafters(draft)
     k = 0 if asked.auto else max((spec.k for spec in asked.configs), default=0)
