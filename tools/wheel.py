@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 EXTENSION = "paceline/kernels/_ext.*.so"
 LICENSES = ("*.dist-info/licenses/LICENSE", "*.dist-info/licenses/NOTICE")
-OUTPUTS = ("*/__pycache__/*", "*.pyc", EXTENSION)  # in a source tree by running or building
+OUTPUTS = ("*/__pycache__/*", "*.pyc", EXTENSION)  # left in a source tree by running or building
 
 
 def main(argv: list[str]) -> int:

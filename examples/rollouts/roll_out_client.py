@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     import torch
 
-MOST_CUT = 1 << 16  # different texts of answers that wait to be gone on with
-MOST_ALIKE = 1 << 10  # such answers of one text, as several samples of a prompt begin alike
+MOST_CUT = 1 << 16  # texts of cut answers that are remembered
+MOST_ALIKE = 1 << 10  # cut answers remembered for one text: several samples of a prompt may begin alike
 CHUNK_BYTES = 64 << 20  # of tensors in one request
-# Names of the same parameters in other engines' words.
+# Other engines' names of parameters, and SGLang's.
 RENAMED = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -31,7 +31,7 @@ KNOWN = {"temperature", "top_p", "top_k", "min_p", "sampling_seed", "skip_specia
 
 @dataclass(frozen=True, slots=True)
 class RollOut:
-    """What a request has written."""
+    """What the server wrote for a request."""
 
     token_ids: list[int]
     log_probs: list[float]  # of the policy that wrote, with its types of weights
@@ -79,7 +79,7 @@ class RollOutClient:
         try:
             found = await self.post("/generate", body)
         except BaseException:
-            if earlier is not None:  # it may be sent again
+            if earlier is not None:  # the trainer may send the request again
                 self._keep(tuple(prompt_ids), earlier)
             raise
         about = found["meta_info"]
@@ -91,7 +91,7 @@ class RollOutClient:
             about["cached_tokens"],
             tuple(one["version"] for one in about.get("weight_versions", ())),
         )
-        if written.finish == "abort" and (answer or written.token_ids):  # else it has not begun
+        if written.finish == "abort" and (answer or written.token_ids):  # without tokens it has not begun
             self._keep((*prompt_ids, *written.token_ids), Cut(num_prompt, seed))
         return written
 
@@ -103,7 +103,7 @@ class RollOutClient:
         del alike[:-MOST_ALIKE]
 
     def _take(self, token_ids: tuple[int, ...], seed: int | None) -> Cut | None:
-        """Forget an answer that goes on, of this seed if there is one; None if there is none."""
+        """Remove and return a cut answer with these tokens, preferably this seed's, or None."""
         alike = self._cut.get(token_ids, [])
         found = next((cut for cut in alike if cut.seed == seed), alike[0] if alike else None)
         if found is not None:
@@ -113,7 +113,7 @@ class RollOutClient:
         return found
 
     async def pause(self, mode: str = "abort") -> None:
-        """Take no further step. mode: `abort` ends what is open; `keep` keeps it."""
+        """Stop taking steps. mode: `abort` ends open answers; `keep` keeps them open."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def go_on(self) -> None:

@@ -28,7 +28,7 @@ class RollOutEngine:
     """The methods of `InferenceEngineInterface`. Prompts go to servers in turn, commands to all."""
 
     def __init__(self, urls: Sequence[str], key: str, model_name: str) -> None:
-        cut: dict[tuple[int, ...], tuple[int, int]] = {}  # of all: any server goes on with a cut answer
+        cut: dict[tuple[int, ...], tuple[int, int]] = {}  # of all clients: any server goes on with a cut answer
         self._clients = [RollOutClient(url.rstrip("/"), key, _cut=cut) for url in urls]
         self._model_name = model_name
         self._turns = itertools.cycle(self._clients)
@@ -110,7 +110,7 @@ class RollOutEngine:
         await self._all(lambda client: client.flush())
 
     async def pause_generation(self, **_: Any) -> None:
-        """Freeze what is open; it goes on exactly."""
+        """Freeze open answers; they go on exactly where they were."""
         await self._all(lambda client: client.pause("keep"))
 
     async def resume_generation(self) -> None:
@@ -118,7 +118,7 @@ class RollOutEngine:
         await self._all(lambda client: client.go_on())
 
     async def abort_generation(self) -> None:
-        """End what is open with what there is."""
+        """End open answers as they are."""
         await self._all(lambda client: client.pause("abort"))
 
     async def finish_session(self, session_id: str) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NAME = "paceline"
 START_S = 600.0  # for a server to load
-ABORT_S = 0.02  # between two looks for answers that came behind an abort
+ABORT_S = 0.02  # between two aborts, until no answer is open
 REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 
 
@@ -41,7 +41,7 @@ class RollOutServer:
         self._allowed = asyncio.Event()
         self._allowed.set()
         self._rejects = False
-        self._num_open = 0  # answers that are asked for
+        self._num_open = 0  # open answers
         self._address = ("127.0.0.1", 0)
         self.global_steps: int | None = None
         self._num_updates = 0
@@ -106,7 +106,7 @@ class RollOutServer:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End what is open with what there is; hold new requests, or reject them.
+        """End open answers as they are; hold new requests, or reject them.
 
         Raises `RuntimeError` if the server does not pause; then requests are held or rejected as before.
         """
@@ -120,8 +120,8 @@ class RollOutServer:
             if allowed:
                 self._allowed.set()
             raise
-        while self._num_open and not self._allowed.is_set():  # some may have been on their way before
-            with suppress(RuntimeError, httpx.HTTPError):  # those of a server that has ended fail by themselves
+        while self._num_open and not self._allowed.is_set():  # some requests may have been on their way
+            with suppress(RuntimeError, httpx.HTTPError):  # requests to a server that has ended fail anyway
                 await self.client.post("/abort_request", {"abort_all": True})
             await asyncio.sleep(ABORT_S)
 

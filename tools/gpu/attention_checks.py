@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SCALE = 0.09
 WINDOW = 300  # keys that a token sees, where windows are checked
-ONE_PART, ALL_PARTS = 1 << 20, 1  # programs to fill: more than there are items, or fewer
+ONE_PART, ALL_PARTS = 1 << 20, 1  # values of `fill` that make an item of each part, or of all parts of a tile
 RULE = HintRule(min_match=1, max_match=8, gain=1.5)
 
 
@@ -56,7 +56,7 @@ class AttentionCase:
         return replace(self, query=self.query.double(), kv=DeviceKV(data))
 
     def row_alone(self, row: int, rows: Sequence[tuple[int, int]]) -> tuple[AttentionCase, slice]:
-        """Return a pass over one row, and its tokens here. rows: as in `attention_case`."""
+        """Return a pass over one row, and its tokens' places here. rows: as in `attention_case`."""
         start = sum(new for _, new in rows[:row])
         some = slice(start, start + rows[row][1])
         d = self.tokens
@@ -84,7 +84,7 @@ def attention_case(
 ) -> AttentionCase:
     """Return a case.
 
-    rows: tokens before those of the pass, and in it. heads: KV heads, query heads of each, size.
+    rows: for each row, its tokens before the pass and in it. heads: KV heads, query heads of each, head size.
     """
     kv_heads, group, head_dim = heads
     lengths = [before + new for before, new in rows]

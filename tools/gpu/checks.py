@@ -1,4 +1,4 @@
-"""Checks of every kernel: what it computes, and the same in float64.
+"""Checks of every kernel: its result beside the same computation in float64.
 
 In float64 no kernel runs: PyTorch's operations do the same work.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Act = Callable[[], Sequence[torch.Tensor]]
 
 EPS = 1e-5
-# Relative errors that are left to roundings. fp8 and int4 weights are what they are: both sides read the same.
+# Relative errors that rounding may cause. Weights in fp8 and int4 add none: both sides read the rounded weights.
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 FP8_BOUND = 0.04  # of keys and values that are rounded to fp8
 MODEL_TYPES = {  # name of a kind of products -> type of weights, type of tokens
@@ -45,7 +45,7 @@ MODEL_TYPES = {  # name of a kind of products -> type of weights, type of tokens
     **{name: (name, torch.bfloat16) for name in ("fp8", "int4")},
     "int4 f16": ("int4", torch.float16),
 }
-SOME_TOKENS = 5  # of checks whose work is the same for every token
+SOME_TOKENS = 5  # tokens in checks whose work is the same for every token
 
 
 @dataclass(frozen=True, slots=True, eq=False)

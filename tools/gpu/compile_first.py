@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tools.gpu.sizes import Sizes
 
 TYPES = {name: dtype for dtype, name in ELEMENTS.items()}
-# Tokens and rows of passes that launch every variant there is of a model's kernels.
+# Numbers of tokens and rows: passes of these launch every variant of a model's kernels.
 TOKENS = (1, 2, 3, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 4096)
 ROWS = (1, 64, 600)
 SLOW = ("product", "attend")  # begin names of variants that take longest

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
     from tools.gpu.bench import GpuBench
 
-WARM_STEPS = 6  # after every row has its first token
-BUSY_STEPS = 12  # under the profiler
-SPARE = 32  # room behind the last token, for drafts
+WARM_STEPS = 6  # steps that are not timed, after every row has its first token
+BUSY_STEPS = 12  # steps under the profiler
+SPARE = 32  # tokens of room behind the last token of an answer, for drafts
 STALL_RATIO, STALL_S = 3.0, 0.003  # a step of more than 3 medians and 3 ms is a stall
-LEAST_STEPS = 3  # of a window
+LEAST_STEPS = 3  # fewest steps of a window
 
 
 def load_target(bench: GpuBench, model: str, weights: str, numerics: str = EXACT) -> tuple[EngineConfig, Loaded]:
@@ -118,7 +118,7 @@ class Window:
     host_ms: float
 
     def summary(self) -> dict[str, Any]:
-        """Return its figures without stalls, in which a graph was captured, say."""
+        """Return the figures without stalled steps, such as one in which a graph is captured."""
         longest = STALL_RATIO * median(self.steps_s) + STALL_S
         counted = [(s, tokens) for s, tokens in zip(self.steps_s, self.step_tokens, strict=True) if s <= longest]
         seconds, tokens, steps = sum(s for s, _ in counted), sum(tokens for _, tokens in counted), len(counted)

@@ -24,16 +24,17 @@ def pass_needs(
 ) -> PassNeeds:
     """Return the needs of a pass of `rows` rows with `new` tokens each behind `context`.
 
-    chosen: tokens after which one is chosen; None: all.
+    chosen: number of tokens after which the next token is chosen; None: all.
     """
     c, w = decoder.config, decoder.weights
-    read = [w.output, w.final_norm, *(part for layer in w.layers for part in layer.parts())]  # no embedding: rows
+    # The embedding is left out: a pass reads only a few of its rows.
+    read = [w.output, w.final_norm, *(part for layer in w.layers for part in layer.parts())]
     keys = context + new
     num_bytes = num_bytes_of(read) + rows * keys * kv.bytes_per_token
     matrices = [m for layer in w.layers for m in (layer.qkv, layer.attn_out, layer.gate_up, layer.down)]
     tokens = rows * new
     products = sum(_size(m) for m in matrices) * tokens + _size(w.output) * (tokens if chosen is None else chosen)
-    seen = context + (new + 1) / 2  # keys of a token, on average
+    seen = context + (new + 1) / 2  # keys that a token sees, on average
     attention = 4.0 * tokens * seen * c.num_heads * c.head_dim * c.num_layers
     return PassNeeds(num_bytes, 2.0 * products + attention)
 

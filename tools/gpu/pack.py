@@ -2,7 +2,7 @@
 
 The machine has a GPU, Python 3.12, PyTorch and transformers.
 
-DIR/wheels/   Paceline for Python 3.12, and those of its dependencies that images with PyTorch lack
+DIR/wheels/   wheels of Paceline for Python 3.12 and of its dependencies that images with PyTorch lack
 DIR/tools/    the phases
 DIR/run       installs the wheels into a folder of its own and runs the phases
 DIR/COMMIT    what was packed

@@ -1,7 +1,8 @@
-"""Phase `peers`: others over the same shape on the same device, in the same run.
+"""Phase `peers`: other engines over the same shape, on the same device and run.
 
-A compiled loop with a static cache, transformers' continuous batching, and its assisted generation. The library
-has PyTorch's own attention unless flash-attention is installed, which its makers measure as several times faster.
+They are a compiled loop with a static cache, and the continuous batching and assisted generation of transformers.
+The library uses PyTorch's own attention unless flash-attention is installed, which its makers measure as several
+times faster.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _prompts(bench: GpuBench, model: Any, rows: int) -> list[list[int]]:
 
 
 def _continuous(bench: GpuBench, model: Any, rows: int) -> None:
-    """Time tokens from when all requests have one until the first ends."""
+    """Time tokens from when all requests have their first until one request ends."""
     found = model.generate_batch(
         inputs=_prompts(bench, model, rows),
         generation_config=_generation(bench.sizes.answer),
@@ -163,7 +164,7 @@ class RecordedCandidates:
 
 
 def _assisted(bench: GpuBench, model: Any) -> None:
-    """Time plain and assisted generation. Drafts are free, and kept as the seed's."""
+    """Time plain and assisted generation. Drafts cost nothing, and `SEED_ACCEPTANCE` says how many are kept."""
     sizes = bench.sizes
     ids = torch.tensor(_prompts(bench, model, 1), device=bench.device)
     mask = torch.ones_like(ids)

@@ -34,7 +34,7 @@ class PhaseRun:
     """One phase that is to run."""
 
     name: str
-    folder: Path  # takes its results, and holds those of phases before
+    folder: Path  # where its results go, and where those of earlier phases are
     device: str
     limit_s: float
     dry: bool
@@ -57,10 +57,10 @@ def _run(run: PhaseRun, record: Record) -> None:
 
     begin_early(yes=os.environ.get(PDL) == "1")
     where = torch.device(run.device)
-    if where.type == "cuda" and run.name != "compile":  # which forks, as a process with a GPU may not
+    if where.type == "cuda" and run.name != "compile":  # that phase forks, which a process with a GPU may not
         torch.cuda.set_device(where)
     elif run.dry:
-        torch.set_num_threads(1)  # of tiny shapes more would only wait for each other
+        torch.set_num_threads(1)  # on tiny shapes more threads would only wait for each other
     ceilings = _results(run.folder / "ceilings.json")
     sizes = DRY if run.dry else FULL
     sizes = sizes if run.model is None else sizes.of_model(run.model)

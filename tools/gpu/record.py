@@ -28,7 +28,7 @@ class Record:
     limit_s: float
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # what was tried -> why it failed
-    left_out: list[str] = field(default_factory=list)  # for lack of time, or of a device that still works
+    left_out: list[str] = field(default_factory=list)  # parts not run, for lack of time or of a working device
     broken: bool = False
     start_s: float = field(default_factory=perf_counter)
 

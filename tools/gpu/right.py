@@ -63,7 +63,7 @@ def run(bench: GpuBench) -> None:
 def never_launched(met: set[str]) -> list[str]:
     """Return listed variants that are not among those met.
 
-    Variants of older devices do not count, nor those with PDL: a launch turns the one that it is given into them.
+    Variants of older devices do not count, nor variants with PDL: a launch makes these from the ones without.
     """
     listed = {name for name, variant in variant_table().items() if not (variant.pdl or variant.before_hopper)}
     return sorted(listed - met)
@@ -125,7 +125,7 @@ def _error(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill tensors that are allocated for outputs with NaN, or numbers that nothing computes."""
+    """Fill newly allocated outputs with NaN, or with numbers that no kernel computes."""
     originals = {name: getattr(torch, name) for name in ("empty", "empty_like")}
     new_empty = torch.Tensor.new_empty
 

@@ -27,7 +27,7 @@ ROW_COUNTS = (1, 9, 300)  # one block of rows, and two
 MAX_LEN = 200
 SCRATCH, WIDTH = 12345, 9  # slot and pages
 DEEPEST = 3
-BLOCK = 20  # tokens: it reaches two pages beyond that of its first
+BLOCK = 20  # tokens of a block: it reaches two pages beyond the page of its first token
 CHANCE_BOUND = 1e-14  # a few of the last bits: a device has another `exp` than its host
 
 
@@ -106,7 +106,7 @@ def _advanced(count: int, device: torch.device) -> list[torch.Tensor]:
 
 
 def _cut(count: int, device: torch.device) -> list[torch.Tensor]:
-    """Return how many drafts rows had, and have with a budget of two each."""
+    """Return how many drafts rows have, before and after a budget of two each."""
     of_host, g = rows_case(count), torch.Generator().manual_seed(count)
     chances = torch.rand(of_host.alive.shape, generator=g, dtype=torch.float64).cumprod(1)
     of_host.alive.copy_(chances)

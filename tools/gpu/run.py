@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT_FILE = "COMMIT"  # of a pack
-SECONDS = 400.0
+SECONDS = 400.0  # for all phases together
 GRACE_S = 8.0  # that a phase may take to notice that its time is over
-LEAST_S = 3.0  # in which no phase does anything
+LEAST_S = 3.0  # with less time than this a phase is not begun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def _run_apart(run: PhaseRun) -> str:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End a phase's process and all that it has started."""
-    with suppress(ProcessLookupError):  # it has ended, and so have they
+    with suppress(ProcessLookupError):  # all of them have ended already
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 

@@ -42,7 +42,7 @@ class Sizes:
     square: int  # side of the matrices of a product
     # Kernels
     matrices: tuple[tuple[int, int], ...]  # outputs, inputs
-    token_counts: tuple[int, ...]  # whose bits are compared with those of one token; 1 is the first
+    token_counts: tuple[int, ...]  # numbers of tokens whose bits are compared with one token's; 1 is the first
     heads: tuple[tuple[int, int, int], ...]  # KV heads, query heads of each, size; the first are the model's
     rows: tuple[tuple[int, int], ...]  # tokens before those of a pass, tokens of it
     many_short_rows: tuple[int, ...]  # rows of one token, more than the smaller planners take
@@ -67,11 +67,11 @@ class Sizes:
     text_chunks: tuple[int, ...]  # prompt tokens computed in one step
 
     def of_model(self, model: str) -> Sizes:
-        """Return the sizes for another target, by shape; texts are of its first layers."""
+        """Return the sizes for another target, by shape; its first layers write the texts."""
         return replace(self, model=model, text_model=f"{model},num_layers={TEXT_LAYERS}")
 
 
-TEXT_LAYERS = 4
+TEXT_LAYERS = 4  # of a target that writes texts
 FULL = Sizes(
     model="shape:llama-3.1-8b",
     head="shape:eagle3/32000",

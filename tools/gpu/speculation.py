@@ -1,4 +1,4 @@
-"""Phase `speculation`: the table of the Dynamic SD proposal, by shape, at its acceptance.
+"""Phase `speculation`: the table of vLLM's Dynamic SD proposal, by shape, at the proposal's acceptance.
 
 The head's passes and the verification are real. What is drafted is a recording of plain decoding, spoilt at the
 rates of the proposal's own run. Phase `pairs` does the same with draft models.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     Answers = Sequence[NDArray[int64]]
 
-SHARE_K = 3  # drafts of a row where the share of time is measured in which kernels run
+SHARE_K = 3  # drafts of a row while the share of time is measured in which kernels run
 
 
 def run(bench: GpuBench) -> None:

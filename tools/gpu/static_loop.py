@@ -1,7 +1,7 @@
 """A peer: greedy decoding with a static cache, compiled by PyTorch, captured as one graph.
 
-As `gpt-fast` does it: fused projections, keys and values of a fixed length of which all are multiplied and the
-later ones masked, no pages, no requests. The fastest that PyTorch alone makes of a model.
+It works as `gpt-fast` does: fused projections, no pages, no requests. Keys and values have a fixed length: all are
+multiplied, and those of later tokens are masked. It is the fastest decoding that PyTorch alone makes of a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
 
-MULTIPLE = 64  # lengths of caches
+MULTIPLE = 64  # lengths of caches are multiples of this
 
 
 class _LoopLayer(NamedTuple):

@@ -1,6 +1,6 @@
-"""Phase `sweep`: other tiles of products and attention than the kernels use, timed beside those.
+"""Phase `sweep`: other tiles for products and attention, timed beside those that the kernels use.
 
-It tells which to use next. Only where `--phases` names it.
+The times tell which tiles to use next. The phase runs only where `--phases` names it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from tools.gpu.sizes import Sizes
 
 REPEATS = 5
-LISTED = 8  # best ones
+LISTED = 8  # best tiles that are listed
 MIN_STAGES = 3
 BLOCK = BLOCKS["plain"][-1]  # of products of many tokens where no tile is taken
 # Matrices of Llama-3.1-8B: outputs, inputs.
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 TOKENS = (128, 256, 512, 2048)
 PASSES = ((1, 1), (16, 1), (64, 1), (256, 1), (64, 4), (64, 8), (1, 2048))  # rows, new tokens of each
-# Beside those that products use, and each of them with one stage less.
+# Tiles timed beside those that products use; each is timed with one stage less, too.
 OTHER_TILES: dict[Way, tuple[Tile, ...]] = {
     "one": (Tile(128, 128, 8, 6, 0), Tile(64, 256, 4, 5, 0), Tile(64, 128, 4, 4, 0)),
     "parts": (Tile(128, 128, 8, 6, 0), Tile(64, 256, 4, 5, 0), Tile(64, 128, 4, 4, 0)),

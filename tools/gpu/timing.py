@@ -58,7 +58,7 @@ def _clocked(work: Work) -> float:
 def captured(work: Work, device: torch.device) -> Work:
     """Return a replay of some work as one graph; on a host the work itself.
 
-    Its tensors stay in place.
+    The tensors of the work stay in place.
     """
     if device.type != "cuda":
         return work

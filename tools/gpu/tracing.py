@@ -48,7 +48,7 @@ LAUNCHING = (
 
 @contextmanager
 def launches(num_processors: int = H100_PROCESSORS) -> Iterator[dict[str, Variant]]:
-    """Note each variant that would be launched, and launch nothing. num_processors: of the device meant."""
+    """Note the variants that would be launched; launch none. num_processors: of the device meant."""
     found: dict[str, Variant] = {}
 
     def note(variant: Variant, grid: tuple[int, ...], *_: Any) -> None:

@@ -42,7 +42,7 @@ LEAST_STEPS = 100  # fewer are no training
 PROBE_STEPS = 40  # timed: the second half of them
 SAVES = 5
 TOKENS = 2_400_000  # of prompts and answers
-LONG_PROMPT, KEPT_SHARE = 700, 0.2  # of the prompts beyond so many tokens, this share: they teach little a token
+LONG_PROMPT, KEPT_SHARE = 700, 0.2  # of prompts with more tokens this share is kept: they teach little a token
 PIECE_MIB = 20.0
 RESULT_BYTES = 15 << 20  # of a piece of the trained head
 MAX_LEN, TAPS = 1280, "2,8,15,21,27"
@@ -164,7 +164,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def read_texts(same: Sequence[object], seconds: float) -> None:
-    """Have the target read the texts; what was read stays.
+    """Have the target read the texts. What an interrupted run has read is kept.
 
     Raises `UnfinishedError`.
     """

@@ -1,11 +1,12 @@
 """Worth of each mechanism of the controller: `python -m tools.measure.ablation --prompts FILE.jsonl`.
 
-Builds an engine with `--draft auto` as users get it, and for each mechanism another one in which it is replaced by
-its neutral element, from outside. All are in one process, share the target's weights and are asked the same
-questions, interleaved by the second, the one that is furthest behind first. The table has the tokens per second of
-each, relative to full `auto` in the same repeat: below 1, the mechanism is worth its place. `auto again` tells how
-far apart equal engines are measured. With `--simulate PROFILE.json` the same policies run in the simulator, on the
-costs and the acceptance of a profile that has both; mechanisms that it does not exercise are left out.
+It builds an engine with `--draft auto`, as users get it. For each mechanism it builds a variant, an engine in
+which the mechanism is replaced by its neutral element. All engines are in one process, share the target's weights
+and answer the same questions. They take turns by the second; the engine furthest behind is next. The table has
+each variant's tokens per second relative to full `auto` in the same repeat: below 1, the mechanism is worth its
+place. `auto again`, an equal engine, tells how large a difference means nothing. With `--simulate PROFILE.json`
+the same policies run in the simulator, on the costs and the acceptance of a profile that has both; mechanisms that
+the simulator does not exercise are left out.
 
 Each engine has KV of its own, about 1 GB for the default model with 64 in flight. Where memory is short,
 `--without` takes a few variants at a time.
@@ -128,7 +129,7 @@ class _NoConfidence(_Forgetful):
 
 class _NoBeginMargin(Hysteresis):
     def speculate(self, allocation: Allocation, step: int = 0) -> bool:
-        self.speculates = True  # the margin is for those who do not
+        self.speculates = True  # the margin is for a policy that does not speculate yet
         return super().speculate(allocation, step)
 
 
@@ -295,7 +296,7 @@ def in_engines(args: Namespace, names: Sequence[str], sizes: Sequence[int]) -> R
         for size in sizes:
             count = max(len(prompts), REQUESTS_PER_ROW * size)
             asked = make_questions(list(islice(cycle(prompts), count)), encode, params, 0)
-            for engine in engines.values():  # memory that a size touches first is no variant's cost
+            for engine in engines.values():  # touch all memory of a size before any variant is timed
                 interleave([SlicedRun(engine, asked[:size], size)])
             task = progress.add_task(f"{size} in flight", total=count * len(names) * args.repeat)
             for repeat in range(args.repeat):

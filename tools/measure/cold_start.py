@@ -4,8 +4,8 @@ Every run is a fresh process with a fresh engine: plain decoding, each setting b
 (`cold`) and `auto` that begins with what was learnt (`kept`). The runs of a turn are open at once, and each works
 half a second in turn, so that a slow minute slows all of them. Before the first turn one uncounted run of `auto`
 at each load teaches what is kept, in a cache folder of its own.
-Rates are of whole runs, which write the same texts. The time in which all requests are in flight has all prompts
-but not all answers, and how many it lacks differs from policy to policy.
+Rates are of whole runs, which write the same texts. A rate over the time in which all requests are in flight would
+count all prompts but not all answers, and how many answers are missing differs from policy to policy.
 Ratios are of two runs of one turn, and medians over turns. `best` is the setting by hand with the highest median.
 Beside them: host's and controller's milliseconds of a step, and the share of steps with drafts.
 """
@@ -94,7 +94,7 @@ def run_once(args: Namespace) -> dict[str, float]:
         sys.stdin.readline()
         sliced.run_slice(SLICE_S)
         _tell({"done": sliced.done})
-    sys.stdin.readline()  # all others are done, too: what an end takes is none of their time
+    sys.stdin.readline()  # ends when all others are done, so that this process's end takes no time of theirs
     sliced.finish(config.draft)
     stats = sliced.stats
     plain = sum(stats.k_histogram[:1])

@@ -84,7 +84,7 @@ def run_cell(checkouts: Sequence[Checkout], order: Mapping[str, Any]) -> list[di
 def per_step(total: Mapping[str, Any]) -> dict[str, float]:
     """Return steps, and milliseconds of a step: of drafting, pass, controller and host.
 
-    The host's are neither drafting nor the target's pass; the controller's are among them.
+    The host's time is neither drafting nor the target's pass; it includes the controller's.
     """
     c: dict[str, float] = total["counters"]
     in_both = c.get("overlapped_s", 0.0) + c.get("hidden_s", 0.0)  # seconds counted as the pass' and as the host's

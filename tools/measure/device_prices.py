@@ -48,7 +48,7 @@ PASS_MS = dict(
         strict=True,
     )
 )
-KEY_MS, LEAST_KEYS_MS = 5.07e-4, 0.27  # of ten keys, as texts here have a tenth of the tokens; of any
+KEY_MS, LEAST_KEYS_MS = 5.07e-4, 0.27  # of ten keys, as texts here are a tenth as long; of all keys at least
 DRAFT_KS = (0, 1, 3, 5, 8)
 DRAFT_MS = {  # rows -> ms of drafts, by `DRAFT_KS`; the last is extrapolated
     1: (0.0, 0.44, 1.04, 1.65, 2.64),

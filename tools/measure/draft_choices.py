@@ -1,9 +1,9 @@
 """Compare drafters by tokens kept and processor time: `python -m tools.measure.draft_choices --draft SPEC ...`.
 
 Greedy, one request at a time; the drafters answer each question in turns, so that a slow minute slows all. Steps
-with fewer than `k` drafts are left out. Times are medians of the processor's, as other work on a machine
-lengthens those less than times by the clock. Tokens of a pass do not depend on the machine at all. `expected` is
-the time of a step, drafting and pass, over its tokens; `gain` is that of plain decoding over it.
+with fewer than `k` drafts are left out. Times are medians of processor time, which other work on a machine
+lengthens less than clock time. Tokens of a pass do not depend on the machine at all. `expected` is the time of a
+step, drafting and pass, divided by its tokens; `gain` is `expected` of plain decoding divided by it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Choice:
     engine: Engine
     watched: Watched
     draft_s: list[float] = field(default_factory=list)  # of each step that counts
-    pass_s: list[float] = field(default_factory=list)  # likewise, the rest of it
+    pass_s: list[float] = field(default_factory=list)  # of the same steps, without drafting
     _spent: float = 0.0
 
     def __post_init__(self) -> None:

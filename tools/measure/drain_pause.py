@@ -22,7 +22,8 @@ from paceline.serve.terminal.display import plain_table
 from tools.served import served
 
 FIRST = 10  # pieces before the harm
-ANSWERS = {"drain": 1500, "move": 700}  # tokens, so many that it is still written when it has been read
+# Tokens of the answer: so many that it is still being written when the other replica has read it.
+ANSWERS = {"drain": 1500, "move": 700}
 
 
 def stream(url: str, body: dict[str, Any], pieces_s: list[float], usages: list[dict[str, Any]]) -> None:

@@ -2,7 +2,8 @@
 
     python -m tools.measure.fleet_front [--replicas 64] [--requests 2000]
 
-No engine runs: replicas are of the tests, and say what they are told. Prompts share prefixes, as conversations do.
+No engine runs: the replicas are fakes of the tests, which say what they are told. Prompts share prefixes, as
+conversations do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.core.request_nouns import Request
 from paceline.serve.fleet.engine_fleet import EngineFleet
 from paceline.serve.fleet.fleet_options import ReplicaOptions
 
-SHARED, OWN, MANY = 1024, 512, 32  # tokens of a shared prefix and behind it; prefixes
+SHARED, OWN, MANY = 1024, 512, 32  # tokens of a shared prefix; tokens behind it; number of prefixes
 TOKENS = 1000  # through the journal, one in each outcome
 
 

@@ -22,14 +22,14 @@ ENGINE_METRICS = (
     "paceline_target_seconds_total",
     "paceline_steps_total",
 )
-UNTOLD = "prefill", "asleep", "steps"  # no part of the seconds
+UNTOLD = "prefill", "asleep", "steps"  # fields that are no further seconds of the span
 
 
 @dataclass(frozen=True, slots=True)
 class SpentSeconds:
     """Seconds of a span.
 
-    Those from `passes` to `idle` are of all engines, and together their clocks'.
+    The fields from `passes` to `idle` are sums over all engines; together they are the engines' clock time.
     """
 
     client: float  # of a processor

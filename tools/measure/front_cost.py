@@ -2,12 +2,13 @@
 
     python -m tools.measure.front_cost [--model default] [--rounds 8] [--threads 1] [--ray] [--whole]
 
-All servers stay up and take turns, so that each round sees the machine as it is. A request is greedy, its prompt
-new each time. In each round a server answers single requests, then many for `--seconds`: each answer that ends is
-followed by the next, and their lengths differ. The client is a process of its own on the same cores; its own time
-is told, too. With `--whole` the answers of a full server are not streamed; the client then takes next to nothing
-of the engines' cores. Two plain servers at once, without a front, tell what two engines can reach here; they need
-cores of their own. So does a plain server with the threads of both, and as many requests as two have.
+All servers stay up and take turns, so that in each round all meet the same machine. Requests are greedy, and each
+has a new prompt. In each round a server answers single requests, then many for `--seconds`: each answer that ends
+is followed by the next, and their lengths differ. The client is a process of its own on the same cores; its
+processor time is shown, too. With `--whole` the answers of a full server are not streamed; the client then takes
+next to nothing of the engines' cores. Two plain servers at once, without a front, show what two engines can reach
+here; they need cores of their own. A plain server with the threads of both, and as many requests as two, is
+measured too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 ON_RAY, TWO, APART, LARGE = "one replica on Ray", "two replicas", "two plain servers", "plain, both's cores"
 WARM_ROUNDS = 1
 TIMEOUT_S = 120.0
-FILLING = 0.25  # of the seconds that are counted, before these
+FILLING = 0.25  # time before counting begins, as a share of the seconds that are counted
 FIRST_OF_LOAD = 100  # numbers before it are of single requests
 NUMBERS = 100_000  # of a round's requests
 STRIDE = 37  # between the lengths of two answers that follow each other
@@ -51,7 +52,7 @@ class Figures:
     client_ms: list[float] = field(default_factory=list)  # of the client's processor, for each of these tokens
 
     def time_to(self, other: Figures, singles: int) -> list[float]:
-        """Return a token's time to another server's, alone, in each round of `singles` requests."""
+        """Return a lone request's token time over another server's, by round of `singles` requests."""
         ours, theirs = (
             [median(f.alone_per_s[i : i + singles]) for i in range(0, len(f.alone_per_s), singles)]
             for f in (self, other)

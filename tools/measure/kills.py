@@ -17,7 +17,7 @@ clock. A run that was stopped goes on behind the last line, and the summary is o
 is its longest gap around the harm. Other replicas get all answers of the harmed one at once, and prefill what
 their clients have. For `kill` and `stop` a bar is for the pause less that prefill. For `end` and `drain` it is for
 the whole pause: the prefill runs while the answer is still written. What a token of prefill takes is measured at
-rest, with as many replicas up as were left. Streams that were hit twice are told apart.
+rest, with as many replicas up as were left. Streams that were hit twice are listed separately.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 HARMS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "end": signal.SIGTERM, "drain": None}
 BARS_MS = {"kill": 250, "stop": 2500, "end": 250, "drain": 250}  # beyond the prefill
 READ_AHEAD = {"end", "drain"}  # harms after which other replicas read answers while they are still written
-LEFT_S = 2.0  # after a harm, within which a replica's answers are given to others, or it is silent
-READ_S = 20.0  # likewise, where others read the answers before
+LEFT_S = 2.0  # time after a harm, within which others have taken the replica's answers, or it is silent
+READ_S = 20.0  # the same, for harms after which others first read the answers
 PROMPTS = ("Once upon a time", "The three laws of thermodynamics say that", "def quicksort(items):")
 SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 UP_S = 180.0
-WRITES_S = 5.0  # for a replica to write, before a harm is left out
+WRITES_S = 5.0  # longest wait for a replica that writes; without one the harm is left out
 # A server waits longer and longer, up to 30 s, before it starts a replica again that keeps ending. Here all keep
 # ending, and that wait would be most of the run.
 COMMAND = (

@@ -147,7 +147,7 @@ def drop_from_cache(folder: Path) -> None:
 def llama_cpp(study: Study, model: str, peers: Path, patience_s: float) -> Iterator[tuple[str, Timing | None]]:
     """Yield llama.cpp's times, with flash attention and without, where it is installed.
 
-    patience_s: after which it is left; its times are None then, or if it fails.
+    patience_s: after this time llama.cpp is ended. Its times are None then, and if it fails.
     """
     if not (peers / LLAMA_CPP.name / STAMP).is_file():
         return

@@ -5,9 +5,9 @@ learns how many experts neighbouring tokens touch, and passes over the next 1, 2
 `at start` is the price before the text was seen, `predicted` the one after. Nothing is learnt from timed passes.
 
 A shared machine drifts by more than the bar within a minute, so both sides of a comparison are of one round, and
-the figure is the median of the rounds' ratios. With one thread both are the processor's time, which others do not
-lengthen by taking turns; more threads wait for each other, so their time is the clock's. Passes are shuffled: two
-over the same tokens, one right behind the other, would find their experts in a cache; those of a text do not.
+the figure is the median of the rounds' ratios. With one thread both are processor time, which other programs do
+not lengthen by taking turns. More threads wait for each other, so their time is clock time. Passes are shuffled:
+the second of two passes in a row over the same tokens would find its experts in a cache; passes of a text do not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODEL = "shape:qwen3-30b-a3b,num_layers=4"
 TOKENS = (1, 2, 4, 8, 16)
 PROMPT = 64  # tokens of the text that are prefilled
 PLACES = 6  # places of the text whose next tokens are timed
-BAR = 0.10
+BAR = 0.10  # largest error of a prediction that passes
 
 
 class _Compared(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measure what passes read of the machine's bandwidth: `python -m tools.measure.pass_floor --model M`.
+"""Measure the share of the machine's bandwidth that passes reach: `python -m tools.measure.pass_floor --model M`.
 
 A plain pass reads every matrix but the embedding, so its floor is their bytes over the read bandwidth. A shared
 machine's bandwidth changes within a minute, sometimes by half. So each round times reading, then passes of 1, 4, 8

@@ -1,6 +1,6 @@
 """Time of a routing decision: `python -m tools.measure.routing`.
 
-Fleets of some sizes have any load, and every tenth replica keeps some of a prompt's pages. Times are of
+Fleets of several sizes have random loads, and every tenth replica keeps some of a prompt's pages. Times are of
 `Router.choose`, and of the processor besides: where others work on the machine, only the latter says much.
 """
 
@@ -22,7 +22,7 @@ PROMPT_PAGES = 250
 
 
 def views(rng: np.random.Generator, size: int) -> list[ReplicaView]:
-    """Return a fleet with any load."""
+    """Return a fleet with random loads."""
     rows, backlog = rng.integers(0, 64, size).tolist(), rng.integers(0, 40_000, size).tolist()
     hits = (rng.integers(0, PROMPT_PAGES, size) * (rng.random(size) < 0.1)).tolist()
     return [

@@ -57,7 +57,7 @@ class Handling:
 class Slowdown:
     """Processor time of passes in an engine that serves.
 
-    As a share of that in an engine that does nothing else: others used its core in between, which leaves cold
+    As a ratio to that in an engine that does nothing else: other processes use its core in between and leave cold
     caches.
     """
 
@@ -263,7 +263,7 @@ class SharedFleet(Fleet):
         self._front, self._client = setup.num_replicas, setup.num_replicas + 1
         self._num_sent = 0
         self._seen = Ends(ends.first_s.copy(), ends.end_s.copy())  # by the client
-        self._turn = 0  # number of the event that is to come of the cores
+        self._turn = 0  # number of the cores' next event
 
     def run_closed(self) -> FleetResult:
         """Run all requests. The result's trace has the times at which they were sent."""

@@ -17,9 +17,9 @@ minutes. Nothing else may run on the machine. Inputs are:
 - the share of a request's time at front and client that comes after its last token;
 - how long a lone request waits, no process working, until processes have been woken, seconds.
 
-Each cell is told with where its seconds go, real and simulated, per token (`fleet_seconds`), so that a difference
-explains itself: processor time of client and front; of the engines that of passes, the host's part of steps, their
-own time outside steps, and their waits for a core or for work. All engines have used their memory once before, as
+A second table shows where each cell's seconds go, real and simulated, per token (`fleet_seconds`), to explain a
+difference: processor time of client and front; processor time of the engines for passes, for the host's part of
+steps and outside steps; and their waits for a core or for work. All engines have used their memory once before, as
 its first use takes time that later passes do not. On a quiet machine all takes about six minutes.
 """
 

@@ -1,10 +1,10 @@
 """Measure how long a start takes: `python -m tools.measure.start_up --model M`.
 
 Three starts of `paceline serve`, with a cache folder of their own that has the models only. The first packs the
-weights and measures what steps cost; the second finds both. The third comes while the second runs: the memory that
-it shares with nobody is what a further engine adds, of which anonymous huge pages are its KV. Seconds of processor
-until it is ready are told beside those of the clock, as other programs on the machine make the latter longer.
-Python keeps what it compiled, as an installed Paceline has it, whatever PYTHONDONTWRITEBYTECODE says.
+weights and measures what steps cost; the second finds both. The third starts while the second runs: the memory
+that it shares with no other process is what one more engine adds; the anonymous huge pages among it are its KV.
+Processor seconds until it is ready are shown beside clock seconds, as other programs on the machine lengthen the
+latter. Python keeps what it compiled, as an installed Paceline has it, whatever PYTHONDONTWRITEBYTECODE says.
 """
 
 from __future__ import annotations

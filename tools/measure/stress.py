@@ -1,9 +1,9 @@
 """Measure how bad clients slow good ones: `python -m tools.measure.stress --url U [--prompts FILE.jsonl]`.
 
-Good clients stream answers all the time. Beside them run as many others, in alternating phases. Calm ones read a
-few tokens to the end. Stormy ones ask for many tokens, disconnect after a few, and send a body of 10 MB. The
-engine computes the same for the others in both phases, so the p99 TPOT of good clients shows the cost of their
-behaviour.
+Good clients stream answers all the time. Beside them run as many others, calm or stormy in alternating phases.
+Calm clients read a few tokens to the end. Stormy clients ask for many tokens, disconnect after a few, and send a
+body of 10 MB. The engine computes the same for the others in both phases, so the p99 TPOT of good clients shows
+what their behaviour costs.
 """
 
 from __future__ import annotations

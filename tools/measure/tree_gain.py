@@ -1,12 +1,12 @@
 """Tell what trees of drafts can gain here: `python -m tools.measure.tree_gain [--prompts FILE.jsonl]`.
 
-Chains of a head are verified, and the head's second choice at each depth is noted beside them. So it is known of
-each step what a shorter chain would have kept, and what it would with second choices as branches of one token: one
-token more where the target refuses a draft and chooses its rival. Prices are measured: drafting to a depth, and a
-pass of n tokens. A table has, for each number of verified tokens, the best chain and the best chain with branches:
-tokens and milliseconds of a step, and time a token. Branches are those that the drafter thinks likeliest. Two
-bounds follow. `one right branch`: an oracle adds in each step the one branch that is kept, for the price of one
-token. `free`: verified tokens cost nothing, and every chain has all its branches.
+Chains of a head are verified. The head's second choice at each depth, the draft's rival, is noted beside them. So
+it is known for each step what a shorter chain would have kept. It is also known what second choices as branches of
+one token would have added: one token where the target refuses a draft and chooses its rival. Prices are measured:
+drafting to a depth, and a pass of n tokens. A table has, for each number of verified tokens, the best chain and
+the best chain with branches: tokens and milliseconds of a step, and time per token. Branches are those that the
+drafter thinks likeliest. Two bounds follow. `one right branch`: an oracle adds in each step the one branch that is
+kept, for the price of one token. `free`: verified tokens cost nothing, and every chain has all its branches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WatchedTrees(FixedK):
     kept: list[Kept] = field(default_factory=list)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        """Leave the chains."""
+        """Drop the branches, so that chains are verified alone."""
         return without_branches(draft.rows)
 
     def observe(

@@ -8,12 +8,11 @@ The table has, of each:
   exceeded their budget, which must be 0;
 - kept: tokens a pass, the target's included; TPOT; speed: TPOT of `coupled` on the same prompt by this one, median
   with its interval;
-- KL: drift in nats a position, over all positions of all answers. At temperature 0 the text is what it is, so the
-  effective distribution at a position is all on the token e that was written, and the law's without changes all on
-  the token x that the target chooses. With p the target's distribution at temperature 1 behind the same text, KL
-  is KL(e || p) - KL(x || p) = ln p(x) - ln p(e), which is 0 where e is x. At other temperatures it is told as
-  ln max p - ln p(e), summed over the changed tokens, with p after temperature and filters; that is an upper bound
-  of the same difference.
+- KL: drift in nats per position, over all positions of all answers. At temperature 0 nothing is random: at each
+  position `typical` writes one token, e, and a law without changes would write the target's choice, x. With p the
+  target's distribution at temperature 1 behind the same text, KL is KL(e || p) - KL(x || p) = ln p(x) - ln p(e),
+  which is 0 where e is x. At other temperatures the figure is ln max p - ln p(e), summed over the changed tokens,
+  with p after temperature and filters; that is an upper bound of the same difference.
 
 The share of changed tokens is also an upper bound of the mean total variation between both distributions, by the
 coupling inequality.

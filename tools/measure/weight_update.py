@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 KEY = "a-key-for-this-measurement"
 TIMEOUT_S = 600.0
 NOISE = 1e-2  # of each number
-MATRIX = 2  # axes
+MATRIX = 2  # axes of a matrix
 ASKED = {"text": "The capital of France is", "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
 
 

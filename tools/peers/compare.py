@@ -245,9 +245,9 @@ def _install(rows: Sequence[MeasuredRow], folder: Path) -> None:
 
 
 def _runs(engine: PeerEngine, folder: Path) -> bool:
-    """Return False if llama.cpp dies over a tiny model.
+    """Return False if llama.cpp dies on a tiny model.
 
-    Its AMX kernels do where tiles are forbidden.
+    Its AMX kernels die where the operating system forbids AMX tiles.
     """
     setting = PeerSetting(model_file(PROBE, folder / "work", "Q8_0"), 1, 1, 2 * PROBE_TOKENS, PROBE_TOKENS)
     options = json.dumps({"setting": asdict(setting), "flash": True})

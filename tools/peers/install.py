@@ -37,7 +37,8 @@ def preloads(engine: PeerEngine, folder: Path) -> dict[str, str]:
 def install(engine: PeerEngine, folder: Path, runs: Callable[[], bool] | None = None) -> None:
     """Make an engine's environment unless it exists. Raises `ConfigError` with pip's last error line.
 
-    runs: tells whether what was installed runs on this processor; the safer way is taken where it does not.
+    runs: tells whether what was installed runs on this processor. Where it does not, the engine is installed as
+    `PeerEngine.safely` says.
     """
     stamp = folder / engine.name / STAMP
     found = stamp.read_text(encoding="utf-8") if stamp.is_file() else None

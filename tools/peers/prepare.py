@@ -1,4 +1,4 @@
-"""Input of the workers: the model in each one's form, prompts, texts for quality."""
+"""Input of the workers: the model in the form each reads, prompts, texts for quality."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SPARE_SHARE = 0.1  # of a model's file, for matrices that are written in more bi
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a folder, which two comparisons would clear of each other's files. Raises `ConfigError`."""
+    """Lock a folder: two comparisons would remove each other's files from it. Raises `ConfigError`."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(held, folder)

@@ -17,7 +17,7 @@ class PeerEngine:
     without: frozenset[str] = frozenset()
     preload: tuple[str, ...] = ()  # libraries to preload: files of its environment
     preload_found: tuple[str, ...] = ()  # libraries to preload by name, where the system has them
-    safer: tuple[tuple[str, str], ...] = ()  # variables instead, where what was installed dies on this processor
+    safer: tuple[tuple[str, str], ...] = ()  # variables instead, where the first build dies on this processor
 
     def safely(self) -> PeerEngine:
         """Return the engine as it is installed where the fast way dies."""
@@ -32,7 +32,7 @@ LLAMA_CPP = PeerEngine(
     ("llama-cpp-python==0.3.36", "numpy"),
     options=("--no-binary=llama-cpp-python",),  # compiled for this processor
     variables=(("CMAKE_ARGS", _CMAKE),),
-    # Kernels' permission to use AMX tiles may be missing where the processor says that it has them.
+    # The operating system may forbid AMX tiles on a processor that says it has them.
     safer=(("CMAKE_ARGS", f"{_CMAKE} -DCMAKE_C_FLAGS='{_NO_AMX}' -DCMAKE_CXX_FLAGS='{_NO_AMX}'"),),
 )
 OPENVINO = PeerEngine("openvino", ("openvino-genai==2026.4.1.0", "numpy"))

@@ -1,8 +1,8 @@
-"""Write a shape as a GGUF file, for every engine that reads those.
+"""Write a shape as a GGUF file, for every engine that reads such files.
 
 `python -m tools.peers.shape_gguf shape:llama-3.1-8b FILE.gguf [--type Q4_K]`. Weights are those of the shape,
-rounded to the type; embedding and output keep six bits beside four, as files of this kind have them. Only some
-rows are in memory as floats.
+rounded to the type. Where they have four bits, embedding and output have six, as usual in such files. Only a few
+rows at a time are in memory as floats.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Stack:
 
     name: str  # in the file
     kind: GGMLQuantizationType
-    parts: list[tuple[RandomTensor, NDArray[intp]]]  # and the order of their rows in the file
+    parts: list[tuple[RandomTensor, NDArray[intp]]]  # each with the order of its rows in the file
     is_stacked: bool
 
     @property
@@ -148,7 +148,7 @@ def _row_order(name: str, tensor: RandomTensor, config: ModelConfig) -> NDArray[
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[float32] | None:
-    """Return what angles are divided by, None if by nothing."""
+    """Return the divisors of RoPE's angles, None if there are none."""
     if config.rope.scaling == "none":
         return None
     plain = inverse_frequencies(Rope(config.rope.theta), config.head_dim)
@@ -164,7 +164,7 @@ def _architecture(config: ModelConfig, name: str) -> str:
 
 
 def _file_type(kind_name: str) -> LlamaFileType:
-    """Return what names a file of such matrices; OpenVINO reads none without it."""
+    """Return GGUF's file type for such matrices; OpenVINO reads no file without it."""
     names = (f"MOSTLY_{kind_name}", f"MOSTLY_{kind_name}_M")
     return next(kind for kind in LlamaFileType if kind.name in names)
 
