@@ -1,6 +1,6 @@
 """Test backends: one reveals outcomes a step late, one keeps its arrays where a host cannot look.
 
-And `cuda` on a host, where every test of it runs.
+A third is `cuda` on a host, for all tests of that backend.
 """
 
 from __future__ import annotations

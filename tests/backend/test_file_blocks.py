@@ -85,7 +85,7 @@ def test_a_rows_bits_do_not_depend_on_others(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outlier_costs_its_own_32_inputs(kind: str) -> None:
-    """Others keep steps that are up to 16 times as fine."""
+    """Other inputs keep steps that are up to 16 times as fine."""
     rng = np.random.default_rng(5)
     width = widths(kind)[-1]
     rows = random_blocks(rng, kind, OUT, width)

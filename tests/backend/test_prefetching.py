@@ -144,7 +144,7 @@ def test_numbers_between_take_the_next_larger_ones_choice(in_force: dict[int, Pr
     assert found == [*FASTEST[:6], *(FASTEST[6],) * 6]
 
 
-def test_it_is_measured_once_and_kept(decoder: TimedDecoder, in_force: dict[int, Prefetching]) -> None:
+def test_the_choice_is_measured_once_and_kept(decoder: TimedDecoder, in_force: dict[int, Prefetching]) -> None:
     told, passes = tune(decoder), decoder.num_passes  # type: ignore[arg-type]
     assert passes
     use((USUAL,) * len(ROWS))

@@ -90,7 +90,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_so_have_other_families(case: str) -> None:
+def test_two_ranks_have_the_bits_of_one_for_other_families(case: str) -> None:
     ranks, threads, config = OTHERS[case]
     assert_same(passes(decoder_of(ranks, config=config, threads=threads)), passes(decoder_of(1, config=config)))
 
@@ -126,7 +126,7 @@ def test_a_rank_is_told_of_many_rows_one_of_which_is_long() -> None:
     theirs.close()
 
 
-def test_it_tells_what_it_is() -> None:
+def test_a_decoder_with_ranks_tells_what_it_is() -> None:
     one, two = decoder_of(1), decoder_of(2)
     assert isinstance(two, RankedDecoder)
     assert two.describe() == f"{one.describe()}, 2 ranks"

@@ -133,7 +133,7 @@ def test_nothing_that_happens_makes_it_leave_the_numbers() -> None:
 
 
 def test_what_a_grammar_forces_behind_a_draft_teaches_nothing_of_the_drafter() -> None:
-    """Neither how often its drafts are kept, nor how long they take."""
+    """The controller learns neither how often its drafts are kept, nor how long they take."""
     drafting = DraftCost(tuple(Curve.of([1], [1e-3 * d]) for d in range(1, 9)))
     cost = OnlineCost(MeasuredCost(TargetCost(Curve.of([1, 16], [8e-3, 9e-3])), (drafting,)))
     policy = Goodput(cost, 1, (8,))

@@ -86,7 +86,7 @@ def test_a_step_without_drafts_has_no_budget() -> None:
 
 
 def test_a_row_that_is_probed_is_verified_whole() -> None:
-    """It has no rule, so that its drafts are certain to the device; the budget has room for them."""
+    """A probed row has no stop rule, so the device takes its drafts as certain; the budget has room."""
     ours, probed, rng = policy(), 0, np.random.default_rng(0)
     for _ in range(400):
         view = view_of(2)

@@ -282,7 +282,7 @@ def test_what_keys_cost_is_learnt_from_passes_that_read_many(read_s: float) -> N
 
 
 def test_prompts_say_nothing_of_sizes_that_decoding_has() -> None:
-    """They ask for one successor in many, so their passes are cheaper. They tell of other sizes."""
+    """Few tokens of prompts need logits, so their passes are cheaper. Prompts tell of other sizes."""
     cost, last = SlowOnlineCost(COST), int(COST.target.by_tokens.counts[-1])
     for size, decodes in ((last - 1, 0), (last, 0), (4 * last, 4), (16 * last, 0)):
         before_s = cost.pass_s(Work(size))

@@ -1,4 +1,4 @@
-"""A policy over many steps of an engine that takes what it was measured to take: what must not stay behind."""
+"""A policy over many steps of an engine whose steps take the measured time: what must not be left behind."""
 
 from __future__ import annotations
 

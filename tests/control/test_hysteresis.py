@@ -59,7 +59,7 @@ def test_plain_steps_forget_that_drafting_did_not_pay() -> None:
     assert 30 < waits < 300
 
 
-def test_it_forgets_by_steps_however_long_choices_hold() -> None:
+def test_hysteresis_forgets_by_steps_however_long_choices_hold() -> None:
     waits = []
     for every in (8, 16, 32):
         hysteresis = Hysteresis()

@@ -138,7 +138,7 @@ def test_an_engine_that_begins_with_it_chooses_at_once_as_the_other_did_at_its_e
 
 
 @pytest.mark.parametrize(("old", "new"), [(0.9, 0.2), (0.2, 0.9)])
-def test_other_traffic_overrules_it_in_a_few_dozen_steps(old: float, new: float) -> None:
+def test_other_traffic_overrules_what_was_learnt_in_a_few_dozen_steps(old: float, new: float) -> None:
     again = fresh(KeptLearning(learnt_from(taught(old, steps=3000)), 0.0))
     model = goodput(again).choice.models[1]
     rng = np.random.default_rng(0)
@@ -153,7 +153,7 @@ def test_other_traffic_overrules_it_in_a_few_dozen_steps(old: float, new: float)
     assert model.depth_var[0] < 0.2
 
 
-def test_days_make_it_count_for_less() -> None:
+def test_what_was_learnt_counts_for_less_after_days() -> None:
     kept = learnt_from(taught(0.8))
     variances = [goodput(fresh(KeptLearning(kept, d))).choice.models[1].depth_var[0] for d in (0.0, 3.0, 1e6)]
     assert variances[0] < variances[1] < variances[2] <= 1.5**2
@@ -247,7 +247,7 @@ def test_a_file_is_bounded_and_cut_ones_are_refused() -> None:
             from_bytes(_WHOLE[:end])
 
 
-def test_it_says_nothing_of_any_text() -> None:
+def test_what_was_learnt_says_nothing_of_any_text() -> None:
     """All strings are names that the code gives; all else are numbers."""
     strings: set[str] = set()
 

@@ -77,7 +77,7 @@ def test_a_plan_to_draft_is_reused_for_some_steps_and_for_the_rows_it_was_made_f
 
 
 def test_a_choice_that_ends_reuse_has_previews() -> None:
-    """Of rows that became few, or a drafter that is left out: lookups are no ordinary candidates."""
+    """Reuse ends as rows became few, or as a drafter is left out; lookups are no ordinary candidates."""
     ours = policy(BETTER, lookup_kept=WORSE)
     for _ in range(2 * REUSE_STEPS):
         before = ours.decide(view(MANY_ROWS))

@@ -154,7 +154,7 @@ def test_text_that_was_read_in_another_request_costs_nothing() -> None:
 
 
 def test_a_drafter_without_texts_to_read_has_no_price_of_reading() -> None:
-    """One that shares the target's keys."""
+    """Such a drafter shares the target's keys."""
     found, ours = speedup(300, 2000, 0.85, limits=NONE_READ, read_s=0.0)
     assert found > 1.1
     assert ours.cost.reading.token_s.tolist() == [0.0, 0.0]

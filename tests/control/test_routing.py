@@ -69,7 +69,7 @@ def test_only_a_replica_that_may_have_it_gets_a_request(name, asked) -> None:
 
 @pytest.mark.parametrize("name", ROUTES)
 def test_an_idle_fleet_uses_all(name) -> None:
-    """One after another, each ended before the next; and all at once."""
+    """Requests come one after another, each ended before the next, or all at once."""
     route, views = router(name), [replica(f"r{i}") for i in range(7)]
     chosen = [route.choose(RequestView(500, [i]), views).replica for i in range(7)]
     assert sorted(chosen) == [v.name for v in views]

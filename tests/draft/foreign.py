@@ -38,7 +38,7 @@ def renumbered() -> Tokenizer:
 
 @cache
 def other() -> Tokenizer:
-    """Other merges, no padding words, another end of text."""
+    """A tokenizer with other merges, no padding words and another end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return _tokenizer([*alphabet[::-1], *("".join(pair) for pair in FEWER)], FEWER, STOP)
 

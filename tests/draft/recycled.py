@@ -19,7 +19,7 @@ def slot(before: int, last: int) -> int:
 
 
 class PlainRecycled:
-    """Of what falls into one slot the newest is kept."""
+    """Recycled tokens by slot; of those with the same slot the newest is kept."""
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[int, int, int, int]] = {}

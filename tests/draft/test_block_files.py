@@ -124,7 +124,7 @@ def test_queries_of_dspark_guess_the_token_behind_them() -> None:
 
 
 def test_a_head_of_the_whole_vocabulary_may_bring_its_own(tmp_path: Path) -> None:
-    """Those of DSpark's authors do, with an embedding."""
+    """The heads of DSpark's authors bring an output matrix and an embedding."""
     own = np.random.default_rng(1).standard_normal((2, 320, TARGET.hidden_size), np.float32)
     tensors = block_tensors(AUTHORS_CORRECTED) | {"lm_head.weight": own[0], "embed_tokens.weight": own[1]}
     head = load_head(write(tmp_path, AUTHORS_CORRECTED, tensors), TARGET)

@@ -209,7 +209,7 @@ def test_a_row_whose_pages_were_short_drafts_again_once_another_has_ended(monkey
 
 
 def test_a_device_has_as_many_pages_as_the_target() -> None:
-    """It gives their memory at once."""
+    """A device allocates the memory of all pages at once."""
     for types, factor in (("f64", 2), ("cuda", 1)):
         (drafter,) = make_engine("draft-model:model=other,k=2", PLAIN, types=types).drafting.drafters.values()
         assert isinstance(drafter, ForeignDraftModel)

@@ -96,7 +96,7 @@ def acceptance(spec: str, types: str, settings: Settings = PLAIN) -> float:
 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("types", ["f64", "int8", "int4"])
-def test_it_drafts_and_the_text_is_the_same(types: str, int8: bool, tmp_path: Path) -> None:
+def test_a_cut_model_drafts_and_the_text_is_the_same(types: str, int8: bool, tmp_path: Path) -> None:
     spec = f"draft-model:model={write_cut_model(tmp_path, int8=int8)},k=4"
     assert 0.05 < acceptance(spec, types) < 0.9
     assert acceptance(spec, types, Settings(num_pages=12, prefill_tokens=16, prefix_cache=True)) > 0.05
@@ -157,7 +157,7 @@ def test_the_kernel_draws_what_the_spread_row_draws(tokens: np.ndarray, tmp_path
     assert len(set(chosen.token_ids.tolist())) > 30
 
 
-def test_without_a_name_it_is_the_one_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_without_a_name_is_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     with pytest.raises(ConfigError, match="paceline train draft-model"):
         make_engine("draft-model", PLAIN)

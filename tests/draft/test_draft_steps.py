@@ -168,7 +168,7 @@ def pointer_to(text: list[int], gain: float) -> kernels.TokenHints:
 
 
 def test_a_pointer_leads_a_row_on_from_what_was_chosen() -> None:
-    """Its next tokens are those of the text, each found by the ones before it, and no other row's."""
+    """The row's next drafts are tokens of its own text, each found by the tokens before it."""
     plain = draft_steps([4, 2])
     text = [6, 7, 20, 21, 22, 6, 7]  # ends as the row does
     np.testing.assert_array_equal(

@@ -462,7 +462,7 @@ def test_a_head_of_another_kind_is_refused_with_its_spec(kind: str, other: str, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_of_another_target_is_refused_with_a_reason(kind: str, tmp_path: Path) -> None:
-    """Of another width, and of another vocabulary; the target it names is told."""
+    """The target has another width or vocabulary; the message names the head's target."""
     mine, named = target().decoder.config, {"verifier": {"name_or_path": "some/other-model"}}
     for change, reason in (({"hidden_size": 64}, "64"), ({"vocab_size": 9000}, "9000 tokens")):
         other = replace(mine, **change)
@@ -476,7 +476,7 @@ def test_a_head_of_another_target_is_refused_with_a_reason(kind: str, tmp_path: 
 
 
 def test_an_eagle_head_may_write_some_tokens_only(tmp_path: Path) -> None:
-    """Those its file names, or the lowest, as many as are asked for."""
+    """These are the tokens that its file names, or as many of the lowest as are asked for."""
     mine = target().decoder.config
     values = head_values("eagle", mine, draft_vocab_size=mine.vocab_size)
     write_head(tmp_path, values, mine, random_weights(heads_config(values)))
@@ -520,7 +520,7 @@ def test_the_pages_that_blocks_reach_into_are_counted() -> None:
 
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
-def test_they_are_in_the_memory_that_is_promised(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spare_pages_are_in_the_promised_memory(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's pages and what blocks keep for rows are one share of the free memory, to a page."""
     own, limits = target(types), Limits(16, MAX_LEN, 512)
     page = PAGE_TOKENS * own.decoder.new_kv(1).bytes_per_token

@@ -53,7 +53,7 @@ def told(specs: list[SamplingSpec]) -> list[tuple[int, float]]:
     return [(e.ids.item(), e.add.item()) for e in edits]
 
 
-def test_who_knows_no_guess_is_told_what_followed_the_longest_match() -> None:
+def test_a_drafter_without_known_guesses_is_told_what_followed_the_longest_match() -> None:
     rows, specs = rows_of(TEXT), [choose(p) for p in range(6)]
     found = told(hinted(specs[:4], *text_of(rows), gain=2.0))
     assert [token_id for token_id, _ in found] == [7, 8, 9, 4]
@@ -61,7 +61,7 @@ def test_who_knows_no_guess_is_told_what_followed_the_longest_match() -> None:
     assert told(hinted(specs, *text_of(rows_of((1, 2, 3))), gain=2.0)) == []
 
 
-def test_who_knows_the_guesses_is_told_what_followed_them() -> None:
+def test_a_drafter_with_known_guesses_is_told_what_followed_them() -> None:
     pointer = pointer_of(Hints(rows_of(TEXT), 2.0))
     cases: list[tuple[list[int], tuple[int, int] | None]] = [
         ([], (7, 3)),

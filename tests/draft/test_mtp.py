@@ -118,7 +118,7 @@ def test_mimo_is_qwen2_with_more_tensors(tmp_path: Path) -> None:
 
 
 def test_glm_drafts_as_transformers_does(tmp_path: Path) -> None:
-    """Of transformers' own MTP model, which reads the same files."""
+    """The reference is transformers' own MTP model, which reads the same files."""
     from transformers.modeling_layers import MtpModel  # from 5.20 on
 
     write_checkpoint(tmp_path, "glm")
@@ -268,7 +268,7 @@ def test_drafts_do_not_change_the_text(
     assert sum(c.drafted for c in engine.stats().drafters.values()) > 100
 
 
-def test_auto_finds_it_without_being_told(tmp_path: Path) -> None:
+def test_auto_finds_the_mtp_layer_without_being_told(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mimo")
     costs = json.loads(Path(STAIRCASE).read_text())
     of_model = costs["drafters"]["draft-model"]
@@ -345,7 +345,7 @@ def test_an_engine_that_woke_drafts_with_the_newer_layer(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("types", ["f64", "int4"])
 def test_drafts_of_a_trained_layer_are_kept_now_and_then(types: str) -> None:
-    """Of guesses at three depths some are right: states and tokens come in the places that it was trained for."""
+    """Some guesses at three depths are right: states and tokens are where the layer was trained to find them."""
     loaded = replace(target(types), head_within=trained_mtp(target().decoder))  # type: ignore[arg-type]
     backend, limits = "reference" if types == "f64" else "native", Limits(4, 128, 48)
     config = EngineConfig(

@@ -128,7 +128,7 @@ def test_a_row_that_has_left_the_recording_drafts_nothing(
 
 @pytest.mark.parametrize("types", ["f64", "cuda"])
 def test_requests_without_a_number_have_no_recording(file: Path, types: str) -> None:
-    """Nor that of the request which had their row before."""
+    """They do not get the recording of the request that had their row before."""
     engine = make_engine(f"oracle:file={file}", PLAIN, types=types)
     run(engine, REQUESTS)
     before = engine.stats().drafters["oracle"].drafted

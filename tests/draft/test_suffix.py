@@ -74,7 +74,7 @@ def test_the_index_is_its_plain_definition(
 
 @given(parts=texts, length=st.integers(1, 200), seed=st.integers(0, 99))
 def test_a_full_ring_forgets_the_oldest(parts: list[list[int]], length: int, seed: int) -> None:
-    """It proposes what a new index of the last texts does."""
+    """The ring proposes what a new index of the last texts proposes."""
     index, text = filled(16, parts)
     more = np.random.default_rng(seed).integers(0, 3, length)
     index.extend(more)

@@ -146,7 +146,7 @@ def test_rows_without_pages_wait_for_their_drafts() -> None:
 
 
 def test_a_device_has_no_more_pages_for_windows_than_for_texts() -> None:
-    """It gives their memory at once, however many rows there may be."""
+    """A device allocates the memory of all pages at once, however many rows there may be."""
     pages, few = {}, replace(PLAIN, num_pages=20)
     for types in ("f64", "cuda"):
         engine = make_engine(f"{ITSELF},max_len=128", few, types=types)
@@ -162,7 +162,7 @@ def test_a_device_has_no_more_pages_for_windows_than_for_texts() -> None:
     ("draft", "most"),
     [(ITSELF, WHOLE_TEXT), (f"{ITSELF},max_len=64", 64), ("draft-model:layers=1,k=4", 0), ("suffix", 0)],
 )
-def test_it_says_how_much_it_reads_of_a_text(draft: str, most: int) -> None:
+def test_a_draft_model_says_how_much_it_reads_of_a_text(draft: str, most: int) -> None:
     (drafter,) = make_engine(draft, PLAIN).drafting.drafters.values()
     assert drafter.needs.reads == most
     if most:

@@ -252,7 +252,7 @@ _words = st.lists(st.integers(32, 60), min_size=1, max_size=12)
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[int, ...]:
-    """Some repeat themselves, some share a stem, cut anywhere and just at the page border."""
+    """Draw a prompt. Some repeat themselves, some share a stem, cut anywhere or at a page border."""
     word = tuple(draw(_words))
     stem = STEM[: draw(st.sampled_from([0, 0, 15, 16, 17, 32, 33]))]
     return stem + word * draw(st.integers(1, 3)) + tuple(draw(_words))

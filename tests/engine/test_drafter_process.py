@@ -107,7 +107,7 @@ def drafter_of(engine: Engine) -> RemoteDrafter:
 
 
 def requests(number: int, count: int = 10) -> list[Request]:
-    """Of all kinds that choose differently, some with a common beginning."""
+    """Requests of all kinds that choose tokens differently, some with a common beginning."""
     random, made = Random(number), []
     for i in range(count):
         penalised = i % 4 == 1
@@ -155,7 +155,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", ["", ",vocabulary=strings", ",tokens=310,weights=int8"])
-def test_it_drafts_what_it_would_beside_the_target(options: str) -> None:
+def test_a_drafter_apart_drafts_what_it_would_beside_the_target(options: str) -> None:
     asked = config(f"{NAME}:model={models()[1]},k=4{options}")
     apart, beside = engine_of(asked), engine_of(asked, thread=True)
     assert isinstance(drafter_of(apart), RemoteDrafter)
@@ -215,7 +215,7 @@ def test_no_request_notices_that_drafters_are_killed(turns: bool) -> None:
 
 
 def step_until_a_page_is_full(engine: Engine) -> None:
-    """It is noted then what a store holds of a row."""
+    """Step until a page is full: only then it is noted what a store holds of a row."""
     for _ in range(20):
         if not any(engine.scheduler.pool._valid[NAME]):
             engine.step()
@@ -272,7 +272,7 @@ def test_every_request_fits_into_its_share_of_a_message() -> None:
     assert len(encode(Submit.of(remote_drafter._anonymous(request)))) <= protocol._MAX_PARAMS_BYTES
 
 
-def test_one_that_does_not_come_back_is_counted_where_it_was_to_draft() -> None:
+def test_a_drafter_that_does_not_come_back_is_counted_where_it_was_to_draft() -> None:
     engine = engine_of(config(kv_tokens=64 * 16), thread=True)
     (drafter,) = engine.drafting.drafters.values()
     assert isinstance(drafter, PlacedDrafter)
@@ -295,7 +295,7 @@ def test_one_of_several_drafters_and_once_unloaded_it_ends() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_it_ends_when_the_engine_s_process_is_killed(stopped: bool) -> None:
+def test_a_drafter_s_process_ends_when_the_engine_s_is_killed(stopped: bool) -> None:
     code = (
         "import sys, time, msgspec; from paceline.engine.remote.supervisor import DrafterProcess\n"
         "from paceline.engine.remote.protocol import BeginDrafter\n"

@@ -67,7 +67,7 @@ DENSE_FIRST = replace(FAMILIES["glm4_moe"].mixture.experts(80, 3, 24), num_dense
 
 @pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", Experts(80, 3)), ("glm4_moe", DENSE_FIRST)])
 def test_a_pass_counts_the_experts_that_it_touches(family: str, experts: Experts) -> None:
-    """Those of the pass, and the means of one token, of 2 neighbours, of 4, as the readable twin counts them."""
+    """The pass's own experts, and the means of 1, 2 and 4 neighbours, are as the readable twin counts them."""
     config = tiny_config(family, experts=experts)
     weights = tiny_weights(config)
     decoder = pack_decoder(config, weights, kernels.ThreadPool(2), "f32", "f32")

@@ -1,4 +1,4 @@
-"""What a request's client is told about its cost."""
+"""What a client is told about the cost of its request."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def known(engine: Engine) -> list[float]:
     return [*chain.from_iterable(chances), *loop.cost.passes.log_error.tolist()]
 
 
-def test_the_next_engine_begins_with_it_and_writes_the_same_texts(cache: Path) -> None:
+def test_the_next_engine_begins_with_what_was_learnt_and_texts_stay_the_same(cache: Path) -> None:
     cold, said = started()
     assert "started from" not in said
     assert "started from" not in serve_and_end()
@@ -117,7 +117,7 @@ def test_other_costs_or_drafters_have_files_of_their_own(cache: Path, tmp_path: 
     assert len(list((cache / "learnt").iterdir())) == 2
 
 
-def test_a_running_engine_keeps_it_now_and_then(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_engine_keeps_what_it_learns_now_and_then(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "KEEP_EVERY_S", 0.0)
     engine, _ = started()
     run(engine, REQUESTS)

@@ -313,7 +313,7 @@ class DiskMachine(SchedulerMachine):
 
 
 class LateDiskMachine(DiskMachine, LateSchedulerMachine):
-    """Likewise, with outcomes revealed one step late."""
+    """The disk machine with outcomes revealed one step late."""
 
 
 @pytest.fixture(autouse=True)
@@ -347,7 +347,7 @@ def test_the_machine_does_read_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reading_that_nobody_waits_for_stops(tmp_path: Path) -> None:
-    """Its request is gone: others are admitted after the page that is being read, and nothing counts as broken."""
+    """The reading's request is gone: others are admitted after the current page, and nothing counts as broken."""
     first = make_engine("off", CACHING, types="int8", kv_disk=tmp_path / "kv")
     ask(first)
     written(first)

@@ -1,4 +1,4 @@
-"""Who applies the events of the prefix cache knows what the page pool finds, in any schedule."""
+"""A router that applies the events of the prefix cache knows what the page pool finds, in any schedule."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_same_text_one_step_late_with_heads_over_many_workloads(kind: str) -> No
 
 @pytest.mark.parametrize("draft", ["off", f"{OWN_MODEL},k=3", f"{NGRAM},k=3"])
 def test_the_texts_are_those_of_the_reference(draft: str) -> None:
-    """Of the same float64 weights, not only of the same backend."""
+    """The reference is another backend with the same float64 weights."""
     asked = requests()
     assert_same(plain_answers(asked), run(make_engine(draft, PLAIN, types=CUDA), asked))
 

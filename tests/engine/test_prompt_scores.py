@@ -101,7 +101,7 @@ def test_a_cached_prompt_is_scored_again() -> None:
 
 
 def test_few_positions_are_scored_in_a_step() -> None:
-    """So that logits of a step stay few: a scored token counts as four of its prefill."""
+    """A scored token counts as four prefilled tokens, so that a step keeps few logits."""
     engine = make_engine("off", replace(PLAIN, prefill_tokens=32))
     engine.add(scored("a", tuple(range(40, 90)), 1))
     engine.step()

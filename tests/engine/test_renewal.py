@@ -193,7 +193,7 @@ def test_memory_of_kv_is_given_back_while_the_weights_stay(
     models: tuple[Path, Path], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Store(kernels.KVStore):
-        """One that weak references take."""
+        """A store to which weak references are possible."""
 
     monkeypatch.setattr(kernels, "KVStore", Store)
     with opened(models[0], threads=threads) as llm:
@@ -418,7 +418,7 @@ def test_files_that_changed_meanwhile_have_another_mark(
 
 
 def test_no_salt_names_the_pages_of_other_weights() -> None:
-    """Those on disk stay there, and clients choose salts."""
+    """Old pages stay on disk, and clients choose salts: a salt must not reach them."""
     mark = "newer\0digest"
     for salt in ("", "mine"):
         assert root_hash(versioned("kv", mark), salt) != root_hash("kv", f"{mark}\0{salt}")

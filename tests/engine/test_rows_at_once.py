@@ -147,7 +147,7 @@ def _never_ends(_: str) -> RequestState:
 
 @given(st.lists(st.lists(st.integers(0, 330), min_size=1, max_size=4), max_size=12), st.booleans())
 def test_text_is_made_at_once_as_it_is_one_by_one(runs: list[list[int]], strips_space: bool) -> None:
-    """Of whole characters, of their parts over several runs, of bytes that are none, and of no bytes at all."""
+    """Runs hold whole characters, parts of characters, bytes that are no characters, or nothing."""
     at_once = told(runs, strips_space=strips_space)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernels, "make_outcomes", oracle.make_outcomes)

@@ -385,7 +385,7 @@ def test_chunks_shrink_with_depth_beside_rows_that_decode() -> None:
 
 
 def test_a_plan_bounds_prompt_tokens_however_deep_they_are() -> None:
-    """It knows what they take; the limits' own bound counts the depth."""
+    """The plan knows what prompt tokens cost; the bound of the limits counts the depth instead."""
     scheduler, end = _with_long_prompt(), 0
     while end < 17_000:
         ((end, _),) = _chunks(scheduler, Plan())[-1:]

@@ -40,7 +40,7 @@ def _written(
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_tokens_together_are_written_as_one_by_one(params: SamplingParams) -> None:
-    """Of all bytes, so that characters are split over tokens and steps, with what ends an answer now and then."""
+    """Tokens are any bytes, so characters are split over tokens and steps; now and then the answer ends."""
     endings = set()
     for number in range(300):
         random = Random(number)

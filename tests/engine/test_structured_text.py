@@ -238,7 +238,7 @@ def test_a_grammar_wins_over_min_tokens() -> None:
 
 
 def test_one_matchers_end_is_its_requests_own() -> None:
-    """It ends with an error; its neighbour does not notice."""
+    """The request whose matcher ends gets an error; its neighbour does not notice."""
     engine = make_engine("grammar:k=4", PLAIN)
     params = SamplingParams(temperature=0.0, max_tokens=20, grammar=Grammar.regex("[ab]{9}"))
     other = replace(params, grammar=None, ignore_eos=True)

@@ -84,7 +84,7 @@ def test_same_text_with_random_trees(types: str) -> None:
 
 @pytest.mark.parametrize("types", ["f64", "int8"])
 def test_a_head_hands_out_second_choices(types: str) -> None:
-    """Its taps and entries follow the path: it keeps no fewer drafts than it does without branches."""
+    """The head's taps and entries follow the path: as many drafts are kept as without branches."""
     head = trained_head("eagle3", target().decoder)  # type: ignore[arg-type]
     params = SamplingParams(temperature=0.7, max_tokens=60, ignore_eos=True)
     requests = [Request(str(i), (40 + i, 41, 42), params, seed=i) for i in range(8)]

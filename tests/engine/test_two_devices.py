@@ -74,7 +74,7 @@ def apart(draft: str, changed: Settings, overlap: str = "on") -> Engine:
 
 @cache
 def random_head(kind: str) -> str:
-    """One that nobody trained: hardly ever right, and there at once."""
+    """An untrained head: hardly ever right, and made at once."""
     config = target().decoder.config
     values, folder = head_values(kind, config), Path(mkdtemp(prefix="paceline-test-"))
     write_head(folder, values, config, random_weights(read_config(values, config)))

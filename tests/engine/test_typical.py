@@ -247,7 +247,7 @@ def test_a_budget_needs_the_law() -> None:
 
 
 def test_an_answer_that_goes_on_elsewhere_keeps_its_budget() -> None:
-    """Each part does, so the whole does."""
+    """Each part of the answer keeps the budget, so the whole answer does."""
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
     for number in range(6):
         (request,) = asking([Request("a", tuple(range(40 + number, 60)), params, number)], budgets=(0.1,))

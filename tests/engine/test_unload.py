@@ -62,7 +62,7 @@ def _shifted(row: RowDraft) -> RowDraft:
     return RowDraft([(token + 1) % VOCAB for token in row.token_ids], row.drafter, row.confidence)
 
 
-def test_one_that_never_pays_is_unloaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_drafter_that_never_pays_is_unloaded(caplog: pytest.LogCaptureFixture) -> None:
     expected = run(make_engine("off", CACHING), REQUESTS)
     engine = make_engine(AUTO, CACHING)
     drafter, before = spoil(engine), engine.gauges()
@@ -82,7 +82,7 @@ def test_one_that_never_pays_is_unloaded(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_one_that_control_did_not_retire_is_planned_no_more(forgets: bool) -> None:
+def test_an_unloaded_drafter_that_control_did_not_retire_is_planned_no_more(forgets: bool) -> None:
     engine = make_engine(AUTO, CACHING)
     engine.unload(NAME)  # as newer weights do that it does not fit
     if forgets:
@@ -99,7 +99,7 @@ def test_one_that_control_did_not_retire_is_planned_no_more(forgets: bool) -> No
     assert NAME not in planned
 
 
-def test_one_that_is_unloaded_may_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unloaded_drafter_may_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(AUTO, CACHING)
     engine.unload(NAME)
     due = frozenset({engine.drafting.names.index(NAME)})
@@ -116,7 +116,7 @@ def test_taps_that_only_it_read_are_taken_no_more() -> None:
     assert engine.target.taps == engine.drafting.taps == ()
 
 
-def test_one_that_pays_sometimes_stays() -> None:
+def test_a_drafter_that_pays_sometimes_stays() -> None:
     engine = make_engine(AUTO, CACHING)
     run(engine, REQUESTS, stagger=5)
     assert NAME in engine.drafting.drafters

@@ -147,7 +147,7 @@ class PartsMachine(SchedulerMachine):
 
 
 class LatePartsMachine(PartsMachine, LateSchedulerMachine):
-    """Likewise, with outcomes revealed one step late."""
+    """The machine of window parts with outcomes revealed one step late."""
 
 
 _SETTINGS = settings(
@@ -299,7 +299,7 @@ class AllOnDisk:
         self.reading.done.set()
 
     def offer(self, page: int, page_hash: bytes) -> None:
-        """It has it."""
+        """Do nothing: the disk has the page already."""
 
     def withdraw(self, page: int) -> None:
         """Nothing is being copied."""

@@ -72,7 +72,7 @@ class WindowMachine(SchedulerMachine):
 
 
 class LateWindowMachine(WindowMachine, LateSchedulerMachine):
-    """Likewise, with outcomes revealed one step late."""
+    """The machine of windows with outcomes revealed one step late."""
 
 
 _SETTINGS = settings(
@@ -85,7 +85,7 @@ TestLateWindows.settings = _SETTINGS
 
 
 class WindowDiskMachine(WindowMachine, DiskMachine):
-    """Likewise, with pages that come back from disk."""
+    """The machine of windows with pages that come back from disk."""
 
 
 def test_what_windows_read_from_disk_is_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

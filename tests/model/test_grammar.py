@@ -46,7 +46,7 @@ def allowed(mask: Any) -> list[int]:
 
 
 def drafts_of(grammar: Grammar, answer: list[int], source: random.Random) -> list[int]:
-    """Some tokens, most of which fit."""
+    """Drafts of some tokens, most of which the grammar allows."""
     state, found = GRAMMARS.begin(grammar, answer), []
     for _ in range(source.randint(1, 4)):
         fitting = allowed(GRAMMARS.masks([(state, [])])[0][0])

@@ -86,7 +86,7 @@ def test_a_later_start_finds_the_end_tokens_of_harmony(tmp_path: Path, parsed: l
 
 
 def test_a_later_start_finds_the_ends_of_turns(tmp_path: Path) -> None:
-    """That of the template, which no key names, and those of a list."""
+    """One end is the template's, which no key names; the others are those of a list."""
     keys = {"tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eos_token_ids": [1, 7]}
     keys["tokenizer.chat_template"] = "{{ messages[0].content }}<|end|>"  # the vocabulary's last, 319
     path = write(tmp_path / "m.gguf", **keys)

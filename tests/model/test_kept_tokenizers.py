@@ -158,7 +158,7 @@ def test_a_broken_one_is_built_anew(models: list[Path], tmp_path: Path) -> None:
         assert path.read_bytes() == good
 
 
-def test_one_that_is_gone_is_built_from_the_model(models: list[Path], tmp_path: Path) -> None:
+def test_a_tokenizer_whose_file_is_gone_is_built_from_the_model(models: list[Path], tmp_path: Path) -> None:
     model = load_model(models[0])
     ids = load_tokenizer(model).encode(TEXT)
     later, last = load_tokenizer(model), load_tokenizer(load_model(models[1]))
@@ -234,7 +234,7 @@ def test_a_tokenizer_that_cannot_be_made_fails_when_it_is_needed() -> None:
 
 
 def test_a_template_that_is_not_valid_fails_when_it_is_needed() -> None:
-    """It was tried before, beside the tokenizer."""
+    """`expect` has tried the template already, together with the tokenizer."""
     text, template = tiny_raw_tokenizer().to_str().encode(), TemplateSource("{% if %}", {})
 
     async def scenario() -> None:

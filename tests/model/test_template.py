@@ -120,7 +120,7 @@ def test_output_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_silence_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Each would go on for minutes or for ever."""
+    """Each template would run for minutes or for ever."""
     monkeypatch.setattr(module, "MAX_RENDER_S", 0.05)
     with pytest.raises(RequestError, match="does not come to an end"):
         render(text)

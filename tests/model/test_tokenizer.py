@@ -150,7 +150,7 @@ def test_sentence_piece_merges_by_score_and_falls_back_to_bytes() -> None:
 
 @pytest.mark.parametrize("is_phi", [True, False])
 def test_white_space_behind_the_control_tokens_of_phi_3_is_dropped(is_phi: bool) -> None:
-    """Its tokenizer.json says so, for which GGUF has no field."""
+    """Phi 3's tokenizer.json says so; GGUF has no field for it."""
     control = ["<|endoftext|>", "<|user|>", "<|end|>", "<|placeholder1|>" if is_phi else "<|other|>"]
     tokens, usual = [*PIECES, *control], piece_metadata()
     more = {"scores": 4 * [0.0], "token_type": 4 * [3]}

@@ -53,7 +53,7 @@ def test_answers_go_on_when_a_replica_is_killed_and_a_data_set_is_answered(tmp_p
 
 
 def test_a_killed_server_leaves_nothing_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Ray's agents go on, and its folder stays, until another one starts."""
+    """The killed server's Ray agents go on, and its folder stays, until another server starts."""
     (tmp_path / "model").mkdir()
     model, log = write_model(tmp_path / "model"), tmp_path / "log"
     flags = "--on ray --threads 1 --port 0 --draft ngram:k=4 --max-len 4096 --packed-cache-bytes 0"

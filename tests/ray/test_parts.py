@@ -209,7 +209,7 @@ class SlowClient:
 
 
 def test_a_request_of_an_older_line_does_not_run_for_a_newer_one() -> None:
-    """It is submitted while the front attaches again, and has given it up."""
+    """The request is submitted while the front attaches again; the front has given it up."""
 
     async def work() -> tuple[list[str], dict[Any, Any]]:
         client = SlowClient()
@@ -269,7 +269,7 @@ def test_a_request_that_is_cancelled_while_it_is_sent_does_not_run(leaves: bool)
     assert run_with_lines(work()) == (["a"], {})
 
 
-def test_who_does_not_know_the_secret_has_no_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_front_without_the_secret_gets_no_line(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> list[str]:
         host = await a_host()
         stranger = await line_to(host, FRONT[::-1], bytes(SECRET_BYTES))
@@ -437,7 +437,7 @@ def test_a_ray_that_is_not_there_is_told_in_a_line(
 def test_what_was_not_deployed_is_not_removed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be another command's, and without Ray Serve its error would hide the own one."""
+    """The application may be another command's; without Ray Serve, removing it would hide our error."""
     called: list[str] = []
 
     def notes(name: str) -> Any:
@@ -545,7 +545,7 @@ def test_values_of_another_type_are_refused_by_name(wrong: dict[str, Any]) -> No
 
 @pytest.mark.ray
 class TestArguments:
-    """Of `serve run paceline.ray:app`."""
+    """Arguments of `serve run paceline.ray:app`."""
 
     @pytest.fixture(autouse=True)
     def ray(self) -> None:
@@ -731,7 +731,7 @@ def test_weights_renewed_while_the_line_was_down_are_told() -> None:
 
 @pytest.mark.ray
 def test_a_line_that_breaks_at_once_each_time_is_a_failed_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is attached again ever later, and from the fourth break on answers are not sent to its process again."""
+    """Each time the line is attached later; from the fourth break on, its process gets no answers again."""
     pytest.importorskip("ray", reason="ray is not installed: pip install 'paceline[ray]'")
     from paceline.ray import host_line
     from paceline.ray.host_engines import HostEngines

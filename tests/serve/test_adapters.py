@@ -143,7 +143,7 @@ def test_an_answer_that_is_on_its_way_when_verl_aborts_is_aborted_too(adapters: 
         paused = asyncio.Event()
 
         class Slow(adapters.roll_out_client.RollOutClient):  # type: ignore[misc]
-            """Its roll-outs reach the server behind the pause."""
+            """A client whose roll-outs reach the server after the pause."""
 
             async def post(self, path: str, body: Any) -> Any:
                 if path == "/generate":

@@ -202,7 +202,7 @@ def test_an_engine_that_dies_fails_open_calls_and_comes_back(model: Path) -> Non
     run_over(model, work)
 
 
-def test_one_that_was_closed_starts_again_and_one_that_runs_does_not(model: Path) -> None:
+def test_a_closed_llm_starts_again_and_a_running_one_does_not(model: Path) -> None:
     formed = replace(SHORT, max_tokens=200, grammar=Grammar.regex("(yes|no) [a-c]{3}"))
 
     async def run() -> None:

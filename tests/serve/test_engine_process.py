@@ -1,4 +1,4 @@
-"""The engine's side of the line: who comes while a pass runs comes along in the next."""
+"""The engine's side of the socket: requests that come while a pass runs are in the next one."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_whole_answer_is_told_at_its_beginning_now_and_then_and_at_its_end(
     assert told[-1][0].finish_reason == "length"
 
 
-def test_who_asked_is_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_told_of_a_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a server knows which requests were in a step that ended the process, or that were taken into one."""
     engine = make_engine("off", PLAIN)
     heard: list[tuple[str, int, int, int]] = []  # request, tokens, the first one's place, steps so far

@@ -85,7 +85,7 @@ def start_streams(server: Server, count: int) -> tuple[ThreadPoolExecutor, list[
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_cancels_its_request(server: Server, stream: bool) -> None:
-    """It has sent its request, and closes its connection once that is under way."""
+    """The client sends its request, and closes the connection once both answers are being written."""
     cancelled = 'paceline_requests_total{finish_reason="cancelled"}'
     before, address = server.metric(cancelled), httpx.URL(server.url)
     body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()

@@ -36,7 +36,7 @@ class FakeServer:
         self.sent.append(message)
 
 
-def test_it_takes_no_request_until_weights_come(model: Path, tmp_path: Path) -> None:
+def test_an_engine_without_weights_takes_no_request_until_they_come(model: Path, tmp_path: Path) -> None:
     gone = UpdateWeights(WeightSource(model=str(tmp_path / "step100")), "v7")
     server: Any = FakeServer(Load(config_of(str(model), OPTIONS), EngineState(gone, paused=True)))
     worker = process._load(server)

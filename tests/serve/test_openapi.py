@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import httpx
 
 
-def test_it_is_a_valid_document() -> None:
+def test_the_document_is_valid() -> None:
     validate(document())
 
 
-def test_it_names_every_route() -> None:
+def test_the_document_names_every_route() -> None:
     state: Any = AppState(None, SimpleNamespace(recent=None), None)  # type: ignore[arg-type]
     found = {(r.path.replace(":path", ""), m.lower()) for r in routes_of(state) for m in r.methods or ()}
     assert {pair for pair in found if pair[1] != "head"} == {(op.path, op.method) for op in OPERATIONS}

@@ -211,7 +211,7 @@ def test_null_is_what_a_field_has_that_is_left_out() -> None:
 
 
 def test_unknown_fields_that_are_null_are_bounded() -> None:
-    """Each has the body read anew."""
+    """For each such field the server reads the body anew."""
 
     def decode(count: int) -> ChatBody:
         messages = [USER | {f"x{i}": None for i in range(count)}] * 2
@@ -291,7 +291,7 @@ def test_other_types_wrong_routes_and_models(healthy: httpx.Client) -> None:
 
 @pytest.mark.parametrize("origin", ["https://example.org", "null"])
 def test_a_web_page_has_to_say_that_it_sends_json(healthy: httpx.Client, origin: str) -> None:
-    """Only for that does a browser ask first; a Blob without a type goes out as it is."""
+    """Browsers ask first only before sending JSON; a Blob without a type is sent at once."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     assert healthy.post(PLAIN, content=body).status_code == 200
     assert healthy.post(PLAIN, content=body, headers=JSON | {"origin": origin}).status_code == 200

@@ -142,7 +142,7 @@ def test_only_an_answer_with_tokens_has_a_time_to_the_first(ids: tuple[int, ...]
 
 
 def test_the_time_in_which_a_body_comes_is_none_of_decoding() -> None:
-    """Its upload took 60 s; the request begins before that, and its first token comes after."""
+    """The body's upload took 60 s; the request begins before it, and its first token comes after it."""
     record = RequestRecord("POST", "/v1/completions", "r", begin_s=0.0, begun_s=time.monotonic() - 60)
     figures = Figures(2, 1, 0, 9, 99, 0, 0, 0, seed=1)
     answered([outcome("the", 1, finish_reason="stop", figures=figures)], None, record)
@@ -158,7 +158,7 @@ def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
 
 
 def test_an_event_that_cannot_be_taken_in_ends_its_request_alone() -> None:
-    """It raises where the answer is awaited, not in the engine's messages."""
+    """The event raises where the answer is awaited, not where the engine's messages are read."""
     with pytest.raises(IndexError):
         answered([(7, Outcome("r", (1,), "the"))], stream=False)
 

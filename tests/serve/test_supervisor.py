@@ -57,7 +57,7 @@ def test_a_bug_while_a_process_is_heard_ends_no_supervisor(monkeypatch: pytest.M
 
 
 def test_an_engine_that_died_counted_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads its gauges, until the next process tells its own."""
+    """Until the next process reports, readers of the dead engine's gauges see this."""
     monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
 
     async def scenario() -> None:
@@ -192,7 +192,7 @@ class Drained(EngineClient):
 def test_a_process_that_finished_is_not_replaced_while_the_server_ends(
     ends: bool, is_open: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that left an answer open has not finished."""
+    """A process that left an answer open has not finished."""
     monkeypatch.setattr(RestartBackoff, "wait_s", lambda *_: 0.0)
     monkeypatch.setattr(client_module, "EngineChild", Child)
 

@@ -116,7 +116,7 @@ def test_a_value_that_is_not_among_those_listed_is_told_which_are(chatty: Server
 
 
 def test_tools_that_may_not_be_called_stay_in_the_prompt(client: openai.OpenAI) -> None:
-    """So what a conversation has in the cache serves whatever its next answer may call."""
+    """So a conversation's cached pages serve, whatever its next answer may call."""
     free = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
     both, one = (prompt_tokens(client, tools=[WEATHER, NOW], tool_choice=choice) for choice in ("auto", free))
     assert one == both > prompt_tokens(client, tools=[WEATHER])

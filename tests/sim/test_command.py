@@ -1,4 +1,4 @@
-"""`paceline simulate`: whose costs, how deep, and what it refuses before it begins."""
+"""`paceline simulate`: which costs it takes, how deep it drafts, what it refuses before it begins."""
 
 from __future__ import annotations
 

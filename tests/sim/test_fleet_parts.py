@@ -127,7 +127,7 @@ def test_copies_have_pages_of_their_own_and_the_same_hour() -> None:
 
 
 def test_the_gate_of_the_whole_fleet_turns_affinity_off() -> None:
-    """One hot replica, and a request leaves the idle one that keeps its prompt."""
+    """With one hot replica, a request leaves even the idle replica that keeps its prompt."""
     route, request = Router(any_route("sglang")), RequestView(1600, range(100))
     calm = [ReplicaView(n, True, "", rows, 0, 1e-4, (), hits) for n, rows, hits in (("a", 9, 90), ("b", 0, 0))]
     assert route.choose(request, calm).replica == "a"

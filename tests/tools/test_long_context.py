@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TINY = "shape:num_layers=2,hidden_size=64,intermediate_size=96,vocab_size=300"
 
 
-def test_it_reads_back_what_it_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_reads_back_the_prefix_that_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pages, peers = tmp_path / "pages", tmp_path / "peers"
     sizes = ["--tokens", "1000", "--answer", "8"]
     places = ["--folder", str(pages), "--peers", str(peers)]

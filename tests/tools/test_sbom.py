@@ -19,7 +19,7 @@ def test_every_locked_package_is_listed_with_its_hashes() -> None:
     assert len(bill([LOCKS / "runtime.txt"] * 2)["components"]) == len(components(LOCKS / "runtime.txt"))
 
 
-def test_it_is_written_as_json() -> None:
+def test_the_bill_is_written_as_json() -> None:
     done = subprocess.run([sys.executable, "-m", "tools.sbom"], capture_output=True, check=True, timeout=240)
     written = json.loads(done.stdout)
     assert written["bomFormat"] == "CycloneDX"

@@ -93,7 +93,7 @@ def test_with_cores_for_all_and_nothing_to_handle_it_is_the_step_exact_clock() -
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_so_many_are_in_flight(in_flight: int) -> None:
+def test_the_given_number_of_requests_is_in_flight(in_flight: int) -> None:
     found, _ = ran(SharedMachine(2, front=Handling(1e-3), client=Handling(1e-3)), 2, in_flight)
     sent, end = found.trace.arrival_s, found.ends.end_s
     open_at = [int(((sent <= s) & (end > s)).sum()) for s in sent]

@@ -120,7 +120,7 @@ def test_frozen_columns_have_no_gradient_and_change_nothing_else() -> None:
 
 @pytest.mark.parametrize("keep", [1.0, 0.6])
 def test_weights_are_slopes_of_the_expected_acceptance(keep: float) -> None:
-    """Of the sum over drafts of all probabilities up to them, by each one's logarithm."""
+    """A slope is the derivative of the expected acceptance by the logarithm of a draft's probability."""
     bounds = [TextBounds(0, 2, 9), TextBounds(9, 12, 14), TextBounds(14, 15, 25)]
     depths = plan_drafts(bounds, 4, keep, 0, torch.device("cpu"), 0.7)
     random = torch.Generator().manual_seed(1)

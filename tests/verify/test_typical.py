@@ -156,7 +156,7 @@ def test_a_mask_forbids_what_is_near() -> None:
 
 @pytest.mark.parametrize("budget", [0.01, 0.05, 0.2])
 def test_the_reach_lets_as_many_mismatches_through_as_the_budget_wants(budget: float) -> None:
-    """Of mismatches with uniform gaps, one in two tokens."""
+    """Every second token is a mismatch, and the gaps of mismatches are uniform."""
     random, record, through = Random(1), GapRecord(), 0
     for token in range(30_000):
         reach = record.reach(budget, 0.0)

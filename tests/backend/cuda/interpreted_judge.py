@@ -20,7 +20,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=30)
 @given(rows_of_drafts())
-def test_it_keeps_what_the_law_keeps(rows: Rows) -> None:
+def test_the_kernel_keeps_what_the_law_keeps(rows: Rows) -> None:
     for spare in (0, 2):
         token_ids, num_tokens = judge(*arrays(rows, spare))
         want_ids, want_num = expected(rows, spare)

@@ -73,7 +73,7 @@ def test_parts_are_what_segments_in_order_are(kind, dtype):
 
 @every_type
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(kind, dtype):
-    """Of every block size whose steps of K are the same: the interpreter's sums of a step know no order."""
+    """Tries block sizes with equal steps of K: within a step the interpreter's sums know no order."""
     m, x = matrix(64, 256, kind, dtype), tokens(49, 256, dtype)
     together = kernel_product(x, m, parallel=False)
     for first, last in [(0, 1), (48, 49), (7, 10), (16, 48)]:
@@ -99,7 +99,7 @@ WAYS = [(way, tile) for way, known in TILES.items() for tile in known]
 @pytest.mark.parametrize(("way", "tile"), WAYS)
 @pytest.mark.parametrize(("rows", "width", "count"), [(136, 320, 70), (264, 448, 200)])
 def test_every_tile_has_the_bits_of_a_block(way, tile, rows, width, count):
-    """Of a block whose steps of K are a tile's."""
+    """The block has the same steps of K as the tile."""
     segment = width if way == "one" else 128
     m, x = matrix(rows, width, "plain", F16, segment=segment, bias=True), tokens(count, width, F16)
     got = multiply_by(tile, way, x, m)

@@ -71,7 +71,7 @@ def test_ranks_within_a_segment_have_sums_of_their_own():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_columns_of_a_rank_have_the_bits_of_the_whole(size):
-    """They keep the whole's segments, though a narrower matrix would have more of them."""
+    """A rank's columns keep the whole matrix's segments, though a narrower matrix would have more."""
     weight, x = randn(256, 1024, seed=1) * 2**-5, randn(3, 1024, seed=3)
     whole = replace(packed(weight, "f32", None, 1), bias=None)
     parts = [replace(packed(part, "f32", 0, size), bias=None) for part in weight.chunk(size)]

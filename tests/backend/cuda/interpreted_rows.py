@@ -92,7 +92,7 @@ def test_more_rows_than_a_program_counts_at_once() -> None:
 @settings(max_examples=30, deadline=None)
 @given(num_rows=st.integers(1, 40), padding=st.integers(0, 3), budget=st.integers(0, 90), seed=st.integers(0, 999))
 def test_budgets_are_dealt_as_by_pytorch(num_rows: int, padding: int, budget: int, seed: int) -> None:
-    """Of few different chances, so that drafts of equal ones are met."""
+    """Chances have few different values, so that some drafts have equal chances."""
     d = random_state(num_rows + 3, seed)
     step = random_step(d, num_rows, padding, seed)
     generator = torch.Generator().manual_seed(seed)

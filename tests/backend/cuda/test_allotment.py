@@ -91,7 +91,7 @@ def test_drafts_count_up_to_a_stop_or_one_that_is_none(
 
 
 def test_a_step_gathers_the_drafts_of_its_budget() -> None:
-    """Of three rows with 3, 2 and no drafts, and a chunk of a prompt."""
+    """The step has three rows with 3, 2 and no drafts, and a chunk of a prompt."""
     rows = rows_with([[1, 2, 3], [4, 5], [6], [7, 8, 9]])
     state = rows.on_device
     state.computed[:4] = torch.tensor([2, 1, 0, 0])

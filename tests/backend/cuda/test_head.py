@@ -201,7 +201,7 @@ def test_a_drafter_may_have_a_type_of_its_own() -> None:
 def test_types_that_a_gpu_does_not_have_are_refused(
     compute: tuple[int, int], types: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of targets, heads and cut models, before their weights are read."""
+    """Targets, heads and cut models are refused before their weights are read."""
     target = load_on_host(TARGET, WEIGHTS, *types, None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: compute)
     monkeypatch.setattr(cuda, "torch_device", lambda _: torch.device("cuda", 0))

@@ -13,7 +13,7 @@ from tests.backend.cuda.verdicts import Rows, arrays, expected, rows_of_drafts
 
 
 @given(rows_of_drafts())
-def test_it_keeps_what_the_law_keeps(rows: Rows) -> None:
+def test_verification_on_arrays_keeps_what_the_law_keeps(rows: Rows) -> None:
     token_ids, num_tokens = judge(*arrays(rows))
     want_ids, want_num = expected(rows)
     assert token_ids.tolist() == want_ids

@@ -64,7 +64,7 @@ def test_of_what_falls_into_one_slot_the_newest_is_kept() -> None:
 
 
 @given(texts=texts_, depths=st.lists(st.integers(1, 8), min_size=3, max_size=3))
-def test_who_knows_no_guess_is_told_the_same_path(texts: list[list[int]], depths: list[int]) -> None:
+def test_a_row_without_known_guesses_is_told_the_same_path(texts: list[list[int]], depths: list[int]) -> None:
     rule = TEXT_ONLY._replace(reach=32.0, least_share=0.05)
     _, hints = hints_for(texts, rule)
     depth = torch.tensor(depths[: len(texts)])

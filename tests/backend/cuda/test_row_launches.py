@@ -146,7 +146,7 @@ def test_a_block_of_three_drafts(num_rows: int, by_kernels: bool, least: int, mo
 
 @pytest.mark.parametrize(("by_kernels", "least", "most"), [(True, 2, 2), (False, 12, 40)])
 def test_a_budget(by_kernels: bool, least: int, most: int) -> None:
-    """One kernel that compares drafts, and one copy."""
+    """A budget launches one kernel that compares drafts, and one copy."""
     state = random_state(40)
     step, budget = random_step(state, 40, 3), torch.tensor([50])
     with counted(by_kernels=by_kernels) as names:
@@ -177,7 +177,7 @@ class SeesAhead(NoModel):
 
 
 def test_places_of_a_shallow_row_lie_within_the_page_table() -> None:
-    """Each row has as many as the deepest, and attends from all, kept or not."""
+    """Each row has as many places as the deepest row, and attends from all, kept or not."""
     texts = [[1] * 40, [1] * 47]
     runner: Any = SeesAhead()
     program = Program(rows_with(texts), runner, 999, HintRule(1, 1))

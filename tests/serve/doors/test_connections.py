@@ -365,7 +365,7 @@ def test_pipelined_requests_are_answered_in_turn_and_bounded() -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_request_sent_ahead_hides_no_client_that_leaves(apart: bool) -> None:
-    """It comes with the one that is answered, or later."""
+    """The second request comes together with the one that is being answered, or later."""
     GONE.clear()
     with served(replace(SMALL, idle_s=60.0)) as server:
         with server.connect() as connection:
@@ -379,7 +379,7 @@ def test_a_request_sent_ahead_hides_no_client_that_leaves(apart: bool) -> None:
 
 
 def test_a_refusal_is_not_written_into_an_answer() -> None:
-    """Nor is it where another request waits behind that answer."""
+    """This also holds where another request waits behind that answer."""
     with served() as server, server.connect() as connection:
         connection.sendall(GET.replace(b"/health", b"/slow"))
         assert eventually(lambda: any(one.cycle for one in server.opened))

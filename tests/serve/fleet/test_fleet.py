@@ -318,7 +318,7 @@ def test_replicas_that_die_together_are_not_blamed_on_an_answer(monkeypatch: pyt
 
 @pytest.mark.parametrize("deaths", [MOST_UNSTARTED, MOST_UNSTARTED + MOST_STRIKES])
 def test_replicas_that_die_before_a_step_of_an_answer_are_not_blamed_on_it(deaths: int) -> None:
-    """They are killed one by one, each as it gets the answer. An answer that kills at once looks so, too."""
+    """Replicas are killed one by one as they get the answer. An answer that kills at once looks the same."""
 
     async def scenario() -> None:
         async with fleet_of(deaths + 1) as bench:
@@ -354,7 +354,7 @@ def test_a_step_that_begins_is_no_word() -> None:
     run(scenario)
 
 
-def test_who_loses_many_replicas_but_goes_on_between_is_no_poison_pill() -> None:
+def test_a_request_that_goes_on_between_lost_replicas_is_no_poison_pill() -> None:
     async def scenario() -> None:
         async with fleet_of(2) as bench:
             request = request_of("r", max_tokens=30)
@@ -435,7 +435,7 @@ def test_a_signal_to_one_replica_moves_its_rows_and_one_to_all_does_not(monkeypa
 
 
 def test_answers_stay_when_a_signal_ends_their_replica_and_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are told the same, but hear of it late. An operator's drain moves answers still."""
+    """Other replicas get the signal too, but hear of it late. A drain by an operator still moves answers."""
     monkeypatch.setattr(member_module, "DRAIN_WAIT_S", 0.0)
 
     async def scenario() -> None:
@@ -584,7 +584,7 @@ def test_two_replicas_write_a_late_answer_and_the_one_ahead_is_heard(ahead: int)
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_whoever_begins_a_hedged_whole_answer_writes_it(ahead: int) -> None:
-    """Its first leg tells the first tokens only, so later ones do not say who is ahead."""
+    """The first leg tells only the first tokens, so later tokens do not say which leg is ahead."""
 
     async def scenario() -> None:
         async with fleet_of(2, hedge="p95") as bench:
@@ -904,7 +904,7 @@ def test_no_prompt_goes_to_who_came_back_with_another_key(
 
 
 def test_answers_go_on_elsewhere_behind_an_update_of_the_weights() -> None:
-    """Their replica has computed them anew by the newer weights; others can, too."""
+    """The replica has computed its answers anew with the newer weights, and other replicas can do so."""
 
     async def scenario() -> None:
         async with fleet_of(2, route="round-robin") as bench:
@@ -1073,7 +1073,7 @@ def test_deaths_of_replicas_that_spoke_again_are_no_strikes_for_what_had_left_th
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_request_that_hangs_every_replica_is_a_poison_pill(started: bool) -> None:
-    """One that only waited at replicas that hang is not."""
+    """A request that only waited at replicas that hang is no poison pill."""
 
     async def scenario() -> None:
         async with fleet_of(4) as bench:

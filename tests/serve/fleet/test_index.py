@@ -23,7 +23,7 @@ def prompts(draw: st.DrawFn) -> list[bytes]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(replicas, st.none() | prompts(), st.integers(1, 8)), max_size=20), prompts())
-def test_it_finds_what_its_twin_finds(
+def test_the_index_finds_what_its_twin_finds(
     doings: list[tuple[str, list[bytes] | None, int]], asked: list[bytes]
 ) -> None:
     fast, slow = PrefixIndex(), SlowPrefixIndex()

@@ -233,7 +233,7 @@ def test_a_poison_pill_gets_its_500_after_three_replicas(fleet: LocalFleet) -> N
 
 
 def test_replicas_that_are_killed_before_they_begin_are_not_blamed_on_an_answer(fleet: LocalFleet) -> None:
-    """They are stopped, and killed one by one as each gets the answer."""
+    """Replicas are stopped, and killed one by one as each gets the answer."""
     lines = {line["replica"]: line["pid"] for line in fleet.replicas()}
     for pid in lines.values():
         os.kill(pid, signal.SIGSTOP)

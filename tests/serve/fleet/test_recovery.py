@@ -163,7 +163,7 @@ def test_a_replica_whose_answers_stay_is_not_free(monkeypatch: pytest.MonkeyPatc
     run(scenario)
 
 
-def test_one_that_cannot_load_does_not_fail_others_that_do() -> None:
+def test_a_replica_that_cannot_load_does_not_fail_others_that_do() -> None:
     async def scenario() -> None:
         fleet, fakes = EngineFleet(ReplicaOptions(replicas=2)), [FakeEngines(), FakeEngines()]
         for number, fake in enumerate(fakes):
@@ -216,7 +216,7 @@ def test_ticks_go_on_behind_errors_and_each_kind_is_told_once(caplog: pytest.Log
 
 @pytest.mark.parametrize("way", ["stop", "kill"])
 def test_a_fleet_that_stops_refuses_who_comes_then(way: str) -> None:
-    """Its replicas take their time to end, and seem ready until then."""
+    """The fleet's replicas take some time to end, and seem ready until then."""
 
     async def scenario() -> None:
         async with fleet_of(2) as bench:

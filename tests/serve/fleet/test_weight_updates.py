@@ -269,7 +269,7 @@ def test_an_update_has_the_files_that_came_before_it(updates: WeightUpdates) -> 
 
 
 def test_tensors_that_follow_those_of_an_earlier_server_must_be_all(updates: WeightUpdates) -> None:
-    """Its files are not here, so what is left out would have the first numbers."""
+    """The earlier server's files are gone, so tensors left out would have the first weights' numbers."""
 
     async def scenario() -> list[bool]:
         commands = FakeCommands()
@@ -664,7 +664,7 @@ def test_a_front_that_starts_anew_goes_on_with_what_the_newest_engine_has(
 
 
 def test_a_client_that_leaves_in_its_body_is_no_fault_of_ours() -> None:
-    """Neither on a route that reads JSON nor on one that takes tensors."""
+    """Tested on a route that reads JSON, and on a route that takes tensors."""
     lines: list[tuple[str, int]] = []
 
     async def scenario() -> list[float]:

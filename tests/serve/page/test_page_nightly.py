@@ -124,7 +124,7 @@ def test_rates_are_those_of_the_metrics(model: Path, open_page: Any):
         page.close()  # before the server ends its feed
 
 
-def test_it_works_with_400_ms_of_latency(open_page: Any, server: Server):
+def test_the_page_works_with_400_ms_of_latency(open_page: Any, server: Server):
     page = open_page(server.url)
     session = page.context.new_cdp_session(page)
     session.send("Network.enable")
