@@ -29,9 +29,9 @@ class AnswerQueue(OutputQueue):
     def __init__(self, end_request: Callable[[str], object]) -> None:
         """end_request: ends a request in the scheduler."""
         super().__init__()
-        self.changeable: dict[str, Response] = {}  # of `responses`, those with a change budget
+        self.changeable: dict[str, Response] = {}  # the `responses` with a change budget, by request id
         self.weight_version = FIRST_VERSION
-        self.on_start: Callable[[Outcome], object] | None = None  # of those that ask for it
+        self.on_start: Callable[[Outcome], object] | None = None  # called for requests with `tells_start`
         self._end_request = end_request
 
     def open(self, state: RequestState, checker: StopChecker) -> None:
@@ -48,7 +48,7 @@ class AnswerQueue(OutputQueue):
     def tell_start(self, request: Request) -> None:
         """Tell, if asked to, that a request enters a step, and by which weights.
 
-        The step may end this process.
+        This comes before the step, as the step may end this process.
         """
         if request.tells_start and self.on_start is not None:
             start, version = self.responses[request.request_id].weights[-1]
@@ -59,16 +59,16 @@ class AnswerQueue(OutputQueue):
         self.weight_version = version
         for response in self.responses.values():
             _note_version(response, version)
-            if response.prompt_logprobs is not None:  # all are computed anew
+            if response.prompt_logprobs is not None:  # newer weights score the whole prompt anew
                 response.prompt_logprobs = []
 
     def score_prompt(self, request_id: str, scores: PromptScores) -> None:
-        """Add scores of a prompt that are not known yet.
+        """Add those scores of a prompt that are not known yet.
 
-        After a preemption they come again.
+        After a preemption the prompt is scored again, and known scores come a second time.
         """
         response = self.responses.get(request_id)
-        if response is None or response.prompt_logprobs is None:  # ended, or its answer has begun
+        if response is None or response.prompt_logprobs is None:  # the request has ended, or its answer has begun
             return
         known = response.prompt_logprobs
         known += scores.logprobs[len(known) + 1 - scores.first :]

@@ -1,8 +1,8 @@
 """Change budgets of rows under the law `typical`.
 
-The engine's own law is that or `coupled`. A request states its share of changed tokens, or takes the engine's. The
-counts are those of its open response, so they outlast a preemption. Of an answer that began elsewhere only the
-tokens behind `told` count: each part keeps the budget, and so does the whole.
+The engine's own law is `typical` or `coupled`. A request states its share of changed tokens, or takes the
+engine's. Its open response counts changed tokens, so the counts outlast a preemption. Of an answer that began
+elsewhere only the tokens behind `told` count: each part keeps the budget, and so does the whole.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
     from paceline.engine.output import Response
 
-PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that the same drafts serve
+PER_REQUEST = frozenset({TYPICAL, "coupled"})  # laws that requests may choose between: both take the same drafts
 
 
 class ChangeBudgets:
-    """Budgets of rows, and the gaps that they are spent on."""
+    """Budgets of rows, and the gaps of mismatches that the budgets are spent on."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
-        self.usual: float | None = None  # of requests that state none; None: they must, to be under `typical`
+        self.usual: float | None = None  # budget of requests that state none; None: `typical` needs a stated one
         self._eos_ids = eos_ids
         self._gaps = GapRecord()
 
@@ -59,7 +59,7 @@ class ChangeBudgets:
     def prepare(self, open_: Mapping[str, Response], batch: Batch, draft: Draft, changing: set[int]) -> None:
         """Note in `changing` the rows that may change a token in this pass.
 
-        Only they need logits. open_: responses with a budget, by request id.
+        Only these rows need logits. open_: responses with a budget, by request id.
         """
         for r, drafted in zip(batch.rows, draft.rows, strict=True):
             response = open_.get(r.request_id)
@@ -72,7 +72,7 @@ class ChangeBudgets:
     def tolerances(
         self, open_: Mapping[str, Response], batch: Batch, changing: Collection[int]
     ) -> list[Tolerance | None]:
-        """Return what rows may change; None for rows not in `changing`. As in `prepare`."""
+        """Return what rows may change; None for rows not in `changing`. open_: as in `prepare`."""
         return [
             self._tolerance(open_[r.request_id]) if r.row in changing and r.request_id in open_ else None
             for r in batch.rows
@@ -87,14 +87,14 @@ class ChangeBudgets:
         return verdict
 
     def count(self, response: Response, mismatches: Mismatches, num_tokens: int) -> int:
-        """Count and return the changed tokens of a pass. num_tokens: without those behind a stop."""
+        """Count and return the changed tokens of a pass. num_tokens: tokens up to the stop."""
         count, nats = mismatches.changed(num_tokens)
         response.changed_tokens += count
         response.changed_nats += nats
         return count
 
     def forget(self) -> None:
-        """Start cold."""
+        """Forget the gaps that were learnt."""
         self._gaps = GapRecord()
 
     def _tolerance(self, response: Response) -> Tolerance:

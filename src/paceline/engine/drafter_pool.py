@@ -28,7 +28,7 @@ class DrafterPool(StepDrafters):
         """empty_store: called with the name of each store whose drafter has lost its contents."""
         super().__init__(drafters, vocab_size)
         self.num_failures = 0
-        self.num_untapped = 0  # cached tokens that no drafter has the taps of
+        self.num_untapped = 0  # cached tokens whose taps no drafter has
         self._empty_store = empty_store
         self._logged: set[str] = set()  # drafters whose failure has been logged
 
@@ -38,7 +38,7 @@ class DrafterPool(StepDrafters):
         return tuple(sorted({tap for drafter in self.drafters.values() for tap in drafter.needs.taps}))
 
     def drop(self, name: str) -> Drafter:
-        """Forget a drafter, and return it."""
+        """Remove a drafter, and return it."""
         drafter = self.drafters.pop(name)
         if drafter.needs.late:
             cast("OnDevice", drafter).close()

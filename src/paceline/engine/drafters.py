@@ -1,7 +1,7 @@
 """The drafters in a step: previews, drafts, and what was kept.
 
-A drafter that fails costs speculation, never a request. What happens now and then is in `drafter_pool.py`: rows
-begin and end, drafters come and go, and fail.
+A drafter that fails costs speculation, never a request. `drafter_pool.py` has what does not happen in every step:
+rows begin and end, drafters come, go and fail.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NONE_LEFT_OUT: frozenset[int] = frozenset()
-MAX_FAILURES = 4  # in a row, then the drafter is left out for a while
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # plans; doubled with each further failure
+MAX_FAILURES = 4  # failures in a row, after which a drafter is left out for a while
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256  # numbers of plans that leave it out; doubled with each further failure
 
 
 class StepDrafters:
-    """Call the drafters and merge their drafts; those of wrong or failing ones are dropped."""
+    """Call the drafters and merge their drafts. Drafts of a drafter that fails are dropped."""
 
     def __init__(self, drafters: Sequence[Drafter], vocab_size: int) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self.names = tuple(self.drafters)  # control's index of a drafter; stays if others are dropped
+        self.names = tuple(self.drafters)  # control's index of a drafter: its place here, which stays if others go
         self._with_stores = [drafter for drafter in drafters if drafter.needs.stores]
         self._vocab_size = vocab_size
-        self.forgetful: set[str] = set()  # drafters that lost what they had read, until control is told
+        self.forgetful: set[str] = set()  # drafters that lost their stores and of which control is yet to be told
         self._failed_now: set[str] = set()  # drafters that failed since they were last asked to draft
         self._backoff = FailureBackoff()
         self._index = {name: index for index, name in enumerate(self.names)}
-        self._previews: dict[str, dict[int, RowDraft]] = {}  # of this step: drafter -> row -> draft
+        self._previews: dict[str, dict[int, RowDraft]] = {}  # previews of this step: drafter -> row -> draft
         self._grammar_rows: set[int] = set()
-        self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> valid tokens known to the page table
+        self._marked: dict[tuple[str, int], int] = {}  # (store, row) -> valid tokens that the page table knows of
 
     def _fail(self, drafter: Drafter, reason: str) -> None:
-        """Take in that a drafter failed."""
+        """Note that a drafter failed."""
         raise NotImplementedError
 
     def _lose_stores(self, drafter: Drafter) -> None:
-        """Take in that a drafter lost the contents of its stores."""
+        """Note that a drafter lost the contents of its stores."""
         raise NotImplementedError
 
     # Before a plan -------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ class StepDrafters:
         return found
 
     def _idle(self, drafter: Drafter) -> bool:
-        """Return True of a drafter for rows with a grammar while there are none."""
+        """Return True if a drafter only serves rows with a grammar, and there are none."""
         return drafter.needs.grammar_only and not self._grammar_rows
 
     def unavailable(self) -> frozenset[int]:
         """Begin a plan without previews; return the indices of the drafters it must leave out.
 
-        These fail (see `FailureBackoff`) or are unloaded.
+        These drafters fail (see `FailureBackoff`) or are unloaded.
         """
         self._previews = {}
         failing = self._backoff.unavailable(self._index) if self._backoff.until else NONE_LEFT_OUT
@@ -93,7 +93,7 @@ class StepDrafters:
     def propose(self, batch: Batch, plan: Plan) -> Draft:
         """Ask each planned drafter once, and merge. Rows whose draft is unfit draft nothing.
 
-        A drafter that fails is not asked either where a fixed K plans on with it.
+        A drafter that failed is not asked while it is left out, even if a fixed K still plans with it.
         """
         rows = [NO_DRAFT] * len(batch.rows)
         planned = {p.drafter for p in plan.rows.values() if p.drafter is not None and p.k > 0}
@@ -140,7 +140,7 @@ class StepDrafters:
     def newly_valid(self, row: int, computed_len: int) -> Iterator[tuple[str, int, int]]:
         """Yield (store, known before, known now) of a row for each store that grew.
 
-        computed_len: tokens whose target KV is there; a store's tokens beyond are not certain.
+        computed_len: tokens whose target KV is there; tokens of a store beyond them are not certain.
         """
         for drafter in self._with_stores:
             lengths = self._guard(drafter, drafter.valid_lens, row) or {}
@@ -193,8 +193,8 @@ class FailureBackoff:
     """
 
     def __init__(self) -> None:
-        self.failures: dict[str, int] = {}  # of each drafter, since it last drafted
-        self.until: dict[str, int] = {}  # number of the plan from which a drafter is asked again
+        self.failures: dict[str, int] = {}  # failures of each drafter since it last drafted
+        self.until: dict[str, int] = {}  # drafter -> number of the plan from which it is asked again
         self._num_plans = 0
 
     def note(self, name: str, *, failed: bool) -> None:

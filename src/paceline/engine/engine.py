@@ -58,7 +58,7 @@ class Engine(Verbs):
         pool: PagePool,
         fingerprint: str = "",
     ) -> None:
-        """fingerprint: names all that KV depends on beside tokens; begins every page's hash."""
+        """fingerprint: names all that KV depends on beside tokens; every page's hash begins with it."""
         drafting = DrafterPool(drafters, target.config.vocab_size, pool.empty_store)
         super().__init__(target, drafting, controller, law, Scheduler(limits, pool, fingerprint), SerialLoop())
         self.tokenizer = tokenizer
@@ -71,7 +71,7 @@ class Engine(Verbs):
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError`; then nothing else is disturbed."""
         request.check()
-        if request.request_id in self.scheduler.requests:  # also one that was cancelled, while its last pass runs
+        if request.request_id in self.scheduler.requests:  # or it was cancelled, and its last pass still runs
             raise RequestError(f"request id {request.request_id!r} is in use")
         check_token_ids(request.prompt_ids, request.params, self.target.config.vocab_size, request.told)
         request = self._speculated(self.changes.settled(request, self.law.name))
@@ -91,7 +91,7 @@ class Engine(Verbs):
     def _speculated(self, request: Request) -> Request:
         """Return a request whose drafter is loaded. Raises `RequestError`.
 
-        An answer that goes on does so without a drafter that was unloaded here: the text is the same.
+        An answer that continues drops the wish for a drafter that is unloaded here: the text is the same.
         """
         known = (AUTO, OFF, *self.drafting.drafters)
         if request.speculation and (name := request.speculation.draft) not in known:
@@ -137,7 +137,7 @@ class Engine(Verbs):
         self._stats = Stats()
 
     def gauges(self) -> Gauges:
-        """Return what the engine holds now, in pages or memory, whichever is fuller."""
+        """Return what the engine holds. Held pages: by count or by memory, whichever is more."""
         scheduler, needs = self.scheduler, {name: d.needs for name, d in self.drafting.drafters.items()}
         held, running = scheduler.pool.num_held * PAGE_TOKENS, len(scheduler.running)
         by_row = sum(n.bytes_per_row for n in needs.values()) * scheduler.limits.num_rows
@@ -169,13 +169,13 @@ class Engine(Verbs):
     def control_by(self, new_controller: Callable[[], Controller], keeper: Keeper | None = None) -> None:
         """Take a new controller from a factory, now and again at each `forget`.
 
-        keeper: of what controllers learn.
+        keeper: keeps what controllers learn.
         """
         self._new_controller, self._keeper = new_controller, keeper
         self.controller = new_controller()
 
     def stop_keeping(self) -> None:
-        """Keep what was learnt up to now, and nothing later: that is about newer weights."""
+        """Keep what was learnt up to now; what is learnt later is about newer weights."""
         if self._keeper is not None:
             self._keeper.keep(self.controller)
             self._keeper = None
@@ -188,7 +188,7 @@ class Engine(Verbs):
     def unload(self, name: str) -> None:
         """Give back what a drafter holds: weights, stores, and taps that only it reads.
 
-        Does nothing if it is unloaded: newer weights unload drafters too, and a controller may give them up later.
+        Does nothing if it is unloaded already: newer weights may unload a drafter before a controller does.
         """
         if name not in self.drafting.drafters:
             return
@@ -208,11 +208,11 @@ class Engine(Verbs):
         self.controller = self._new_controller()
 
     def close(self) -> None:
-        """Keep what was learnt, and end threads beside the engine. Call it last, and once."""
+        """Keep what was learnt, and end threads beside the engine. Call this last, and once."""
         self.stop_keeping()
         if (disk := self.scheduler.pool.disk) is not None:
             disk.close()
-        self.scheduler.pool.events = None  # some refer to the pool: a cycle would keep its KV
+        self.scheduler.pool.events = None  # a log may refer to the pool: the cycle would keep its KV in memory
 
     def check(self) -> None:
         """Assert every invariant. Tests call this after each step."""
@@ -223,10 +223,10 @@ class Engine(Verbs):
 
 
 def check_room(scheduler: Scheduler, request: Request) -> None:
-    """Raise `PromptTooLong` or `QueueFull` for a request that there is no room for.
+    """Raise `PromptTooLong` or `QueueFull` if there is no room for a request.
 
-    Only the first of n choices is held to the queue's bound: the others share its pages, and an answer with
-    some of its choices refused would be no answer.
+    Of a request's n choices only the first is held to the queue's bound: the others share its pages, and an answer
+    without some of its choices would be useless.
     """
     prompt_len, limits, max_len = len(request.prompt_ids), scheduler.limits, scheduler.max_len
     known_len = prompt_len + len(request.told)

@@ -18,11 +18,11 @@ class Gauges:
     num_queued_tokens: int
     num_pages: int
     num_held_pages: int
-    num_drafters: int  # loaded
-    kv_bytes: int  # all stores
+    num_drafters: int  # loaded drafters
+    kv_bytes: int  # bytes of all stores
     num_disk_pages: int = 0  # pages of the prefix cache on disk
     num_disk_bytes: int = 0
-    drafter_bytes: dict[str, int] = field(default_factory=dict)  # of requests' state in each drafter
+    drafter_bytes: dict[str, int] = field(default_factory=dict)  # bytes of requests' state in each drafter
 
     @property
     def held_share(self) -> float:

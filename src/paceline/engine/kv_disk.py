@@ -1,9 +1,9 @@
 """The prefix cache on disk: full pages are written, and read back instead of computed.
 
-The engine's thread only names pages. One thread copies and writes them, the first published first; another reads
-pages for the request that is next. A page is written once, soon after it is full: so it is on disk before it is
-evicted, and a crash loses little. Reading is chosen where it was faster than computing, and given up where
-the disk stalls.
+The engine's thread only names pages. One thread copies and writes them, in the order of their publication. Another
+thread reads pages for the request that is next. A page is written once, soon after it is full: so it is on disk
+before it is evicted, and a crash loses little. Pages are read if reading was faster than computing so far. A
+reading is given up where the disk stalls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LEAST_PAGES = 4  # that are read; fewer are computed in the time of a step
-LEARNT_TOKENS = 64  # least prefill tokens of a pass whose time tells what computing takes
-PAUSE_S = 60.0  # without writing, after a write has failed
-STALL_S = 2.0  # without a page, after which the rest of a reading is computed
-CLOSE_S = 3.0  # for pages still to be written when the engine ends
-NEW_SHARE = 0.3  # weight of the newest time in a mean
+LEAST_PAGES = 4  # fewest pages that are read: to compute fewer takes less than a step
+LEARNT_TOKENS = 64  # fewest prefill tokens of a pass whose time tells the cost of computing a token
+PAUSE_S = 60.0  # pause of writing after a write has failed
+STALL_S = 2.0  # time without a page after which a reading is given up and the rest is computed
+CLOSE_S = 3.0  # time for the pages that are still to be written when the engine ends
+NEW_SHARE = 0.3  # weight of the newest time in a running mean
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class DiskCounts:
 
     pages_written: int = 0
     pages_read: int = 0
-    pages_lost: int = 0  # evicted before they were written
+    pages_lost: int = 0  # pages evicted before they were written
     failures: int = 0  # writes that failed, pages that were broken, readings that stalled
     read_s: float = 0.0
 
@@ -57,13 +57,13 @@ class Reading:
     """Pages on their way from disk for one request."""
 
     chain: PageChain  # the request's text
-    first: int  # page of it that is read first
-    held: list[int]  # found in memory, then those that are read into
-    hashes: list[bytes]  # of the latter
+    first: int  # index in the text of the first page that is read
+    held: list[int]  # pages found in memory, then pages that are read into
+    hashes: list[bytes]  # hashes of the pages that are read into
     num_read: int = 0
-    stopped: bool = False  # the request is not next any more, or it was given up
-    moved_s: float = field(default_factory=time.monotonic)  # clock at its beginning, then at its newest page
-    writing: Lock = field(default_factory=Lock)  # held while a page is written into
+    stopped: bool = False  # True: the request is no longer the next, or the reading was given up
+    moved_s: float = field(default_factory=time.monotonic)  # clock when it began, then when its last page came
+    writing: Lock = field(default_factory=Lock)  # taken to write into a page
     done: Event = field(default_factory=Event)
 
     @property
@@ -86,18 +86,18 @@ class KvDisk:
 
     def __init__(self, files: PageFiles, kv: PageBytes) -> None:
         self.files, self.counts = files, DiskCounts()
-        self.reading: Reading | None = None  # the scheduler's, which holds its pages
-        self._stalled: Reading | None = None  # given up, and the disk may still be at it
+        self.reading: Reading | None = None  # the one that is open; the scheduler holds its pages
+        self._stalled: Reading | None = None  # the reading given up last; the disk may still be busy with it
         self._kv = kv
-        self._wanted: OrderedDict[int, bytes] = OrderedDict()  # page -> hash, to be written
-        self._changed = Condition()  # guards the line above and the next two
+        self._wanted: OrderedDict[int, bytes] = OrderedDict()  # page -> hash of pages to be written
+        self._changed = Condition()  # guards `_wanted`, `_copying` and `_ends_s`
         self._copying: int | None = None  # page whose bytes are being copied, while `_copy` is held
-        self._ends_s = inf  # clock at which the writer ends, whatever is left
+        self._ends_s = inf  # clock at which the writer ends, even with pages left
         self._copy = Lock()
         self._resumes_s = 0.0  # clock before which nothing is written
         self._readings: SimpleQueue[Reading | None] = SimpleQueue()
-        self._read_s = 0.0  # mean for a page; 0: not known
-        self._token_s = inf  # mean to compute one; inf: not known
+        self._read_s = 0.0  # mean time to read a page; 0: not known
+        self._token_s = inf  # mean time to compute a token; inf: not known
         self._threads = [Thread(target=run, daemon=True, name="kv-disk") for run in (self._write, self._read)]
         for thread in self._threads:
             thread.start()
@@ -105,7 +105,7 @@ class KvDisk:
     # The engine's side ---------------------------------------------------------------------------
 
     def offer(self, page: int, page_hash: bytes) -> None:
-        """Have a published page written, unless it is on disk."""
+        """Queue a published page to be written, unless it is on disk."""
         if page_hash in self.files:
             self.files.touch(page_hash)
         elif time.monotonic() >= self._resumes_s:
@@ -131,19 +131,19 @@ class KvDisk:
         if count < LEAST_PAGES:
             return 0
         if self._read_s >= PAGE_TOKENS * self._token_s:
-            self._read_s *= 0.9  # so that it is tried again some time
+            self._read_s *= 0.9  # so that reading is tried again after a while
             return 0
         return count
 
     def begin(self, chain: PageChain, first: int, held: list[int], hashes: list[bytes]) -> None:
-        """Begin to read the last pages of `held`: a text's, from page `first` on."""
+        """Begin to read a text's pages, from `first` on, into the last pages of `held`."""
         self.reading = Reading(chain, first, held, hashes)
         self._readings.put(self.reading)
 
     def gives_up(self, reading: Reading) -> bool:
         """Give a reading up if the disk stalls; return True if so.
 
-        From then on nothing is written into its pages.
+        After this nothing is written into its pages.
         """
         if time.monotonic() < reading.moved_s + STALL_S:
             return False
@@ -157,13 +157,13 @@ class KvDisk:
     def learn(self, num_prefill: int, num_tokens: int, pass_s: float) -> None:
         """Take in the time of a pass, if its prefill was long enough to tell.
 
-        num_tokens: of the pass, with drafts.
+        num_tokens: all tokens of the pass, drafts included.
         """
         if num_prefill >= LEARNT_TOKENS:
             self._token_s = _mean(0.0 if self._token_s == inf else self._token_s, pass_s / num_tokens)
 
     def close(self) -> None:
-        """Write what is left, as far as time allows, and let go of the folder."""
+        """Write what is left, as far as time allows, and close the folder."""
         with self._changed:
             self._ends_s = time.monotonic() + CLOSE_S
             self._changed.notify()
@@ -213,7 +213,7 @@ class KvDisk:
                     if self._ends_s < inf or reading.stopped or not self.files.read(page_hash, buffer):
                         break
                     with reading.writing:
-                        if not reading.goes_on():  # since the disk was asked: the page may be another's by now
+                        if not reading.goes_on():  # given up during `read`: the page may be another's by now
                             break
                         self._kv.write_page(page, buffer)
                         reading.num_read, reading.moved_s = reading.num_read + 1, time.monotonic()

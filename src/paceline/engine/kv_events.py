@@ -1,6 +1,6 @@
 """Events of the prefix cache, in the fields of vLLM's KV events.
 
-They tell which pages requests can find: an index that applies them knows the hashes that the page pool finds.
+They tell which pages a request can find. A router that applies them knows all hashes that the page pool finds.
 vLLM's word for a page is *block*.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
 
 MEDIUM = "GPU"  # vLLM's name for the memory that passes read, whatever the device is
-HASH_BYTES = 8  # of a page's SHA-256 that are told, as vLLM tells 64 bits of its hashes
+HASH_BYTES = 8  # told bytes of a page's SHA-256: vLLM tells 64 bits of its hashes, too
 
 
 class PageChain(Protocol):
@@ -37,11 +37,11 @@ class BlockStored(Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[list[str]] | None = None  # of each page under a salt: a digest of it
+    extra_keys: list[list[str]] | None = None  # under a salt: for each page a digest of the salt
 
 
 class BlockRemoved(Struct, tag=True, omit_defaults=True):
-    """Pages that can be found no more."""
+    """Pages that requests cannot find any more."""
 
     block_hashes: list[int]
     medium: str | None
@@ -78,18 +78,18 @@ class KvEventLog:
         self.put(page_event(page_hash, chain, index))
 
     def put(self, event: BlockStored) -> None:
-        """Take a page's own event, which may change; pages in a row become one event."""
+        """Add a page's own event, which is changed: events of consecutive pages are merged."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == event.parent_block_hash:
             last.block_hashes += event.block_hashes
             last.token_ids += event.token_ids
-            if last.extra_keys is not None and event.extra_keys is not None:  # equal parents have equal salts
+            if last.extra_keys is not None and event.extra_keys is not None:  # both have the salt of that parent
                 last.extra_keys += event.extra_keys
         else:
             self._events.append(event)
 
     def removed(self, page_hash: bytes) -> None:
-        """Note that a page can be found no more."""
+        """Note that a page cannot be found any more."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(told_hash(page_hash))

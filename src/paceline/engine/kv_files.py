@@ -1,7 +1,7 @@
 """Files of KV pages: one page each, named by its hash, checked when read.
 
-Least recently used ones are removed first. A file is written beside its place and then renamed, so a crash leaves
-whole files, and remains that the next start removes. What is no page, or not whole, is never used.
+The least recently used files are removed first. A file is written beside its place and then renamed, so a crash
+leaves only whole files, and parts that the next start removes. A file that is no whole page is never used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"PLKVPG01"
 HEADER = Struct("<8s32sQQ")  # magic, hash, bytes of the page, their checksum
-LOCK_WAIT_S = 5.0  # for an engine that is just ending
+LOCK_WAIT_S = 5.0  # wait for an engine that is just ending
 _NAME = re.compile(r"[0-9a-f]{62}\.kv")  # behind the first two digits, which name the folder
 _PART = ".part"  # end of the name of a file that is being written
 _UNFINISHED = re.compile(r"[0-9a-f]{62}\.part")
@@ -66,7 +66,7 @@ class PageFiles:
         self._keep_bound()
 
     def close(self) -> None:
-        """Give the folder free."""
+        """Free the folder for other engines."""
         self._held.close()
 
     def __contains__(self, page_hash: bytes) -> bool:
@@ -109,7 +109,7 @@ class PageFiles:
             try:
                 count = os.readv(file, [header, to.data])
                 longer = count == HEADER.size + to.nbytes and os.read(file, 1)
-                os.utime(file)  # so that the next start knows what was used last
+                os.utime(file)  # so that the next start knows the order of use
             finally:
                 os.close(file)
         except OSError as error:
@@ -125,7 +125,7 @@ class PageFiles:
         return self.folder / name[:2] / f"{name[2:]}.kv"
 
     def _find(self) -> None:
-        """Note the pages there are, oldest first; remove remains of writing."""
+        """Note the pages in the folder, oldest first; remove files whose writing did not end."""
         found, foreign = [], 0
         for part, entry in _entries(self.folder):
             if _UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -146,7 +146,7 @@ class PageFiles:
             self._sizes[page_hash] = size
 
     def _keep_bound(self) -> None:
-        """Remove pages until their bytes keep within the bound."""
+        """Remove pages until their bytes are within the bound."""
         while self.num_bytes > self.max_bytes:
             with self._lock:
                 page_hash, size = self._sizes.popitem(last=False)

@@ -1,7 +1,7 @@
-"""The late loop: steps are launched before the last one's outcome is known.
+"""The late loop: it launches a step before the last step's outcome is known.
 
-The device keeps the rows and goes on by itself; the host works from bounds, beside it, and takes in each outcome
-one step late. So a device waits for the host only where the host's work of a step takes longer than a pass.
+The device keeps the rows and goes on by itself. Beside it the host works from bounds, and takes in each outcome a
+step late. So the device waits for the host only where the host's work of a step takes longer than a pass.
 
     plan, admit, propose, score n      then      judge, commit n - 1      then      flush
 
@@ -9,7 +9,7 @@ Rows that need the host between two passes sit out the step in which their outco
 the next: those whose tokens the host chooses (penalties, filters, log-probabilities, other laws), and those whose
 drafters read their newest tokens on the host. Other rows do not wait for them.
 
-Texts do not change: noise depends on the request and the position, a pass's numbers on the row alone.
+Texts do not change: noise depends only on the request and the position, a pass's numbers only on the row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Launched:
 
 
 class LateLoop:
-    """Launches each step before it takes in the one before; see `Loop`."""
+    """Launches each step before it takes in the step before; see `Loop`."""
 
     def __init__(self) -> None:
         self._launched: _Launched | None = None
@@ -46,9 +46,9 @@ class LateLoop:
         self._taken_s = 0.0  # clock at which the last outcome was taken in
 
     def step(self, engine: Verbs) -> None:
-        """Launch a step, then take in the outcome of the one before.
+        """Launch a step, then take in the outcome of the step before.
 
-        Where every row waits for that outcome, take it in first.
+        Where every row waits for that outcome, it is taken in first.
         """
         before, self._launched = self._launched, None
         if before is not None and not _may_launch(engine):
@@ -82,7 +82,7 @@ class LateLoop:
         since = max(self._taken_s, drafted.begun_s)
         drafted.host_s = max(0.0, end - since - drafting_s - pending.pass_s)
         self._taken_s = end
-        late_s = pending.draft_s if pending.draft_s > drafted.draft_s else 0.0  # drafts were made beside the host
+        late_s = pending.draft_s if pending.draft_s > drafted.draft_s else 0.0  # the device drafted beside us
         beside_s = max(0.0, pending.pass_s + late_s - (end - start))
         scored = StepScores(scores, pending.pass_s, beside_s, pending.draft_s)
         verdict = engine.judge(drafted, scored)
@@ -90,9 +90,9 @@ class LateLoop:
         engine.flush()
 
     def wait(self) -> bool:
-        """Wait for the pass in flight; the next step takes in what came of it."""
+        """Wait for the pass in flight; the next step takes in its outcome."""
         if self._launched is not None:
-            with suppress(Exception):  # the next step raises it
+            with suppress(Exception):  # the next step raises the error
                 self._launched.pending.wait()
         return self._launched is not None
 
@@ -118,7 +118,7 @@ def _may_launch(engine: Verbs) -> bool:
 def _note_waits(engine: Verbs, batch: Batch) -> None:
     """Note which of the admitted rows need the host between two passes."""
     needs = [d.needs for d in engine.drafting.drafters.values()]
-    host_drafts = any(not (n.late or n.grammar_only) for n in needs)  # rows with a grammar wait in any case
+    host_drafts = any(not (n.late or n.grammar_only) for n in needs)  # `grammar_only`: its rows wait in any case
     for admission in batch.admissions:
         state = engine.scheduler.requests[admission.request.request_id]
         state.waits = engine.target.rows.chosen_here(admission.row) or (host_drafts and _drafts(state))

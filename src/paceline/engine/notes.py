@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from paceline.core.nouns import Batch, BatchRow, Draft, RowDraft, RowVerdict, Verdict
     from paceline.core.request_nouns import Outcome, Request
 
-LAST_STEPS = 20  # that a watcher sees
-APART_S = 0.05  # between two of them at least, as noting each of many short ones takes 3 to 5 % of their time
+LAST_STEPS = 20  # number of steps that a watcher sees
+APART_S = 0.05  # least time between two noted steps: to note every short step takes 3 to 5 % of its time
 
 
 @noun
@@ -37,15 +37,15 @@ class NoteBook:
     """Notes that no outcome carries yet, and the last steps while somebody watches."""
 
     def __init__(self) -> None:
-        self.wanted = False  # the engine asks nothing else of a step that nobody asked about
+        self.wanted = False  # False: no step needs notes, and the engine asks no further
         self.steps: deque[StepNote] | None = None  # the last ones; None: nobody watches
         self._next_s = 0.0  # when the next step is noted for watchers
-        self._open: dict[str, deque[PassNote]] = {}  # by request that asked
+        self._open: dict[str, deque[PassNote]] = {}  # notes of each request that asked for them
         self._salted: set[str] = set()  # requests that no watcher may see
         self._ended: list[str] = []  # requests whose last pass may still have to be noted
 
     def open(self, request: Request) -> None:
-        """Begin a request."""
+        """Begin the notes of a request."""
         self._forget_ended()
         if request.salt:
             self._salted.add(request.request_id)
@@ -54,21 +54,21 @@ class NoteBook:
             self.wanted = True
 
     def end(self, request_id: str) -> None:
-        """End a request, whose last pass is noted after this."""
+        """Note that a request ends; its last pass is noted after this."""
         self._ended.append(request_id)
 
     def watch(self, *, on: bool) -> None:
-        """Begin or end noting the last steps."""
+        """Begin or stop noting the last steps, for watchers."""
         if on != (self.steps is not None):
             self.steps = deque(maxlen=LAST_STEPS) if on else None
         self.wanted = on or bool(self._open)
 
     def wants_step(self) -> bool:
-        """Return if a step that ends now is to be noted."""
+        """Return True if a step that ends now is to be noted."""
         return bool(self._open) or self._is_due()
 
     def _is_due(self) -> bool:
-        """Return if watchers are to see a step that ends now."""
+        """Return True if watchers are to see a step that ends now."""
         return self.steps is not None and time.perf_counter() >= self._next_s
 
     # After a pass --------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class NoteBook:
         seen = [
             (row, scored, count)
             for row, _, scored, _, count in rows
-            if count is not None and row.decodes and row.request_id not in self._salted  # watchers see no others
+            if count is not None and row.decodes and row.request_id not in self._salted  # what watchers may see
         ]
         if seen or self._open:
             verified = {r.row: len(d) for r, d in zip(batch.rows, draft.rows, strict=True)}

@@ -1,8 +1,8 @@
 """Output of requests: stops, text, and the outcomes for their clients.
 
-`StopChecker` takes tokens that cannot end an answer, `stops.py` those that may. `Response` adds the counts of an
+`StopChecker` takes tokens that cannot end an answer, `stops.py` tokens that may. `Response` adds the counts of an
 open request. `OutputQueue` holds what answers gained until the loop has time to make it an outcome;
-`answer_queue.py` adds how they begin and end.
+`answer_queue.py` adds how answers begin and end.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class Response:
     changed_tokens: int = 0
     changed_nats: float = 0.0
     kept_by: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
-    prompt_logprobs: list[TokenLogprobs] | None = None  # as far as they are known; None once handed out
+    prompt_logprobs: list[TokenLogprobs] | None = None  # those known so far; None: not asked for, or handed out
     weights: list[tuple[int, str]] = field(default_factory=list)  # as in `Figures`
-    started: bool = False  # an outcome was made
+    started: bool = False  # True once an outcome was made
     told_passes: int = 0  # decode passes that the client knows of
-    told_drafts: int = 0  # and drafted tokens
+    told_drafts: int = 0  # drafted tokens that the client knows of
 
     def take(self, token_ids: Sequence[int]) -> StopCheck:
         """Add a pass's tokens to the answer. An error ends this request, never another."""
@@ -109,7 +109,7 @@ class Response:
             return StopCheck(0, "error")
 
     def count_pass(self, proposed: RowDraft, draft: RowDraft, num_accepted: int, num_tokens: int) -> None:
-        """Count one decode pass. draft: what was verified. num_accepted, num_tokens: not behind a stop."""
+        """Count one decode pass. draft: what was verified. num_accepted, num_tokens: up to the stop."""
         beside = draft.num_branch_tokens
         self.decode_passes += 1
         self.decoded_tokens += num_tokens
@@ -148,7 +148,7 @@ class OutputQueue:
     """Open responses, their gains of the last step, and the outcomes for the clients.
 
     A gain becomes an outcome at the next `flush`, so that its text is made while a pass of the target runs. The
-    first tokens of an answer and its end become one at once: clients wait for the first, and the end is the last.
+    first tokens of an answer become an outcome at once, as clients wait for them; so does its end.
     """
 
     def __init__(self) -> None:

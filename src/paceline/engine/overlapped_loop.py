@@ -3,21 +3,21 @@
 After MineDraft (arXiv 2603.18016). Rows are split into two groups that alternate, so nothing is guessed about
 outcomes and no draft is wasted. A step waits for one group's pass and launches the other's at once. Everything
 else happens beside that pass: the first group is judged and committed, its outcomes are made, and it is planned,
-admitted and drafted for again. New requests join the group that is about to be drafted for. Before that, rows of
-it move to the other group while that has less work. Where there are not two groups the step is serial.
+admitted and drafted for again. New requests join the group that is about to be drafted for; before that, rows of
+it move to the other group while the other has less work. Where there are not two groups the step is serial.
 
 What a pass in a thread shares with the engine's thread, and who may touch it when:
 
 - A pass reads copies of its rows' tokens, positions and page tables (`Backend.request`) and weights that do
   not change. It writes the target's keys and values of its own rows, and its own taps and choices.
-- All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. It changes nothing of
-  the rows that are being scored until their pass is over.
-- A row is in flight at most once, so the groups' rows are different ones. A pass writes pages that only one row
+- All else belongs to the engine's thread: rows, pages, drafters and their stores, answers. The engine's thread
+  changes nothing of the rows that are being scored until their pass is over.
+- A row is in flight at most once, so no row is in both groups. A pass writes pages that only one row
   holds; pages that rows share are full, and are never written again. A drafter reads pages that the rows it drafts
   for hold. So no drafter reads what the target is writing, even one that reads the target's own keys and values.
-- Pages for a row's drafts are held from drafting until its outcome: once for each step of a group.
+- Pages for a row's drafts are held from drafting until the outcome: once for each step of its group.
 
-Texts do not change: noise depends on the request and the position, a pass's numbers on the row alone.
+Texts do not change: noise depends only on the request and the position, a pass's numbers only on the row.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class OverlappedLoop:
         self._thread, self._wanted = thread, wanted
         self._serial = SerialLoop()
         self._groups = Groups()
-        self._scoring: ReadyInput | None = None  # its pass is in flight
-        self._pending: PendingPass | None = None  # of that pass
-        self._ready: ReadyInput | None = None  # drafted for, to be scored next
+        self._scoring: ReadyInput | None = None  # the step whose pass is in flight
+        self._pending: PendingPass | None = None  # the pass of `_scoring`
+        self._ready: ReadyInput | None = None  # the step that is drafted, and scored next
 
     def step(self, engine: Verbs) -> None:
         """Wait for a group's pass, launch the other's, then commit and draft beside it."""
@@ -88,7 +88,7 @@ class OverlappedLoop:
         self._ready = None
         if self._scoring is not None:
             self._pending = self._scoring.request.launch(self._thread)
-            engine.mask(self._scoring.drafted)  # first of all that runs beside it: the pass waits for the masks
+            engine.mask(self._scoring.drafted)  # before all else beside the pass, which waits for the masks
 
     def _wait_pass(self) -> tuple[StepInput, StepScores]:
         """Wait for the pass in flight; return what it was launched with, and its scores."""
@@ -105,7 +105,7 @@ class OverlappedLoop:
     def _draft(self, engine: Verbs, group: int) -> ReadyInput | None:
         """Plan, admit and propose for a group; None without rows or if all go together.
 
-        Where pages ran out, all rows go together, so that the newest of all is preempted.
+        When pages run out, all rows go together, so that the newest of both groups is preempted.
         """
         if engine.scheduler.out_of_pages or not self._wanted(engine):
             return None
@@ -119,9 +119,9 @@ class OverlappedLoop:
         return ReadyInput(drafted, request, perf_counter())
 
     def wait(self) -> bool:
-        """Wait for the pass in flight; the next step takes in what came of it."""
+        """Wait for the pass in flight; the next step takes in its outcome."""
         if self._pending is not None:
-            with suppress(Exception):  # the next step raises it
+            with suppress(Exception):  # the next step raises the error
                 self._pending.wait()
         return self._pending is not None
 
@@ -151,11 +151,11 @@ class OverlappedLoop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyInput:
-    """Rows that may be scored at once."""
+    """A drafted step that can be scored at any time."""
 
     drafted: StepInput
     request: ReadyPass
-    ready_s: float  # clock at which they were ready
+    ready_s: float  # clock at which it was ready
 
 
 class Groups:
@@ -165,9 +165,9 @@ class Groups:
         self._moved: set[RequestState] = set()  # rows that have moved and not run since
 
     def even_out(self, scheduler: Scheduler, group: int) -> None:
-        """Move rows out of a group, newest first, while it keeps more of the work.
+        """Move rows out of a group, newest first, while this evens out the work.
 
-        A row that moves misses a step, so none moves again before it has run.
+        A row that moves misses a step, so it does not move again before it has run.
         """
         self._moved = {r for r in self._moved if r.row >= 0 and not r.in_flight}
         rows = list(scheduler.open())

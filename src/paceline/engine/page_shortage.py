@@ -1,7 +1,7 @@
 """Decode rows one by one, where free pages are short.
 
-When pages run out, drafts shrink first. Then the newest request is preempted, and only while none of its passes is
-in flight. While a row waits for pages, newer rows pause. They drain and can be preempted, so nothing starves.
+When pages run out, drafts shrink first. Then the newest request is preempted, once no pass of it is in flight.
+While a row waits for pages, newer rows pause: their passes end and they can be preempted, so no row starves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def decode_what_fits(table: RequestTable, decoding: Sequence[RequestState], plan: Plan) -> list[BatchRow]:
-    """Schedule the rows that get pages. decoding: those that would decode, oldest first."""
+    """Schedule the rows that get pages. decoding: the rows that would decode, oldest first."""
     return [_decode_row(table, r, plan.k(r.row)) for r in _secure_decodes(table, decoding)]
 
 
@@ -31,7 +31,7 @@ def _secure_decodes(table: RequestTable, decoding: Sequence[RequestState]) -> li
     table.out_of_pages = False
     for state in decoding:
         if state.row < 0:
-            continue  # preempted for an older row, just now
+            continue  # an older row has just preempted it
         if not _make_room(table, state):
             table.out_of_pages = True
             break

@@ -45,7 +45,7 @@ class PagePool(PrefixCache):
         return self.num_pages - self.num_available
 
     def take(self, count: int, num_bare: int = 0) -> list[int]:
-        """Hand out `count` fresh pages, and `num_bare` without window part; the caller checked `fits`."""
+        """Hand out `count` fresh pages, and `num_bare` bare ones; the caller has checked `fits`."""
         assert count <= self.num_available
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
@@ -54,22 +54,22 @@ class PagePool(PrefixCache):
                 valid[page] = 0
         return pages
 
-    # What a row takes, which windows change. `past`: leading entries of its page table, behind its window;
-    # `num_bare`: last ones, which lack their window part.
+    # What a row takes; pools with windows override these. `past`: number of leading entries of its page table that
+    # are behind its window; `num_bare`: number of last entries that lack their window part.
 
     def first_page(self, num_pages: int) -> int:
-        """Return the first page that tokens behind so many full pages may read."""
+        """Return the first page that tokens behind `num_pages` full pages may read."""
         return 0
 
     def needed(self, total: int, past: int, found: int, most: int) -> tuple[int, int]:
-        """Return the pages that a row takes when admitted, and those without window part.
+        """Return how many pages a row takes when admitted, and how many bare ones.
 
-        total: entries of its page table, `found` of them in the cache. most: of a sliding row in prefill.
+        total: entries of its page table, `found` of them in the cache. most: pages of a sliding row in prefill.
         """
         return total - found, 0
 
     def fits(self, count: int, num_bare: int) -> bool:
-        """Return True if there is room for so many pages, with and without window part."""
+        """Return True if there is room for `count` pages and `num_bare` bare ones."""
         return count <= self.num_available
 
     def grow(self, pages: list[int], num_bare: int, most: int) -> int:
@@ -97,7 +97,7 @@ class PagePool(PrefixCache):
                 self._idle[page] = 0
 
     def mark_valid(self, store: str, pages: Sequence[int], num_tokens: int, start: int = 0) -> None:
-        """Record that a store holds a row's first `num_tokens` tokens; the first `start` are recorded."""
+        """Record that a store holds a row's first `num_tokens` tokens; `start` are recorded already."""
         valid = self._valid[store]
         for index in range(start // PAGE_TOKENS, pages_for(num_tokens)):
             filled = min(PAGE_TOKENS, num_tokens - index * PAGE_TOKENS)

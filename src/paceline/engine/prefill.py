@@ -1,7 +1,7 @@
 """Prefill: chunks of prompts, and the admission of requests that wait.
 
-Pages of the oldest waiting request that are on disk are read into free pages first, beside the steps of others. It
-is admitted once they are in the prefix cache.
+If pages of the oldest waiting request are on disk, they are first read into free pages, beside the steps of other
+requests. The request is admitted once its pages are in the prefix cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.engine.request_state import RequestState
     from paceline.engine.request_table import Group
 
-READ_WAIT_S = 0.05  # for pages from disk, where nothing else runs
+READ_WAIT_S = 0.05  # wait for pages from disk where no other request runs
 
 
 class Prefiller(RequestTable):
@@ -32,9 +32,9 @@ class Prefiller(RequestTable):
     ) -> tuple[Admission, ...]:
         """Add chunks of a group's rows to those that decode, then rows of admitted requests.
 
-        begun: the rows in prefill. most: prompt tokens, whatever each costs; None for the limits' own.
+        begun: the rows in prefill. most: bound of prompt tokens, whatever their cost; None: the limits alone.
         """
-        budget = self.limits.prefill_tokens  # a token takes what it costs of it
+        budget = self.limits.prefill_tokens  # each token takes its cost from this budget
         most = min(most or budget, budget)
         admissions: list[Admission] = []
         beside = bool(rows)
@@ -54,7 +54,7 @@ class Prefiller(RequestTable):
         return tuple(admissions)
 
     def _prefill_row(self, state: RequestState, most: int) -> BatchRow:
-        """Schedule a chunk of a row's prefill, a token at least."""
+        """Schedule a chunk of a row's prefill, of at least one token."""
         num_known = min(max(most, 1), len(state.token_ids) - state.scheduled_len)
         num_known = min(num_known, state.num_whole * PAGE_TOKENS - state.scheduled_len)
         state.scheduled_len += num_known
@@ -87,13 +87,13 @@ class Prefiller(RequestTable):
         if not self.end_reading(0.0 if self.running else READ_WAIT_S):
             return None
         known_len = len(state.token_ids)
-        num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # a cached token is not scored
+        num_pages = 0 if state.scores_prompt else (known_len - 1) // PAGE_TOKENS  # cached tokens get no scores
         hashes = state.page_hashes(num_pages)
         past, pages = self.pool.match_window(hashes)
         held = self.pool.held(pages, past)
         need, num_bare = self.pool.needed(pages_for(known_len), past, len(pages), self._most_pages)
         reserve = max(0, min(len(self.running), self.pool.num_pages - need - num_bare - sum(p >= 0 for p in held)))
-        if not self.pool.fits(need + reserve, num_bare):  # the reserve is for rows to grow
+        if not self.pool.fits(need + reserve, num_bare):  # the reserve is for running rows, which grow
             self.pool.give_back(reversed(held))
             return None
         room = min(need + num_bare, self.pool.num_available - reserve)
@@ -111,23 +111,23 @@ class Prefiller(RequestTable):
         return state
 
     def _read(self, state: RequestState, hashes: list[bytes], first: int, hits: list[int], room: int) -> bool:
-        """Begin to read up to `room` pages from disk if it pays, from `first` on."""
+        """Begin to read up to `room` pages from page `first` on, if reading pays."""
         disk = self.pool.disk
         if disk is None or state.was_read:
             return False
         end = first + disk.worth(hashes[first:])
         if end == first:
             return False
-        window = 0 if self.pool.budget else self.pool.first_page(end)  # a budget is of pools that need all pages
+        window = 0 if self.pool.budget else self.pool.first_page(end)  # pools with a budget need all pages
         if first < window and end - window <= room:
             first = window
         count = min(end - first, room)
-        state.was_read = count < room  # or there may be more than fits now
+        state.was_read = count < room  # False: the disk may have more pages, for which there is no room now
         disk.begin(state, first, hits + self.pool.held(self.pool.take(count)), hashes[first : first + count])
         return True
 
     def end_reading(self, wait_s: float = 0.0) -> bool:
-        """Put pages that were read into the prefix cache; False while they come."""
+        """Put pages that were read into the prefix cache; return False while reading goes on."""
         disk = self.pool.disk
         reading = None if disk is None else disk.reading
         if disk is None or reading is None:
@@ -144,7 +144,7 @@ class Prefiller(RequestTable):
 
 
 def _lacks_page(state: RequestState) -> bool:
-    """Return True without room for the next token of a prefill."""
+    """Return True if a row has no page for the next token of its prefill."""
     return state.num_whole * PAGE_TOKENS <= state.scheduled_len
 
 

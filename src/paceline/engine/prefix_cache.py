@@ -1,7 +1,7 @@
 """The prefix cache: published pages by hash, and valid slots of stores.
 
-The hash of a page is a chain over all tokens before it. `kv_disk.py` and `kv_events.py`, if they are there, are
-told of pages that are published and evicted.
+The hash of a page covers all tokens up to its end, as a chain of hashes. `kv_disk.py` and `kv_events.py`, if in
+use, are told of pages that are published and evicted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
-    """Return a chain's first hash (SHA-256): of the KV's fingerprint and the salt.
+    """Return a chain's first hash, the SHA-256 of the KV's fingerprint and the salt.
 
-    The byte between them is in no UTF-8 text, so no salt can spell the fingerprint of other weights.
+    The byte between the two occurs in no UTF-8 text, so no salt can imitate a fingerprint of other weights.
     """
     digest = hashlib.sha256(fingerprint.encode())
     digest.update(b"\xff" + salt.encode())
@@ -44,9 +44,9 @@ class PrefixCache:
         self.caching = caching
         self._free = list(range(num_pages - 1, -1, -1))  # a stack; page 0 is taken first
         self._refs = [0] * num_pages  # rows that hold each page
-        self._hash: list[bytes | None] = [None] * num_pages  # of published pages
+        self._hash: list[bytes | None] = [None] * num_pages  # hash of each published page
         self._by_hash: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, int] = OrderedDict()  # least recently used first; values are not used here
+        self._idle: OrderedDict[int, int] = OrderedDict()  # least recently used first; values: see `PartedPool`
         self._valid = {store: [0] * num_pages for store in stores}  # store -> valid slots of each page
         self.disk: KvDisk | None = None
         self.events: KvEventLog | None = None
@@ -71,16 +71,16 @@ class PrefixCache:
         return pages
 
     def match_window(self, hashes: Sequence[bytes]) -> tuple[int, list[int]]:
-        """Find and hold the longest prefix whose pages that matter are cached.
+        """Find and hold the longest prefix whose pages to be read are all cached.
 
-        Returns how many of its pages are behind the window, and its page table.
+        Return how many of its pages are behind the window, and its page table.
         """
         return 0, self.match(hashes)
 
     def publish(self, page: int, page_hash: bytes, chain: PageChain | None = None, index: int = 0) -> None:
         """Offer a full, computed page to other requests. A duplicate stays private.
 
-        chain: the text of which this is the page at `index`; events need it.
+        chain, index: the text of the page, and its place there; events need them.
         """
         if not self.caching or self._hash[page] is not None or page_hash in self._by_hash:
             return
@@ -128,7 +128,7 @@ class PrefixCache:
         return tuple(self._valid)
 
     def valid_len(self, store: str, pages: Sequence[int]) -> int:
-        """Return the leading tokens of these pages that a store holds without a hole."""
+        """Return how many leading tokens of these pages a store holds without a hole."""
         total = 0
         for page in pages:
             filled = self._valid[store][page]

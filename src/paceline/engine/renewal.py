@@ -2,7 +2,7 @@
 
 Open requests go back to the queue and are computed again, as after a preemption. So what follows in an answer is
 what any engine with the newer weights would write behind the same tokens. Pages of old weights are never matched:
-the version is part of every page's hash.
+the weight mark is part of every page's hash.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READ_S = 0.05  # between two looks at pages that are read from disk
+READ_S = 0.05  # time between two looks at pages that are being read from disk
 
 
 def versioned(fingerprint: str, mark: str) -> str:
     """Return a fingerprint or promise key under newer weights.
 
-    mark: stands for them; empty for the first ones.
+    mark: the weight mark; empty for the first weights.
     """
     return f"{fingerprint}\0{mark}" if mark else fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """Result of an update for drafters, by name."""
+    """Effects of an update on drafters, by name."""
 
-    rebuilt: tuple[str, ...] = ()  # they share tables with the target
-    kept: tuple[str, ...] = ()  # they stand alone, or only read tokens
-    unloaded: tuple[str, ...] = ()  # they share tables, and could not be built again
+    rebuilt: tuple[str, ...] = ()  # drafters that share tables with the target
+    kept: tuple[str, ...] = ()  # drafters that stand alone, or only read tokens
+    unloaded: tuple[str, ...] = ()  # drafters that share tables and could not be built again
 
 
 def renew(
@@ -52,7 +52,7 @@ def renew(
 ) -> Renewal:
     """Put newer weights into an engine between two steps.
 
-    fingerprint: that of the newer KV. rebuilt: drafters over the newer tables, or why there are none.
+    fingerprint: names the newer KV. rebuilt: drafters over the newer tables, or the errors of building them.
     """
     engine.settle()
     recompute(engine.scheduler)
@@ -65,7 +65,7 @@ def renew(
     for name, made in rebuilt.items():
         if name not in engine.drafting.drafters:  # it was unloaded meanwhile
             continue
-        if isinstance(made, Exception):  # the newer weights are in place already
+        if isinstance(made, Exception):  # the drafter cannot stay: newer weights are in place already
             log.warning("drafter %s does not fit the newer weights, so it is unloaded: %s", name, made)
             engine.unload(name)
             unloaded.append(name)
@@ -79,9 +79,9 @@ def renew(
 def rebuild(
     drafters: Mapping[str, Drafter], makers: Mapping[str, Callable[[Decoder], Drafter]], newer: Decoder
 ) -> dict[str, Drafter | Exception]:
-    """Make the drafters anew that share tables with the target; nothing of the engine changes.
+    """Make drafters that share tables with the target anew; nothing of the engine changes.
 
-    makers: of such drafters, by name. newer: has the newer tables.
+    makers: make such drafters, by name. newer: has the newer tables.
     """
     found = tuple(drafters.items())  # the engine may unload one meanwhile
     shared = [name for name, drafter in found if name in makers and drafter.needs.has_state]
@@ -101,7 +101,7 @@ def recompute(scheduler: Scheduler) -> None:
 
 
 def rename(scheduler: Scheduler, fingerprint: str) -> None:
-    """Give pages from here on another fingerprint in their hashes."""
+    """Hash pages with another fingerprint from here on."""
     scheduler.fingerprint = fingerprint
     for state in scheduler.requests.values():
         state.hashes = [root_hash(fingerprint, state.request.salt)]

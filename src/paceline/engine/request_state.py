@@ -11,8 +11,8 @@ from paceline.engine.prefix_cache import chain_hash
 if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
 
-SCORED_COST = 4  # prompt tokens whose prefill counts like one that gets log-probabilities
-DEEP_TOKENS = 8192  # of context, behind which a prompt token counts like one more beside rows that decode
+SCORED_COST = 4  # a prompt token that gets log-probabilities costs as much prefill as this many others
+DEEP_TOKENS = 8192  # per this much context a prompt token costs one token more, beside rows that decode
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +25,8 @@ class RequestState:
     token_ids: list[int]  # [known_len] prompt and revealed answer
     answer_end: int  # tokens of the longest answer, with its prompt
     row: int = -1  # -1 while it waits
-    num_drafts: int = 0  # planned for its last pass
-    group: int = 0  # the group it runs in, if there are two
+    num_drafts: int = 0  # drafts planned for its last pass
+    group: int = 0  # its row group under overlap
     pages: list[int] = field(default_factory=list)
     num_past: int = 0  # leading entries of `pages` behind its window: they, or their window parts, are given back
     num_bare: int = 0  # last entries of `pages` that lack their window part
@@ -34,12 +34,12 @@ class RequestState:
     decoding: bool = False  # True once its last prefill chunk has been scheduled
     scheduled_len: int = 0  # known tokens whose target KV is there or being computed
     computed_len: int = 0  # known tokens whose target KV is there
-    in_flight: int = 0  # passes whose outcome is not known yet
+    in_flight: int = 0  # number of passes whose outcome is not known yet
     waits: bool = False  # it decodes again only once the outcome of its last pass is known
     in_flight_tokens: int = 0  # upper bound of the tokens these passes add
     cached_len: int = 0  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int = 0
-    was_read: bool = False  # its pages on disk have been read since it began to wait
+    was_read: bool = False  # True if its pages on disk have been read since it began to wait
     ended: bool = False  # finished or cancelled; its row is kept while a pass is in flight
 
     @property
@@ -49,22 +49,22 @@ class RequestState:
 
     @property
     def asks(self) -> bool:
-        """True if it has a speculation of its own."""
+        """True if the request states how it is speculated."""
         asked = self.request.speculation
         return asked is not None and asked.steers
 
     def token_cost(self, *, beside: bool) -> int:
-        """Return the prefill tokens that one token counts for; a scored one has logits.
+        """Return how many prefill tokens one token counts for; a scored token has logits, too.
 
-        beside: rows decode in the same pass. Attention to a long context takes longer than all else, so chunks
-        shrink with depth: these rows then wait about as long for each.
+        beside: True if rows decode in the same pass. Attention to a long context takes longer than all else, so
+        chunks shrink as the context grows: the rows then wait about equally long for each chunk.
         """
         deep = 1 + self.scheduled_len // DEEP_TOKENS if beside else 1
         return deep * (SCORED_COST if self.scores_prompt else 1)
 
     @property
     def num_whole(self) -> int:
-        """Leading entries of `pages` that its passes may write."""
+        """Number of leading entries of `pages` that its passes may write."""
         return len(self.pages) - self.num_bare
 
     @property
@@ -74,7 +74,7 @@ class RequestState:
 
     @property
     def remaining(self) -> int:
-        """Answer tokens it may still gain if every pass in flight yields one."""
+        """Answer tokens it may still gain after the passes in flight, one from each."""
         return self.answer_end - len(self.token_ids) - min(self.in_flight, self.in_flight_tokens)
 
     def page_hashes(self, num_pages: int) -> list[bytes]:

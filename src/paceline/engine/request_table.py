@@ -44,11 +44,11 @@ class RequestTable:
         self.num_queued_tokens = 0
         self.num_preemptions = 0
         self.out_of_pages = False  # in the last step a row got no page
-        self.short: RequestState | None = None  # it got none for its prefill: newer rows pause in the next step
+        self.short: RequestState | None = None  # it got no page for its prefill: newer rows pause in the next step
         self._free_rows = list(range(limits.num_rows - 1, -1, -1))
         self._released: list[int] = []
         self._num_arrived = 0
-        self._num_asking = 0  # running requests with a speculation of their own
+        self._num_asking = 0  # running requests that state how they are speculated
 
     def publish(self) -> None:
         """Offer filled pages to the prefix cache, see `Scheduler`."""
@@ -83,7 +83,7 @@ class RequestTable:
         return most_pages(self.pool.window, self.limits.prefill_tokens)
 
     def end(self, request_id: str) -> RequestState:
-        """End a request; free its row and pages after its passes in flight."""
+        """End a request. Its row and pages become free when its last pass has ended."""
         state = self.requests[request_id]
         state.ended = True
         if state.row < 0:

@@ -3,14 +3,14 @@
 The next step may be scheduled before the last one's outcome is known. The scheduler then works with upper bounds:
 a row with passes *in flight* is at most `upper_len` tokens long. Its promises:
 
-- First come, first served: an older request never waits for a newer one, but for its passes in flight.
-- Pages for every draft of a step are held before drafting. Where they do not last, drafts shrink first, and then
-  the newest request is preempted and later recomputed (`page_shortage.py`).
+- First come, first served: an older request never waits for a newer one, except for its passes in flight.
+- Pages for every draft of a step are held before drafting. When pages run out, drafts shrink first; then the
+  newest request is preempted, and recomputed later (`page_shortage.py`).
 
 A step may be scheduled for one group of rows while the other group's outcome is not known (`overlapped_loop.py`).
 
 Where all layers see a window only, a row gives back the pages behind it. It then needs no more than a window's
-pages, however long its prompt is. Where some do, it gives back what these hold of a page (`window_parts.py`).
+pages, however long its prompt is. Where some layers do, it gives back their parts of pages (`window_parts.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scheduler(Prefiller):
 
     def __init__(self, limits: Limits, pool: PagePool, fingerprint: str = "") -> None:
         super().__init__(limits, pool, fingerprint)
-        self._filled: list[tuple[RequestState, int, int]] = []  # pages [first, end) of a request, to be published
+        self._filled: list[tuple[RequestState, int, int]] = []  # pages [first, end) of requests, to be published
         self._step = 0
 
     def take_released(self) -> list[int]:
@@ -48,7 +48,7 @@ class Scheduler(Prefiller):
 
     @property
     def any_asks(self) -> bool:
-        """True if a running request has a speculation of its own."""
+        """True if a running request states how it is speculated."""
         return self._num_asking > 0
 
     def decoding(self, group: Group = None) -> list[RequestState]:
@@ -72,7 +72,7 @@ class Scheduler(Prefiller):
     def schedule(self, plan: Plan, group: Group = None) -> Batch:
         """Choose a group's next rows, admitted requests included; hold pages for tokens and drafts."""
         if self.pool.disk is not None:
-            self.end_reading()  # or its pages could lack to those that run
+            self.end_reading()  # the pages being read could be needed by running rows
         short, self.short = self.short, None
         rows = None if short else self._going_on(plan, group)
         if rows is None:
@@ -121,7 +121,7 @@ class Scheduler(Prefiller):
     def publish(self) -> None:
         """Offer filled pages to the prefix cache, before pages are next matched or given back.
 
-        Give back those behind windows.
+        Give back pages behind windows.
         """
         filled, self._filled = self._filled, []
         for state, first, full in filled if self.pool.caching else ():

@@ -10,7 +10,7 @@ from paceline.engine.pages import PagePool, pages_for
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WINDOW_STEP = 64  # tokens; kernels begin to read at a multiple of it before a window
+WINDOW_STEP = 64  # tokens; kernels begin to read a window at a multiple of this, at or before its first token
 
 
 def most_pages(window: int, prefill_tokens: int) -> int:
@@ -22,13 +22,13 @@ class SlidingPool(PagePool):
     """A pool whose rows need no more than the pages of a window."""
 
     def __init__(self, num_pages: int, stores: Sequence[str] = (), *, window: int, caching: bool = True) -> None:
-        """window: tokens that every layer sees, or the sliding ones."""
+        """window: tokens that a sliding layer sees."""
         super().__init__(num_pages, stores, caching=caching)
         self.window = window
 
     @property
     def slides(self) -> bool:  # type: ignore[override]
-        """True if nobody reads pages behind the window, as a drafter's store may."""
+        """True if nobody reads pages behind the window; a drafter with a store may."""
         return not self._valid
 
     def first_page(self, num_pages: int) -> int:

@@ -23,7 +23,7 @@ class DraftCounts:
     drafted: int = 0  # tokens proposed
     verified_at: list[int] = field(default_factory=list)  # [position] tokens scored by the target
     accepted_at: list[int] = field(default_factory=list)  # [position] tokens kept
-    beside: int = 0  # tokens of branches scored by the target
+    beside: int = 0  # tokens of branches that the target scored
 
     @property
     def verified(self) -> int:
@@ -37,7 +37,7 @@ class DraftCounts:
 
     @property
     def rejected(self) -> int:
-        """Tokens verified and not kept: the first that the law refused, and those behind it."""
+        """Tokens verified and not kept: the first that the law refused, and all behind it."""
         return self.verified - self.accepted
 
     @property
@@ -58,26 +58,26 @@ class Stats:
     """Counters since the engine began to serve; `since` gives the difference of two snapshots."""
 
     steps: int = 0
-    overlapped_steps: int = 0  # steps of one of two groups
+    overlapped_steps: int = 0  # steps of one row group under overlap
     step_s: float = 0.0
     step_core_s: float = 0.0  # processor time of the engine's own thread in steps
     draft_s: float = 0.0
     target_s: float = 0.0  # time of passes, packing of their tokens included
-    overlapped_s: float = 0.0  # of `target_s` and `draft_s`: also counted for host or drafters, at work beside it
+    overlapped_s: float = 0.0  # part of `target_s` and `draft_s` in which host or drafters worked, too
     control_s: float = 0.0  # controller's part of the host time: planning, trimming, learning
-    decode_passes: int = 0  # rows summed over the steps in which they decoded, answers that had ended left out
-    decoded_tokens: int = 0  # committed by decode passes, without tokens behind a stop
-    requests: int = 0  # that got a row
-    prompt_tokens: int = 0  # of these requests
+    decode_passes: int = 0  # decoding rows, summed over steps; rows whose answer had ended are left out
+    decoded_tokens: int = 0  # tokens committed by decode passes, without tokens behind a stop
+    requests: int = 0  # requests that got a row
+    prompt_tokens: int = 0  # prompt tokens of these requests
     cached_tokens: int = 0  # of `prompt_tokens`: found in the prefix cache
-    prefilled_tokens: int = 0  # computed in prefill, after a preemption again
+    prefilled_tokens: int = 0  # tokens computed in prefill, those recomputed after a preemption included
     output_tokens: int = 0
     changed_tokens: int = 0  # of `output_tokens`: not the target's own choices, by the law `typical`
     preemptions: int = 0
-    resumed_requests: int = 0  # whose answers had begun elsewhere
-    resumed_tokens: int = 0  # of these answers, told with their requests
+    resumed_requests: int = 0  # requests whose answers had begun elsewhere
+    resumed_tokens: int = 0  # told tokens of these answers, which came with their requests
     drafter_failures: int = 0
-    waited_rows: int = 0  # summed over the steps that they sat out, their last outcome being in flight
+    waited_rows: int = 0  # rows that sat out a step as their last outcome was in flight, summed over steps
     untapped_tokens: int = 0  # cached tokens without taps; a head drafts from behind them
     k_histogram: list[int] = field(default_factory=list)  # [k] decode passes that verified k drafts
     drafters: dict[str, DraftCounts] = field(default_factory=dict)

@@ -38,7 +38,7 @@ NO_PLAN = Plan()
 
 @dataclass(slots=True, eq=False)
 class StepInput:
-    """Rows that go through a step together: admitted and drafted for, to be scored."""
+    """Rows that go through a step together: admitted and drafted for, ready to be scored."""
 
     group: Group
     controller: Controller  # made its plan, and learns from it
@@ -48,26 +48,26 @@ class StepInput:
     begun_s: float  # clock at which its planning began
     draft_s: float  # drafter time of this step, seconds
     idle_s: float = 0.0  # since `begun_s`, neither host, drafters nor target worked for these rows
-    host_s: float | None = None  # of the host, where it works beside passes: what they waited for it
-    mask_room: PassMasks | None = None  # of a pass that chooses under masks
-    masks: RowMasks = NO_MASKS  # of rows with a grammar
+    host_s: float | None = None  # where the host works beside passes: time for which the passes waited for it
+    mask_room: PassMasks | None = None  # room for masks in a pass that chooses under masks
+    masks: RowMasks = NO_MASKS  # masks of rows with a grammar
 
     def times(self, target_s: float, touched: tuple[float, ...] = ()) -> StepTimes:
-        """Return what the step took until now. target_s, touched: of its pass."""
+        """Return the step's times until now. target_s, touched: time and experts of its pass."""
         host_s = self.host_s
         if host_s is None:
             host_s = perf_counter() - self.begun_s - self.draft_s - target_s - self.idle_s
         return StepTimes(self.draft_s, target_s, host_s, self.idle_s, touched)
 
     def take_made(self, made: Draft, scored: Draft) -> None:
-        """Replace bounds by the drafts that the device has made, and by those scored."""
+        """Replace bounds of drafts by the drafts that the device made, and that it scored."""
         rows, before = tuple(map(_made, self.proposed.rows, made.rows)), self.proposed
         self.proposed = Draft(rows, failed=before.failed, unfitted=before.unfitted)
         self.draft = scored
 
 
 def _made(proposed: RowDraft, made: RowDraft) -> RowDraft:
-    """Return what was proposed of a row: drafts of the host even where trimmed."""
+    """Return a row's proposed draft: the device's where only a bound was known."""
     return made if proposed.is_bound else proposed
 
 
@@ -77,8 +77,8 @@ class StepScores:
 
     scores: Scores
     target_s: float  # time of the pass
-    overlapped_s: float = 0.0  # of `target_s`: host or drafters worked beside the pass
-    draft_s: float = 0.0  # time of the device in the step's drafters
+    overlapped_s: float = 0.0  # part of `target_s` in which host or drafters worked beside the pass
+    draft_s: float = 0.0  # time that the device spent in the step's drafters
 
 
 class PendingStep:
@@ -87,7 +87,7 @@ class PendingStep:
     def __init__(self, pending: PendingPass, start_s: float, *, asynchronous: bool, timed: bool = False) -> None:
         """start_s: clock before the launch. asynchronous: the pass runs while the caller does something else.
 
-        timed: the pass tells its own time.
+        timed: the pass measures its own time.
         """
         self._pending = pending
         self._start_s = start_s
@@ -182,7 +182,7 @@ class Verbs:
             self.outputs.tell_start(admission.request)
         self.target.rows.apply(batch)
         for admission in batch.admissions:
-            if not (admission.rebirth or admission.request.told):  # else its answer has begun before
+            if not (admission.rebirth or admission.request.told):  # otherwise its answer has begun before
                 self._stats.requests += 1
                 self._stats.prompt_tokens += len(admission.request.prompt_ids)
                 self._stats.cached_tokens += admission.cached_len
@@ -216,7 +216,7 @@ class Verbs:
         return PendingStep(pending, start, asynchronous=self.target.asynchronous, timed=self.target.late)
 
     def judge(self, drafted: StepInput, scored: StepScores) -> Verdict:
-        """Decide which drafts are kept; those that a device has made are known from here."""
+        """Decide which drafts are kept. From here the host knows drafts made on a device."""
         scores = scored.scores
         if scores.draft is not None and scores.made is not None and not drafted.proposed.is_empty:
             drafted.take_made(scores.made, scores.draft)
@@ -230,7 +230,7 @@ class Verbs:
     def commit(self, drafted: StepInput, scored: StepScores, verdict: Verdict) -> None:
         """Take in what was kept: rows, drafters, pages, answers; then counters and the controller.
 
-        What answers gained waits for `flush`, but for their first tokens and their ends.
+        What answers gained waits for `flush`, except their first tokens and their ends.
         """
         assert not self.outputs.gains, "an end could overtake the tokens before it"
         batch, proposed, draft, along_path = drafted.batch, drafted.proposed, drafted.draft, scored.scores
@@ -251,7 +251,7 @@ class Verbs:
             disk.learn(num_prefill, batch.num_known_tokens + draft.num_tokens, scored.target_s)
         start, times = perf_counter(), drafted.times(scored.target_s, scored.scores.touched)
         book = self.outputs.book
-        if book.wanted and book.wants_step():  # before the controller learns: what it expected
+        if book.wanted and book.wants_step():  # before the controller learns, as notes tell what it expected
             counts = [kept.get(i, len(row.token_ids)) for i, row in enumerate(verdict.rows)]
             num_waiting = len(self.scheduler.waiting)
             book.add(drafted.controller, batch, proposed, draft, verdict, counts, times, num_waiting)
@@ -273,7 +273,7 @@ class Verbs:
     # Parts of the verbs: plan and admit ----------------------------------------------------------
 
     def controller_of(self, group: Group) -> Controller:
-        """Return what plans for a group: one controller, which keeps the groups' open steps apart."""
+        """Return the controller of a group: one for all, which keeps groups' open steps apart."""
         return self.controller.second_group if group else self.controller
 
     def unload(self, name: str) -> None:
@@ -316,7 +316,7 @@ class Verbs:
     # Of commit -----------------------------------------------------------------------------------
 
     def _take_in(self, drafted: StepInput, verdict: Verdict) -> Sequence[int]:
-        """Take in and count rows whose answers only grow; return the indices of others."""
+        """Take in and count rows whose answers only grow; return the indices of other rows."""
         batch, proposed, draft, scheduler = drafted.batch, drafted.proposed, drafted.draft, self.scheduler
         rows, of_requests = (batch.rows, proposed.rows, draft.rows, verdict.rows), self.outputs.responses
         left, filled, spare, num_passes, num_tokens, with_drafts = kernels.take_in(
@@ -343,7 +343,7 @@ class Verbs:
         count, ends = check.num_tokens, check.finish_reason is not None
         token_ids = verdict.token_ids if count == len(verdict.token_ids) else verdict.token_ids[:count]
         if r.decodes:
-            num_accepted = min(verdict.num_accepted, count)  # not behind the answer's end
+            num_accepted = min(verdict.num_accepted, count)  # drafts behind the answer's end do not count
             response.count_pass(proposed, draft, num_accepted, count)
             self._stats.count_pass(proposed, draft, num_accepted)
             self._stats.decoded_tokens += count
@@ -353,7 +353,7 @@ class Verbs:
         num_full = state.computed_len // PAGE_TOKENS
         self.scheduler.reveal(r, state, token_ids)
         if ends or state.computed_len // PAGE_TOKENS > num_full:
-            self._mark_stores(state)  # others only ever read pages that are full
+            self._mark_stores(state)  # other requests read full pages only
         if ends:
             self.outputs.end(response, check, response.checker.text(), token_ids, verdict)
         elif token_ids:

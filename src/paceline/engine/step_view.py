@@ -24,12 +24,12 @@ def step_view(
 ) -> StepView:
     """Return the rows of a group that would decode, and the likely prefill beside them.
 
-    controller: may want previews of the lookup drafters; None: nobody plans by the view. They are also queried if
-    a request asks for its own speculation.
+    controller: says if it wants previews of lookup drafters; None: nobody plans by the view. Previews are made,
+    too, if a request states how it is speculated.
     """
     decoding = scheduler.decoding(group)
     bounds = kernels.draft_bounds(decoding)
-    rows, lengths, max_drafts = bounds[0], bounds[1], bounds[2]  # to iterate ends with an exception
+    rows, lengths, max_drafts = bounds[0], bounds[1], bounds[2]  # cheaper than to unpack an iterator
     special = [r for r in decoding if r.asks] if scheduler.any_asks else []
     unavailable = drafting.unavailable()
     wanted = special or (controller is not None and controller.wants_preview(len(decoding), unavailable))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class StopCheck(NamedTuple):
     """Result of checking the tokens of one pass for stops."""
 
-    num_tokens: int  # kept of those offered, the one that completed a stop included
+    num_tokens: int  # kept tokens, with the one that completed a stop
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
 
@@ -38,20 +38,20 @@ class TokenwiseChecker:
 
     def __init__(self, request: Request, eos_ids: frozenset[int], detokenizer: Detokenizer) -> None:
         params = request.params
-        self.num_tokens = 0  # written so far
+        self.num_tokens = 0  # tokens written so far
         self.most_tokens = (
             0 if params.stop else params.max_tokens
-        )  # fewer need not be read to know that it goes on
+        )  # an answer of fewer tokens goes on, and its text need not be read
         self._params = params
         self._eos_ids = frozenset() if params.ignore_eos else eos_ids
         self._stop_ids = frozenset(params.stop_token_ids)
         self._ending_ids = self._eos_ids | self._stop_ids | {BROKEN}
         self._detokenizer = detokenizer
-        self._text = ""  # read, not handed out yet
+        self._text = ""  # text that was read and is not handed out yet
         self._held = ""  # text that may turn out to begin a stop string
 
     def take_each(self, token_ids: Sequence[int]) -> StopCheck:
-        """Add tokens one by one: one may end the answer. Earlier tokens have been read."""
+        """Add tokens one by one: each may end the answer. Earlier tokens have been read."""
         if token_ids and not self._params.max_tokens:
             return StopCheck(0, "length")
         for count, token_id in enumerate(token_ids, 1):

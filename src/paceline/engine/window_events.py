@@ -1,7 +1,7 @@
 """Events of pages that may lose their window parts.
 
-A page is told of while some prefix through it can be used: one whose last window has all its parts. So a page
-behind that window stays told of without its own part, and a page in it goes with the first part that is lost.
+Routers are told of a page while a request can use some prefix through it: one whose last window has all its parts.
+So a page behind that window is told of even without its part; a page in it goes with the first part that is lost.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class TextPage:
     """A published page."""
 
     page_hash: bytes
-    parent: bytes  # hash before it
-    event: BlockStored  # of it alone
-    index: int  # in its text
+    parent: bytes  # hash of the page before it
+    event: BlockStored  # the event of this page alone
+    index: int  # place in its text
     needs: int  # pages in the window at its end
-    there: bool = True  # its window part is in memory
-    run: int = 0  # pages up to it in a row whose parts are, as far as that matters
+    there: bool = True  # True if its window part is in memory
+    run: int = 0  # unbroken run of pages up to it whose parts are in memory, at most a window's
     told: bool = False
 
 
@@ -41,7 +41,7 @@ class WindowEvents(KvEventLog):
         self._pool = pool
         self._most = most_pages(pool.window, 0)  # pages in a window, at most
         self._pages: dict[bytes, TextPage] = {}
-        self._after: defaultdict[bytes, set[bytes]] = defaultdict(set)  # hash -> published pages behind that one
+        self._after: defaultdict[bytes, set[bytes]] = defaultdict(set)  # hash -> published pages that follow it
 
     def stored(self, page_hash: bytes, chain: PageChain, index: int) -> None:
         """Note that a page is published, with its window part."""
@@ -52,7 +52,7 @@ class WindowEvents(KvEventLog):
 
     def lost(self, page_hash: bytes) -> None:
         """Note that a published page has lost its window part."""
-        if (page := self._pages.get(page_hash)) is not None:  # else it was published before the log was told
+        if (page := self._pages.get(page_hash)) is not None:  # otherwise it was published before this log began
             page.there = False
             self._refresh(page)
 
@@ -75,7 +75,7 @@ class WindowEvents(KvEventLog):
         super().cleared()
 
     def _refresh(self, first: TextPage) -> None:
-        """Count runs from a page on, and tell what can, or cannot, be found now."""
+        """Count runs from a page on; tell which pages can, or cannot, be found now."""
         todo, seen = [first], list[TextPage]()
         while todo:
             seen.append(page := todo.pop())
@@ -84,7 +84,7 @@ class WindowEvents(KvEventLog):
             if run != page.run:
                 page.run = run
                 todo += [self._pages[name] for name in self._after.get(page.page_hash, ())]
-        changed = [page for page in reversed(seen) if self._changes(page)]  # pages behind it come first
+        changed = [page for page in reversed(seen) if self._changes(page)]  # pages behind it are decided first
         parent = self._pages.get(first.parent)
         while parent is not None and self._changes(parent):
             changed.append(parent)

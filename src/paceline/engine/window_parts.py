@@ -1,7 +1,7 @@
-"""Pages of targets of which some layers slide: each has a window part.
+"""Pages of targets of which only some layers slide: each page has a window part.
 
-A row needs all its pages for layers that see all tokens, and of sliding layers only its window. So what these hold
-of page p, its window part, is a thing of its own, named `~p`: it is held, idle and dropped apart from the page.
+A row needs all its pages for layers that see all tokens, and only its window for sliding layers. So what sliding
+layers hold of page p, its window part, is a thing of its own, named `~p`: it is held, idle and dropped by itself.
 Pages without it are *bare*. Both share one budget of memory. Window parts behind the windows of all rows stay in
 the prefix cache while there is room: a prefix is found if its window's parts are there, and all its pages.
 
@@ -38,7 +38,7 @@ class PartedPool(SlidingPool):
         drop: Callable[[int], None],
         drop_rest: Callable[[int], None],
     ) -> None:
-        """window: tokens that sliding layers see. drop: a page's window part; drop_rest: all else."""
+        """window: tokens that sliding layers see. drop: drops a window part; drop_rest: the rest."""
         super().__init__(num_pages, stores, window=window, caching=caching)
         self.budget: Budget = budget
         self._drop, self._drop_rest = drop, drop_rest
@@ -46,7 +46,7 @@ class PartedPool(SlidingPool):
         self._part_refs = [0] * num_pages  # rows that hold each window part
         self._idle_parts: OrderedDict[int, int] = OrderedDict()  # page -> clock, least recently used first
         self._freed: dict[int, None] = {}  # free pages that are in memory, freed longest ago first
-        self._clock = 0  # of what becomes idle
+        self._clock = 0  # number of calls of `give_back`: tells what became idle first
         self._used = 0  # bytes of all that is in memory
         self._held = 0  # bytes of what rows hold
 
@@ -62,7 +62,7 @@ class PartedPool(SlidingPool):
 
     @property
     def slides(self) -> bool:  # type: ignore[override]
-        """True: window parts are no drafter's."""
+        """True: no drafter reads window parts."""
         return True
 
     def tell(self) -> KvEventLog:
@@ -146,7 +146,7 @@ class PartedPool(SlidingPool):
         self._drop(page)
 
     def _drop_freed(self, page: int) -> None:
-        """Drop all that a free page takes."""
+        """Drop what a free page still has in memory."""
         if self._there[page]:
             self._drop_part(page)
         del self._freed[page]

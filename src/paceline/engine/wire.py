@@ -24,7 +24,7 @@ from paceline.core.request_nouns import Request
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_ID_CHARS = 140  # 128 of a request, and the number of a leg of its answer
+MAX_ID_CHARS = 140  # 128 for a request's id, the rest for the number of a leg of its answer
 MAX_SALT_CHARS = 256
 MAX_PROMPT_TOKENS = 1 << 24
 
@@ -32,7 +32,7 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 
-# Exceptions of decoding bytes that are no message.
+# What decoding raises for bytes that are no message.
 BAD_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 encode = msgspec.msgpack.Encoder().encode

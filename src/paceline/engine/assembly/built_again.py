@@ -1,4 +1,4 @@
-"""Drafters that share tables with the target, built again over newer ones."""
+"""Drafters that share tables with the target, built again over newer tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rebuilders(
 ) -> dict[str, BuildAgain]:
     """Return makers of the drafters that read tables of the target, by name.
 
-    They are given a decoder with newer tables, and the head within the newer model's files, if any. over: returns
+    A maker gets a decoder with newer tables, and the head within the newer model's files, if any. over: returns
     what drafters may share of a decoder.
     """
 

@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 METHOD = 7  # version of the method; profiles of another version are measured anew
 WHAT = "measuring what steps cost"
 PROMPT_LEN = 4
-SHORTEST, LONGEST = 64, 1024  # tokens of the long text that gives the price of a key
-CONTEXT_SHARE = 0.1  # of the time, to prefill the long text
+SHORTEST, LONGEST = 64, 1024  # bounds of the long text, in tokens, whose passes tell the price of a key
+CONTEXT_SHARE = 0.1  # share of the time budget for the prefill of the long text
 ENOUGH = 4096  # tokens of KV with which everything can be measured
 AHEAD = 4  # tokens that a row gains before a timed step: its first, two in the step before, one in the step itself
-MANY = 32  # rows for which costs are extrapolated where only one was measured
-SAME, VARIED = "always", "varied"  # names of free drafters
-CONTEXTS = 64  # long texts at once on a device with buckets, which one alone would leave idle
+MANY = 32  # rows that costs are extrapolated to where they were measured for one number of rows
+SAME, VARIED = "always", "varied"  # names of the free drafters: with equal drafts, with drafts that vary
+CONTEXTS = 64  # long texts at once on a device with buckets: one text would leave the device idle
 NO_ROOM = (
     "there is no room to measure what a step costs: raise --max-len or --kv-tokens, or give a --profile that "
     "was measured with more"
@@ -61,13 +61,13 @@ class Grid:
     num_rows: tuple[int, ...] = (1, 8, 32)
     ks: tuple[int, ...] = (0, 1, 3, 5, 7)  # drafts verified for each row
     drafter_ks: tuple[int, ...] = (1, 8)  # drafts made by each drafter
-    most_tokens: int = 128  # of one pass; a backend with buckets has those of its own
+    most_tokens: int = 128  # most tokens of a measured pass; a backend with buckets is measured at its buckets
     repeats: int = 7
-    seconds: float = 2.5  # budget: nothing is begun after it
+    seconds: float = 2.5  # time budget: no measurement is begun after it
 
 
 QUICK = Grid()
-# On a device that reads its weights once for hundreds of tokens: more rows, and seconds for them.
+# A device reads its weights once for hundreds of tokens, so more rows are measured there, with more seconds.
 DEVICE_ROWS, DEVICE_SECONDS = (128, 256), 8.0
 THOROUGH = Grid((1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 3, 4, 5, 6, 8), (1, 2, 3, 4, 6, 8), 1024, 10, 120.0)
 
@@ -85,8 +85,8 @@ class Calibration:
 def room(engine: Engine) -> list[int]:
     """Return the engine's limits that restrict what can be measured.
 
-    Tokens: of one text, of all texts, of prompts in a step, of prompts that wait. Each is cut at the value that
-    restricts nothing.
+    The limits are numbers of tokens: of one text, of all texts, of the prompts in a step, of the prompts that
+    wait. Each is cut at the value from which on it restricts nothing.
     """
     limits, capacity = engine.scheduler.limits, engine.scheduler.capacity
     on_device = bool(engine.target.decoder.capabilities.token_buckets)
@@ -124,7 +124,7 @@ def calibrate(engine: Engine, grid: Grid = QUICK, progress: Progress | None = No
 class _StepKind(NamedTuple):
     """A kind of step that is timed several times."""
 
-    drafter: str | None  # whose drafts are made and not verified; None: free drafts, which are verified
+    drafter: str | None  # its drafts are made and not verified; None: free drafts, which are verified
     k: int
     varied: bool = False  # the free drafts are not all one token
 
@@ -134,7 +134,7 @@ class _Rows(NamedTuple):
 
     num: int
     prompt_len: int  # tokens of each prompt
-    again: bool = False  # the same prompts each time, so that the prefix cache has them
+    again: bool = False  # True: the same prompts each time, so that the prefix cache has them
 
 
 def _script(kind: _StepKind) -> ScriptedK:
@@ -158,9 +158,9 @@ class _Calibrator:
         self.drafting: dict[str, dict[tuple[int, int], float]] = {name: {} for name in self.drafters}
         self.hosts: list[float] = []
         self.mixes = engine.target.config.experts is not None
-        self.touched: list[tuple[float, ...]] = []  # experts of passes over tokens that vary
+        self.touched: list[tuple[float, ...]] = []  # experts that passes over varied tokens touched
         self._num_added = 0
-        self._rows: _Rows | None = None  # the last that were added
+        self._rows: _Rows | None = None  # the rows that were added last
         self._following: str | None = None  # the drafter that has caught up with the rows
 
     def run(self) -> None:
@@ -189,9 +189,9 @@ class _Calibrator:
     def _context(self, until: float) -> None:
         """Measure with long texts, for at most a share of the time.
 
-        One row has such a text, or many on a device that one would leave idle.
-        Steps with it alternate with steps of a short text, because a shared machine drifts by more than some
-        hundred keys cost. The ratio of the two is applied to what the short text took before.
+        One row has a long text; on a device that one row would leave idle, many rows have one.
+        Steps with long texts alternate with steps of short texts, because a shared machine drifts by more than
+        some hundred keys cost. The ratio of the two is applied to the time that short texts took before.
         """
         token_s = max(self._token_s(), 1e-9)
         limits, capacity = self.engine.scheduler.limits, self.engine.scheduler.capacity
@@ -204,7 +204,7 @@ class _Calibrator:
         kinds = [_StepKind(None, 0), _StepKind(None, min(self.grid.ks[-1], self._deepest), self.mixes)]
         timed = self._measure(kinds, (long, short), until)
         decodes = [p for p in self.passes if not p.work.unscored and p.work.kv_tokens]
-        known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # the first of each size: fewest rows
+        known = {int(p.work.tokens): p.seconds for p in reversed(decodes)}  # of each size the one with fewest rows
         for kind in kinds:
             steps, beside = timed.get((long, kind), []), timed.get((short, kind), [])
             if steps and beside:
@@ -219,7 +219,7 @@ class _Calibrator:
 
     @property
     def _prompt_len(self) -> int:
-        """Return the tokens of a prompt: few, to leave most of the text for measuring."""
+        """Return the tokens of a prompt: few, so the rest is for measuring."""
         return max(1, min(PROMPT_LEN, self._longest // PROMPT_LEN))
 
     @property
@@ -251,7 +251,7 @@ class _Calibrator:
     def _kinds(self, num_rows: int) -> list[_StepKind]:
         """Return the kinds of steps to time, without lookup drafters: they cost next to nothing.
 
-        Of a backend with buckets every one is timed that these rows can fill: prices between them do not exist.
+        A backend with buckets is timed at every bucket that these rows can fill: it pads passes of other sizes.
         """
         ks = sorted({min(k, self._deepest) for k in self.grid.ks})
         verified = [k for k in ks if num_rows * (1 + k) <= self.grid.most_tokens]
@@ -263,7 +263,7 @@ class _Calibrator:
         depths = {name: {min(k, most) for k in self.grid.drafter_ks} for name, most in deepest}
         drafting = [_StepKind(name, k) for name, each in depths.items() for k in sorted(each) if k]
         free = [_StepKind(None, k, self.mixes and k > 0) for k in verified]
-        if self.mixes and verified[-1:] > [0]:  # its drafts touch fewer experts: the difference is their price
+        if self.mixes and verified[-1:] > [0]:  # equal drafts touch fewer experts; the difference is their price
             free.append(_StepKind(None, verified[-1]))
         return [*free, *drafting]
 
@@ -284,7 +284,7 @@ class _Calibrator:
             if repeat and self._spent() > until:
                 break
             for rows, kind in tuple(left):
-                if kind == kinds[0]:  # warms caches as steps without drafts leave them
+                if kind == kinds[0]:  # untimed: it leaves the caches as steps without drafts do
                     self._time(_StepKind(None, 0), rows)
                 step = self._time(kind, rows)
                 if step is None:
@@ -309,7 +309,7 @@ class _Calibrator:
             if not self._ready(rows, kind.k) and not self._fill(rows):
                 break
             if kind.drafter not in (None, self._following):
-                self._step(ScriptedK(kind.drafter, 1, verifies=False))  # it catches up on the other kinds' steps
+                self._step(ScriptedK(kind.drafter, 1, verifies=False))  # untimed: the drafter catches up
             self._following = kind.drafter
             step = self._step(_script(kind))
             if step.ks == (kind.k,) * rows.num and not step.num_prefilled and step.target_s > 0:
@@ -342,13 +342,13 @@ class _Calibrator:
         foreseen = num_prefilled == int(prefill.tokens)
         ks = tuple(r.max_drafts for r, _ in decodes)
         touched = script.seen[-1][2] if script.seen else ()
-        host_s = max(gained.host_s, 0.0)  # less where a device drafts while the host still launches
+        host_s = max(gained.host_s, 0.0)  # negative where a device drafts while the host still launches
         return _Timed(work, gained.target_s, gained.draft_s, host_s, ks, num_prefilled, foreseen, touched)
 
     def _fill(self, rows: _Rows, passes: list[TimedPass] | None = None) -> bool:
         """Replace all rows by new ones; return True if all of them decode.
 
-        Not all do if pages are too few, or if the first end before the last begin. Adds their prefill to `passes`.
+        Not all do if pages are too few, or if the first rows end before the last begin. Adds prefills to `passes`.
         """
         self.clear()
         self._following, self._rows = None, rows
@@ -362,7 +362,7 @@ class _Calibrator:
             self._show()
             if len(self.engine.scheduler.decoding()) >= rows.num:
                 return True
-            if not step.num_prefilled:  # so the next step will not add a row either
+            if not step.num_prefilled:  # no row began in this step, so none will in the next
                 break
         return False
 
@@ -410,7 +410,7 @@ class _Timed(NamedTuple):
     host_s: float
     ks: tuple[int, ...]  # [rows that decoded] drafts each was allowed
     num_prefilled: int  # prompt tokens
-    foreseen: bool  # prefill was as expected; else `work` is not what was done
+    foreseen: bool  # the prefill was as expected; if not, `work` is not what the pass did
     touched: tuple[float, ...] = ()  # as `StepTimes.touched`
 
 
@@ -427,7 +427,7 @@ def _decoding(rows: Sequence[tuple[BatchRow, int]]) -> Work:
 
 
 def _more_rows(timed: Mapping[tuple[int, int], float], target: TargetCost) -> Mapping[tuple[int, int], float]:
-    """Extrapolate to `MANY` rows where one number was measured: drafting grows as target passes do."""
+    """Extrapolate drafting from one number of rows to `MANY`: it grows as target passes do."""
     known = {rows for rows, _ in timed}
     if len(known) != 1:
         return timed
@@ -469,7 +469,7 @@ class ScriptedK(FixedK):
     """A controller with a constant plan. Records the steps, as pages may not allow it."""
 
     verifies: bool = True  # False: drafts are dropped, as far as the law allows, so that the pass is the cheapest
-    # Of each step with rows: its verified drafts, and the experts that it touched.
+    # One entry for each step with rows: batch, verified drafts, and experts touched.
     seen: list[tuple[Batch, Draft, tuple[float, ...]]] = field(default_factory=list)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:

@@ -51,29 +51,29 @@ class EngineConfig:
     law: str = "coupled"
     law_budget: float | None = None  # of the law `typical`: largest share of changed tokens; None: LAW_BUDGET
     backend: str = AUTO_BACKEND
-    device: str | None = None  # of the target, on backends that have several; None: the backend's default
-    numerics: str | None = None  # likewise
-    weights: str | None = None  # their type; None: the backend's default
+    device: str | None = None  # the target's device, on backends with several; None: the backend's default
+    numerics: str | None = None  # `exact` or `fast`; None: the backend's default
+    weights: str | None = None  # type of the weights; None: the backend's default
     kv: str | None = None  # type of the KV cache; None or "auto": the backend's default, or a smaller one
-    threads: int | None = None  # None: all cores that it has time for
+    threads: int | None = None  # threads that compute a pass; None: as many as cores or the CPU quota allow
     kv_tokens: int | None = None  # KV slots in total; None: what the rows need, within memory and a bound
     kv_budget: int | None = None  # bytes of KV where pages may lose window parts; None: by free memory
-    sharers: int = 1  # engines that share the free memory: each takes such a part of the usual share for its KV
+    sharers: int = 1  # engines that share the free memory: each takes 1 / sharers of the usual share for its KV
     prefix_cache: bool = True
-    packed_cache_bytes: int = PACKED_CACHE_BYTES  # of packed weights kept for later starts; 0: none
+    packed_cache_bytes: int = PACKED_CACHE_BYTES  # most bytes of packed weights kept for later starts; 0: none
     kv_disk: str | None = None  # folder for pages of the prefix cache; None: they are in memory only
-    kv_disk_bytes: int = 16 << 30  # of that folder, at most
-    kv_events: KvEventsConfig | None = None  # where the prefix cache is told of, by an engine's process
+    kv_disk_bytes: int = 16 << 30  # most bytes of that folder
+    kv_events: KvEventsConfig | None = None  # where an engine's process publishes events of the prefix cache
     profile: str | None = None  # file of measured costs for `--draft auto`; None: those of this machine
     overlap: str = AUTO  # one of OVERLAPS: draft one half of the rows while the other is scored
     draft_device: str = SAME  # where drafters run; see `Placement.parse`
     draft_process: bool = False  # every drafter gets a process of its own
     tensor_parallel: int = 1  # processes that share the target's layers, each on a device or cores of its own
-    draft_tensor_parallel: int = 1  # likewise, of drafters with layers of their own
-    objective: str = THROUGHPUT  # of `--draft auto`; or latency:MS
-    keep_learnt: bool = True  # of `--draft auto`: what the controller learns, for the next engine like this one
+    draft_tensor_parallel: int = 1  # the same for drafters with layers of their own
+    objective: str = THROUGHPUT  # what `--draft auto` aims at: throughput, or latency:MS
+    keep_learnt: bool = True  # keep what `--draft auto` learns, for the next engine like this one
     trace: str | None = None  # file to which `--draft auto` writes its inputs, choices and outcomes
-    sampling_defaults: str = MODEL  # of requests that say nothing: the model's or usual ones, or neutral
+    sampling_defaults: str = MODEL  # values that requests leave out: the model's or usual ones, or neutral ones
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -160,16 +160,16 @@ class EngineConfig:
 
     @property
     def quota_threads(self) -> int | None:
-        """Threads for which its control group has time; None: for those of all cores.
+        """Threads that the control group's CPU quota allows; None: as many as cores, or more.
 
-        More would use up the time of a period at once, and all of them wait for the next one.
+        More threads would use up the quota of a period early, and all would wait for the next period.
         """
         target, ranks = self.placement.target, self.tensor_parallel
         most = math.ceil(core_quota() / (self.sharers * ranks))
         return most if (target is None or target.is_host) and most < self._num_cores // ranks else None
 
     def within_quota(self) -> EngineConfig:
-        """Return it with as many threads as its control group has time for."""
+        """Return a config with as many threads as the control group's CPU quota allows."""
         return replace(self, threads=self.threads or self.quota_threads)
 
     @property
@@ -179,7 +179,7 @@ class EngineConfig:
 
     @property
     def own_model_spec(self) -> BackendSpec:
-        """Backend of a draft model that stands alone; on cores it may be another."""
+        """Backend of a draft model that stands alone; on cores it may be another one."""
         spec, draft = self.backend_spec, self.placement.draft
         on_cores = draft is not None and draft.is_host and spec.cores_backend is not None
         return backend_spec(spec.cores_backend) if on_cores and spec.cores_backend else spec
@@ -209,7 +209,7 @@ class EngineConfig:
         """True if the target's store can drop what sliding layers hold of a page."""
         target = self.placement.target
         on_host = target is None or target.is_host
-        takes_back = sys.platform == "linux"  # others keep the memory of what is dropped
+        takes_back = sys.platform == "linux"  # other systems do not take back the memory of dropped pages
         return takes_back and self.backend_spec.drops_windows and on_host and self.tensor_parallel == 1
 
     @property
@@ -244,7 +244,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Choices by free memory, for engines that are to be equals of the first."""
+    """One engine's choices by free memory, for others that must choose the same."""
 
     weights: str
     kv: str
@@ -252,7 +252,7 @@ class Settled:
     kv_budget: int | None = None
 
     def pin(self, config: EngineConfig) -> EngineConfig:
-        """Return a config that leaves an engine none of these choices."""
+        """Return a config in which these choices are already made."""
         tokens, budget = self.kv_tokens, self.kv_budget
         return replace(config, weights=self.weights, kv=self.kv, kv_tokens=tokens, kv_budget=budget)
 

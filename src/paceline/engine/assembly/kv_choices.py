@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30
-KV_SHARE = 0.5  # of the free memory; the rest is for activations, drafters and other programs
+KV_SHARE = 0.5  # share of the free memory for KV; the rest is for activations, drafters and other programs
 MIN_PAGES = 4
-GRAPHS_BYTES = 1 << 29  # of captured steps beside their logits
-UNASKED_TOKENS = 1 << 16  # KV slots; more are taken only if --kv-tokens says so
+GRAPHS_BYTES = 1 << 29  # memory that captured steps take beside their logits
+UNASKED_TOKENS = 1 << 16  # most KV slots on a host, or those of one request, where --kv-tokens is not given
 
 
 def choose_kv_type(config: EngineConfig, model: ModelConfig, share: float) -> tuple[str, str]:
     """Return the type of KV, and why if it is not the usual one.
 
-    It is the backend's small type where free memory, weights taken off, would not hold the KV asked for. Unasked,
-    it is so where a share of that memory would not hold one request of the greatest length. Heads that integers do
-    not take have a type of their own. Raises `ConfigError`.
+    The backend's small type is chosen where the free memory, less the weights, would not hold the tokens asked
+    for; where none were asked for, if `share` of that memory would not hold one request of the greatest length.
+    Heads too large for integers get the backend's wide type. Raises `ConfigError`.
     """
     usual, small, wide = config.kv_type, config.backend_spec.small_kv, config.backend_spec.wide_kv
     if config.kv not in (None, AUTO) or small is None or small == usual:
@@ -104,11 +104,11 @@ def row_bytes(
 ) -> int:
     """Return the memory that drafters keep for rows beside pages.
 
-    0 for those on another device. fingerprint: of the target. Raises `PacelineError`.
+    0 for drafters on a device of their own. fingerprint: of the target. Raises `PacelineError`.
     """
     if config.device_defaults is not None and config.placement.apart:
         return 0
-    parts = 1 if config.device_defaults is None else config.tensor_parallel  # each on a device of its own
+    parts = 1 if config.device_defaults is None else config.tensor_parallel  # ranks, each with a part of the KV
     model, own = target.config, target.new_kv(1).bytes_per_token * parts
     keepers = [one for one in drafters if isinstance(one, KeepsForRows)]
     numbers = sum(one.row_numbers(model, fingerprint, num_rows) for one in keepers)
@@ -125,10 +125,10 @@ def kv_room(
 ) -> KvRoom:
     """Choose the number of pages, and their memory. Raises `ConfigError` if none fits.
 
-    Where only some layers slide, a row needs the window parts of its window. What is left of the memory holds
-    those behind windows, for the prefix cache. Drafters may take a page of theirs for each, which is at most as
-    large as the target's whole one; those beyond the pages that would fit whole come from the KV's share.
-    mapped_bytes: of the memory that counts as free, those that weights need. beside: of the KV's share, those that
+    Where only some layers slide, a row needs window parts for its window only. The memory that is left holds the
+    window parts behind windows, for the prefix cache. A drafter may have a page of its own for each page, at most
+    as large as a whole page of the target; those beyond the pages that would fit whole come from the KV's share.
+    mapped_bytes: bytes of weights that the system counts as free memory. beside: bytes of the KV's share that
     drafters take beside its pages, see `row_bytes`.
     """
     kv, model = decoder.new_kv(1), decoder.config
@@ -147,7 +147,7 @@ def kv_room(
     whole = num_pages * (page + part)
     free -= max(num_pages - free // (page + part), 0) * of_drafters
     total = min(whole, max(least, config.kv_budget or free))
-    if total == whole:  # all that was asked for is there: nothing needs to go
+    if total == whole:  # all pages fit whole, so none needs to lose its window part
         return KvRoom(num_pages, why)
     about = (
         f"{len(sliding)} of {model.num_layers} layers see {max(model.windows)} tokens, and keep more if it fits"
@@ -177,9 +177,9 @@ def choose_num_pages(config: EngineConfig, limits: Limits, affordable: int) -> t
 
 
 def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0, of_steps: int = 0) -> int:
-    """Return the share of free memory for KV, see `kv_room`: all for tokens asked for.
+    """Return the bytes that KV may take: a share of free memory; with --kv-tokens all.
 
-    of_steps: what it leaves in any case, see `step_bytes`.
+    mapped_bytes, beside: see `kv_room`. of_steps: bytes left for steps in any case, see `step_bytes`.
     """
     share = 1 / config.sharers if config.kv_tokens is not None else kv_share(config)
     free = max(config.free_bytes() - mapped_bytes, 0)
@@ -189,8 +189,8 @@ def kv_bytes(config: EngineConfig, mapped_bytes: int = 0, beside: int = 0, of_st
 def step_bytes(config: EngineConfig, limits: Limits, decoder: Decoder) -> int:
     """Return the memory of a device's steps, beside weights and KV; 0 on hosts.
 
-    Captured ones keep the logits of the largest of them. The longest is not captured: at its widest it has a gated
-    layer's inputs and output, and five states as wide as the model.
+    Captured steps keep the logits of the largest of them. The longest step is not captured: at its widest it has a
+    gated layer's inputs and output, and five states as wide as the model.
     """
     if config.device_defaults is None:
         return 0
@@ -222,7 +222,7 @@ def open_folder(config: EngineConfig, decoder: Decoder) -> PageFiles | None:
 
 
 def disk_of(files: PageFiles | None, kv: object) -> KvDisk | None:
-    """Begin to keep pages of a store in a folder."""
+    """Return what keeps pages of a store in a folder; None without a folder."""
     return None if files is None else KvDisk(files, as_bytes(kv))
 
 
@@ -234,7 +234,7 @@ def as_bytes(kv: object) -> PageBytes:
 def identity(decoder: Decoder, content: str, numerics: str | None) -> str:
     """Return all that a page's bytes depend on beside its tokens.
 
-    For pages that outlive the process. content: key of the model's files.
+    It names pages that outlive the process. content: key of the model's files.
     """
     assert content, "a model that is loaded for pages on disk has the key of its files"
     here = machine()

@@ -24,23 +24,23 @@ PUBLISHERS = ("zmq", "null")
 MAP, ARRAY = FORMS = ("map", "array")
 MAX_STEPS = 1 << 20
 MAX_QUEUE = 1 << 24
-MAX_CHARS = 256  # of a topic, or of an endpoint
+MAX_CHARS = 256  # longest topic, longest endpoint
 MAX_PORT = 65535
 _ENDPOINT = re.compile(r"tcp://(?:[\w.*-]+|\[[0-9a-fA-F:]+\]):(\d{1,5})|ipc:///[^\0*]+")
-_OURS = re.compile(r"[*]|::|^ipc:")  # in an endpoint at which we listen
+_OURS = re.compile(r"[*]|::|^ipc:")  # found in endpoints at which we listen, by vLLM's rule
 PLACES = "tcp://*:PORT listens on every address, tcp://HOST:PORT connects there, ipc:///PATH stays on this machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsConfig:
-    """Places of an engine's events. Checked when made; raises `ConfigError`."""
+    """Destinations of an engine's events, by vLLM's keys. Checked when made; raises `ConfigError`."""
 
     endpoint: str
-    replay_endpoint: str | None = None  # None: nobody can ask for what was missed
+    replay_endpoint: str | None = None  # where subscribers ask for missed batches; None: nowhere
     topic: str = ""
-    buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # batches that wait for one subscriber; further ones are lost to it
-    max_queue_size: int = 100_000  # batches that wait to be sent
+    buffer_steps: int = 10_000  # most batches kept for replay
+    hwm: int = 100_000  # most batches that wait for one subscriber; it misses further ones
+    max_queue_size: int = 100_000  # most batches that wait to be sent
     event_form: str = MAP
     rank: int = 0  # index of the replica, vLLM's data-parallel rank
 
@@ -63,7 +63,7 @@ class KvEventsConfig:
         self.places()
 
     def places(self) -> list[str]:
-        """Return the endpoints in use. Raises `ConfigError` if they are one."""
+        """Return the endpoints in use. Raises `ConfigError` if both are the same."""
         found = [place for place in (self.endpoint, self.replay_endpoint) if place]
         if len(set(found)) < len(found):
             raise ConfigError(f"{FLAG}: endpoint and replay_endpoint must differ, not both be {self.endpoint}")
@@ -101,7 +101,7 @@ def _check_place(name: str, value: object) -> None:
 
 
 def _moved(endpoint: str, rank: int) -> str:
-    """Return a replica's endpoint; vLLM gives ranks their names in the same way."""
+    """Return a replica's endpoint, which vLLM would give to this rank."""
     if not endpoint.startswith("tcp"):
         return f"{endpoint}_dp{rank}" if rank else endpoint
     place, _, port = endpoint.rpartition(":")

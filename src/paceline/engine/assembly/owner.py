@@ -49,11 +49,11 @@ class EngineOwner:
     def __init__(self, config: EngineConfig, loaded: Loaded | None, built: Built) -> None:
         """Own an engine that was assembled over loaded weights, see `load_engine`."""
         self.config = config
-        self.version = FIRST_VERSION  # of the weights
-        self.mark = ""  # what stands for these weights in the hashes of pages; empty: the first ones
+        self.version = FIRST_VERSION  # version of the weights in use
+        self.mark = ""  # weight mark in the hashes of pages; empty: the first weights
         self._source: WeightSource | None = None  # None: the files of the config, or arrays
         self._from_arrays = False
-        self._first_content = loaded.content if loaded else ""  # key of the config's files as they were
+        self._first_content = loaded.content if loaded else ""  # key of the config's files at the first load
         self._released: set[str] = set()
         self._loaded, self._built = loaded, cast("Built | None", built)
 
@@ -70,7 +70,7 @@ class EngineOwner:
         return self._built is None
 
     def drop_json(self) -> None:
-        """Drop the tokenizer's JSON, once who needs it has it."""
+        """Drop the tokenizer's JSON, once its reader has a copy."""
         self._built = self._built and replace(self._built, tokenizer_json=b"")
         self._loaded = self._loaded and replace(self._loaded, tokenizer_json=b"")
 
@@ -91,7 +91,7 @@ class EngineOwner:
     ) -> Callable[[], Renewal]:
         """Make a source's weights ready; return what puts them in place.
 
-        That is called between two steps. beside: the engine steps meanwhile, in another thread.
+        What is returned runs between two steps. beside: the engine steps during `prepare`, in another thread.
         Raises as `update`.
         """
         check_version(version)
@@ -133,7 +133,7 @@ class EngineOwner:
         beside: bool = False,
     ) -> Callable[[], Renewal]:
         """Make a model's numbers ready, see `prepare`. source: None for arrays."""
-        loaded = self._loaded or load(self.config, progress)  # in that case with weights that are replaced at once
+        loaded = self._loaded or load(self.config, progress)  # released weights are loaded again, then replaced
         newer, put_in_place = self._repack(loaded.decoder, model, beside=beside)
         mark, built, head_within = f"{version}\0{digest}", self._built, usable_mtp(model)
         drafters = {} if built is None else self._rebuilt(built, head_within, newer)
@@ -152,7 +152,7 @@ class EngineOwner:
             else:
                 report = renew(built.engine, put, version, versioned(built.fingerprint, mark), drafters)
                 log.warning("weights are now version %s; drafters: %s", version, describe(report))
-            give_memory_back()  # or each update leaves room for weights that no later one fills
+            give_memory_back()  # otherwise each update leaves freed memory that later updates do not use
             return report
 
         return take
@@ -174,7 +174,7 @@ class EngineOwner:
         return rebuild(built.engine.drafting.drafters, makers, newer)
 
     def _woken(self) -> Renewal:
-        """Make the engine again, if it can be: the weights are taken in any case."""
+        """Make the engine again; a failure is only logged, as the weights are taken already."""
         try:
             self._wake()
         except Exception:
@@ -190,7 +190,7 @@ class EngineOwner:
             raise RequestError("requests are open: abort them before memory is given back", "tags")
         if self._built is not None:
             self._built.engine.close()
-            if self._built.settled is not None:  # the engine has as much KV as before, whatever is free then
+            if self._built.settled is not None:  # the next engine gets as much KV, whatever memory is free then
                 self.config = self._built.settled.pin(self.config)
         self._built = None
         self._released |= tags
@@ -201,7 +201,7 @@ class EngineOwner:
         self.config.backend_spec.return_memory()
 
     def resume(self, tags: Collection[str], progress: Progress | None = None) -> None:
-        """Take memory again; the engine is back with the last part. Raises `PacelineError`."""
+        """Take memory again; with the last part the engine is made again. Raises `PacelineError`."""
         tags = _checked(tags)
         if WEIGHTS in tags & self._released:
             if self._from_arrays:
@@ -221,7 +221,7 @@ class EngineOwner:
         self._wake(progress)
 
     def _mark_anew(self, digest: str) -> None:
-        """Note what the files hold now: a trainer may have written them again."""
+        """Mark weights by their files' digest: a trainer may have written the files again."""
         mark = f"{self.version}\0{digest}"
         if mark != self.mark:
             log.warning("the files of version %s are others than they were", self.version)

@@ -1,8 +1,8 @@
 """Placement of drafters on devices, and the drafter that runs in a thread.
 
-A drafter that needs no memory of the target gets a process (`remote/`). One that does gets a thread with cores of
-its own, as passes release Python's lock. If a call of it does not return in time, the drafter is given up; it is
-asked again later if the call has returned by then.
+A drafter that needs no memory of the target gets a process (`remote/`). A drafter that needs some gets a thread
+with cores of its own, as passes release Python's lock. If a call does not return in time, the drafter is given up.
+It is asked again later if the call has returned by then.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-DEADLINE_S = 10.0  # of one call of a drafter
-AGAIN_S, LONGEST_AGAIN_S = 10.0, 600.0  # until a drafter that was given up is asked again
+DEADLINE_S = 10.0  # for one call of a drafter
+AGAIN_S, LONGEST_AGAIN_S = 10.0, 600.0  # first and longest wait before a drafter that was given up is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Placement:
     def parse(cls, text: str, target: Device | None = None) -> Placement:
         """Parse a `--draft-device`; the target's thread gets the other cores. Raises `ConfigError`.
 
-        Beside a target on a device of its backend `cpu` is all cores; else see `Device.parse`.
+        Where the target is on a device, `cpu` means all cores; for the rest see `Device.parse`.
         """
         draft = Device(torch_name=CPU) if text == CPU and target is not None else Device.parse(text)
         if draft is None or not draft.cores:
@@ -83,7 +83,7 @@ class PlacedDrafter:
     ) -> None:
         self.name, self.needs = drafter.name, drafter.needs
         self._drafter, self._worker, self._deadline_s = drafter, worker, deadline_s
-        self._wait_s = again_s  # the next time that it is given up
+        self._wait_s = again_s  # wait after the next time that it is given up
         self._until_s: float | None = None  # time before which it is not asked again; None: it is not given up
         self._requests: dict[int, Request] = {}  # by row
         self._known: set[int] = set()  # rows that the drafter was told of

@@ -1,7 +1,7 @@
 """Facts of the promise key, and a self-test on a fixed prompt.
 
-No version says whether another machine's arithmetic gives the same bits: its mathematical library, its compiler, a
-processor's fault. Two engines that disagree here would disagree in texts, too.
+No version tells whether another machine computes the same bits: its mathematical library or compiler may differ,
+or its processor may be faulty. So a self-test is in the key: where two engines differ in it, texts would, too.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from paceline.model.template_source import TemplateSource
     from paceline.model.tokenizer import Tokenizer
 
-MOST_TOKENS = 64  # of the prompt
-MOST_WORK = 10_000_000_000  # weights times tokens: larger models read less, a very large one a token
-STRIDE = 7919  # between tokens of the prompt: a prime, so they spread over the vocabulary
+MOST_TOKENS = 64  # longest prompt of the self-test
+MOST_WORK = 10_000_000_000  # most weights times tokens: larger models get shorter prompts, of 1 token at least
+STRIDE = 7919  # from one token id to the next: a prime, so that the prompt spreads over the vocabulary
 
 
 def language_digest(tokenizer: Tokenizer, template: TemplateSource | None) -> str:
     """Return a digest of a model's tokenizer, chat template and reader of grammars.
 
-    End tokens are in it: they may stand in a file of their own. So is the reader: another version may allow other
-    tokens.
+    It covers end tokens, which may stand in a file of their own, and the version of the reader, as another version
+    may allow other tokens.
     """
     ends = [sorted(tokenizer.eos_ids), tokenizer.bos_id]
     source = template and [template.text, sorted(template.special.items())]
@@ -54,8 +54,8 @@ def promise_of(config: EngineConfig, decoder: Decoder, content: str, language: s
 def self_test(engine: Engine) -> str:
     """Return a digest of the log-probabilities behind a fixed prompt.
 
-    The engine is idle, and cold afterwards. The numbers are made of all the logits there, in float64, and these of
-    the keys and values of all tokens before.
+    The engine must be idle, and is cold afterwards. Log-probabilities are made of all logits, in float64, and the
+    logits of the keys and values of all tokens before: so the digest tells of all of these.
     """
     config = engine.target.config
     length = max(1, min(MOST_TOKENS, MOST_WORK // num_weights(config), engine.scheduler.max_len - 1))
@@ -66,7 +66,7 @@ def self_test(engine: Engine) -> str:
     outcomes = []
     while engine.has_work:
         outcomes += engine.step()
-    engine.forget()  # and take a fresh controller of the engine's own kind
+    engine.forget()  # this makes a new controller of the engine's own kind, too
     engine.reset_stats()
     return _digest([entry for outcome in outcomes for entry in outcome.logprobs or ()])
 

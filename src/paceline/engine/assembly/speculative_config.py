@@ -1,4 +1,4 @@
-"""vLLM's `--speculative-config`, translated to `--draft` and `--profile`, with the fate of each of its keys.
+"""vLLM's `--speculative-config`, translated to `--draft` and `--profile`, with a line about each of its keys.
 
 The keys are those of vLLM 0.32, and some of older versions. A key becomes an option, or is left out for a reason
 that is said, or is an error.
@@ -30,13 +30,13 @@ METHODS = {  # vLLM's method -> drafter
     "dspark": "block",
     **dict.fromkeys(("mtp", "mimo_mtp", "glm4_moe_mtp"), "mtp"),
 }
-SWITCHES = {  # key -> the drafter that it makes of each method
+SWITCHES = {  # key -> method -> the drafter that the method becomes if the key is set
     "parallel_drafting": {"eagle3": "peagle"},
     "use_heterogeneous_vocab": {"draft_model": "draft-model"},
 }
 IN_NAMES = ("eagle3", "eagle", "dflash", "dspark")  # methods that a model's name may contain
 NUMBER = (int, float)
-OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # option of the drafter, types of its value
+OPTIONS: dict[str, tuple[str, tuple[type, ...]]] = {  # key -> option of the drafter, types of its value
     "model": ("model", (str,)),
     "num_speculative_tokens": ("k", (int,)),
     "prompt_lookup_min": ("min", (int,)),
@@ -81,13 +81,13 @@ class Translation(NamedTuple):
 
     draft: str  # value of --draft
     profile: str | None  # value of --profile
-    lines: tuple[str, ...]  # one about each key, and one about all
+    lines: tuple[str, ...]  # for the log: one line about each key, and one about the whole
 
 
 def options_of(given: str | Mapping[str, Any], draft: str | None, profile: str | None) -> tuple[str, str | None]:
     """Return --draft and --profile for a speculative config; log a line about each key.
 
-    draft, profile: given beside it. Raises `ConfigError`, also where one of them is given in both ways.
+    draft, profile: the flags given beside it. Raises `ConfigError`, also if the config gives one of them, too.
     """
     if draft is not None:
         raise ConfigError(f"{FLAG} and --draft both name the drafter; give one of them")
@@ -118,13 +118,13 @@ def translate(given: str | Mapping[str, Any]) -> Translation:
         elif key in LEFT_OUT:
             fates[key] = f"left out: {LEFT_OUT[key]}"
     for one, other in (("min", "max"), ("max", "min")):
-        if one in options:  # as vLLM has it, the other is the same where only one is given
+        if one in options:  # as in vLLM: where only one is given, the other is the same
             options.setdefault(other, options[one])
     if config.get(VOCABULARY):
         options["vocabulary"] = "tokens"
     listed = ",".join(f"{option}={value}" for option, value in options.items())
     draft = (f"{AUTO}:" if auto else "") + (f"{drafter}:{listed}" if listed else drafter)
-    parse_drafters(draft)  # for its bounds
+    parse_drafters(draft)  # raises if a value is out of bounds
     lines = (*(f"{key}: {fates[key]}" for key in config), f"that is --draft {draft}")
     return Translation(draft, config.get(TABLE_FILE), lines)
 
@@ -140,7 +140,7 @@ def _parsed(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drafter(config: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return the drafter, and the fate of the keys that say which it is."""
+    """Return the drafter, and a line about each key that names it."""
     method, model = config.get("method"), str(config.get("model", ""))
     if method is None and model:
         by_name = next((known for known in IN_NAMES if known in model.lower()), "draft_model")

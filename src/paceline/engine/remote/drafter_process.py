@@ -1,7 +1,7 @@
 """A drafter's process: load the drafter, then answer the engine until it is gone.
 
-`supervisor` starts it as `python -m paceline.engine.remote.drafter_process SOCKET MEMORY`: the descriptors of its
-end of the channel. It keeps a copy of the rows it hears of, on which the drafter runs as on the engine's own.
+`supervisor` starts it as `python -m paceline.engine.remote.drafter_process SOCKET MEMORY`, the descriptors of its
+end of the channel. It keeps a copy of the rows that it is told of. The drafter reads it like the engine's rows.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DrafterHost:
         return forget
 
     def _admit(self, new: NewRow) -> None:
-        request = replace(new.request.request(), told=new.written)  # a row may have begun before it is heard of
+        request = replace(new.request.request(), told=new.written)  # its answer may have begun before this message
         tokens = (*request.prompt_ids, *new.written)
         admission = Admission(new.row, request, tokens, cached_len=len(tokens) - 1, pages=())
         self._rows.apply(Batch(0, (), (admission,)))
@@ -154,7 +154,7 @@ def serve(channel: Channel) -> None:
         channel.send(encode(_failed(error)))
         return
     if device is not None:
-        stay_on(device.cores)  # only now: a config is checked against the cores that this process may use
+        stay_on(device.cores)  # only now: the config was checked against all cores that this process may use
     channel.send(encode(Up(drafter.needs, dict(drafter.report()))))
     host = DrafterHost(drafter, rows)
     while True:

@@ -25,11 +25,11 @@ from paceline.engine.wire import Failed, Message, Submit, TokenId
 if TYPE_CHECKING:
     from paceline.engine.request_table import Limits
 
-_MAX_PARAMS_BYTES = 1 << 16  # of one request's parameters: a thousand biases
-_SPARE_BYTES = 1 << 20  # for everything but tokens, pages and parameters
-_MAX_INT_BYTES = 5  # of one integer in msgpack
+_MAX_PARAMS_BYTES = 1 << 16  # most bytes of one request's parameters: enough for a thousand biases
+_SPARE_BYTES = 1 << 20  # room for everything but tokens, pages and parameters
+_MAX_INT_BYTES = 5  # most bytes of one integer in msgpack
 _WAKE = b"\1"
-_HEAD_BYTES = 8  # length of a message, little endian, before it
+_HEAD_BYTES = 8  # bytes before a message: its length, little endian
 
 Number = Annotated[int, Meta(ge=0)]
 
@@ -51,8 +51,8 @@ class RowUpdate(DraftPart, frozen=True):
     """Changes of a row since the drafter last heard of it."""
 
     row: Number
-    token_ids: tuple[TokenId, ...]  # gained
-    num_kept_pages: Number = 0  # the first pages that the drafter knows stay ...
+    token_ids: tuple[TokenId, ...]  # tokens gained
+    num_kept_pages: Number = 0  # first known pages, which stay ...
     pages: tuple[Number, ...] = ()  # ... followed by these
 
 
@@ -63,14 +63,14 @@ class BeginDrafter(Message, frozen=True):
     """The first message: the drafter to load."""
 
     config: EngineConfig
-    index: Number  # of the drafter, among those of the config
-    num_pages: Number  # of the engine's page pool
+    index: Number  # index of the drafter among the config's
+    num_pages: Number  # pages of the engine's pool
 
 
 class Propose(Message, frozen=True):
     """Draft up to `ks[i]` tokens for the i-th row, or to where `stops[i]` ends it."""
 
-    ended: tuple[Number, ...]  # rows given up; they come before the new ones, which may reuse them
+    ended: tuple[Number, ...]  # rows given up, released before new rows take their places
     new: tuple[NewRow, ...]
     rows: tuple[RowUpdate, ...]
     ks: tuple[Annotated[int, Meta(ge=1, le=MAX_K)], ...]
@@ -130,7 +130,7 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 
 def max_message_bytes(limits: Limits) -> int:
     """Return the largest message's size in bytes: all rows new at once, of full length."""
-    tokens = limits.max_len * (_MAX_INT_BYTES + 1)  # and their pages
+    tokens = limits.max_len * (_MAX_INT_BYTES + 1)  # one byte more per token, for page numbers
     return _SPARE_BYTES + limits.num_rows * (_MAX_PARAMS_BYTES + tokens)
 
 
@@ -138,7 +138,7 @@ def max_message_bytes(limits: Limits) -> int:
 
 
 class ChannelClosed(Exception):  # noqa: N818 (a state, no error of the user's)
-    """The other end is gone, or sends what cannot be true."""
+    """The other end is gone, or has sent what it never sends."""
 
 
 class Channel:
@@ -148,7 +148,7 @@ class Channel:
         """first: this end writes into the first half of the memory."""
         self._line = line
         self._memory = mmap(memory_fd, 0)
-        self._max_bytes = len(self._memory) // 2 - _HEAD_BYTES  # of a message
+        self._max_bytes = len(self._memory) // 2 - _HEAD_BYTES  # bytes of the longest message
         halves = (0, len(self._memory) // 2)
         self._out, self._in = halves if first else halves[::-1]
 
@@ -188,9 +188,9 @@ class Channel:
 def open_channel(max_bytes: int) -> tuple[Channel, socket.socket, int]:
     """Return one end of a channel, then socket and memory descriptor for the other end.
 
-    max_bytes: of a message. Memory is only taken as messages fill it.
+    max_bytes: the longest message. Messages take memory only as they fill it.
     """
-    with ExitStack() as undo:  # descriptors may run out on the way
+    with ExitStack() as undo:  # closes what was opened if descriptors run out on the way
         memory_fd = anonymous_memory(2 * (max_bytes + _HEAD_BYTES))
         undo.callback(os.close, memory_fd)
         ours, theirs = map(undo.enter_context, socket.socketpair())

@@ -1,6 +1,6 @@
 """A drafter in another process, as the engine calls it.
 
-A row's gains are sent when it is drafted for, and the row itself when it is first drafted for. So a restarted
+A row is sent when it is first drafted for, then its gained tokens whenever it is drafted for. So a restarted
 process needs no special care: it knows no row, its stores are empty, and it catches up.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.core.request_nouns import Request
     from paceline.engine.remote.protocol import RemoteRowDraft, ToDrafter, ToEngine
 
-MAX_FAILURES = 4  # of a process's drafter in a row; then the process is started anew
+MAX_FAILURES = 4  # failures in a row of a process's drafter, after which the process is started anew
 AnswerT = TypeVar("AnswerT", bound="ToEngine")
 
 
@@ -47,7 +47,7 @@ class _KnownRow:
     """The process's knowledge of a row."""
 
     length: int
-    num_full_pages: int = 0  # full of known tokens, so they do not change
+    num_full_pages: int = 0  # known pages that are full of known tokens, and so do not change
 
 
 class RemoteDrafter:
@@ -57,15 +57,15 @@ class RemoteDrafter:
         """Start the process. rows: the engine's. Raises what loading the drafter there raises."""
         self.name = name
         self.supervisor = _started(begin, name)
-        self.needs = replace(self.supervisor.first.needs, instant=False)  # an answer takes a while
+        self.needs = replace(self.supervisor.first.needs, instant=False)  # each answer crosses processes
         self._on = str(begin.config.placement.draft or "the engine's cores")
-        self._failures = 0  # answers in a row that said the drafter failed
+        self._failures = 0  # answers in a row which said that the drafter failed
         self._rows, self._deadline_s = rows, deadline_s
         self._requests: dict[int, Request] = {}  # by row
         self._valid_lens: dict[int, Mapping[str, int]] = {}  # by row
         self._known: dict[int, _KnownRow] = {}  # by row
         self._ended: list[int] = []  # rows that the process knows and that have been released
-        self._open: set[int] = set()  # rows drafted for, whose outcome the process does not know
+        self._open: set[int] = set()  # rows drafted for whose outcome was not sent yet
 
     def admit(self, row: int, request: Request, valid_lens: Mapping[str, int]) -> None:
         """Note a new request in a row."""
@@ -90,7 +90,7 @@ class RemoteDrafter:
         return Draft(tuple(self._row_draft(drafts.get(r.row)) for r in batch.rows))
 
     def commit(self, batch: Batch, scores: Scores, verdict: Verdict) -> None:
-        """Send the outcomes of drafted rows; the process has nothing to trim of others."""
+        """Send the outcomes of rows that the process drafted for; other rows need no trim."""
         places = {r.row: index for index, r in enumerate(batch.rows) if r.row in self._open}
         rows = list(places)
         self._open.difference_update(rows)
@@ -128,10 +128,10 @@ class RemoteDrafter:
         return NewRow(row, Submit.of(_anonymous(request)), written, tuple(self._valid_lens[row].values()))
 
     def _update(self, row: int, ahead: int | None = None) -> RowUpdate:
-        """Return a row's gain. ahead: tokens behind it that need a page; None: no pages."""
+        """Return a row's gain. ahead: tokens behind the gain that need pages; None: no pages."""
         known, tokens = self._known[row], self._rows.tokens(row)
         new = tokens[known.length :]
-        gained = tuple(new[new != BROKEN].tolist())  # BROKEN stands behind an answer that ends with an error
+        gained = tuple(new[new != BROKEN].tolist())  # BROKEN is the last token of an answer with an error
         known.length = len(tokens)
         if ahead is None:
             return RowUpdate(row, gained)
@@ -146,7 +146,7 @@ class RemoteDrafter:
         return RowDraft(found.token_ids, self.name, found.confidence)
 
     def _ask(self, message: ToDrafter, kind: type[AnswerT], num_rows: int = 0) -> AnswerT:
-        """Ask the process. Raises `StoresLost` if that was its end."""
+        """Ask the process. Raises `StoresLost` if the process ended."""
         process = self.supervisor.running()
         assert process is not None
         try:
@@ -184,8 +184,8 @@ def _started(begin: BeginDrafter, name: str) -> ProcessSupervisor:
 def _anonymous(request: Request) -> Request:
     """Return what a drafter may know of a request: how its tokens are chosen.
 
-    A grammar is long, and read where its states are, with the target's rows.
+    The grammar is left out: it is long, and only the engine reads it, where the target's rows are.
     """
     params = replace(request.params, stop=(), grammar=None)
-    salt = sha256(request.salt.encode()).hexdigest() if request.salt else ""  # tells users apart, no more
+    salt = sha256(request.salt.encode()).hexdigest() if request.salt else ""  # tells users apart, hides the salt
     return replace(request, request_id="any", params=params, salt=salt, speculation=None, told=())

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT", bound="ToEngine")
 
-LOAD_S = 600.0  # for the drafter to be loaded
-KILL_S = 2.0  # for the system to end a process that was killed
+LOAD_S = 600.0  # time to load the drafter
+KILL_S = 2.0  # time for the system to end a killed process
 
 log = logging.getLogger(__name__)
 
 
 class DrafterProcess:
-    """One process. It ends with this object, or in any way with the engine's process."""
+    """One process. It ends with this object, and at the latest with the engine's process."""
 
     def __init__(self, begin: BeginDrafter) -> None:
         """Start a process and wait for its drafter to load. Raises its error, or `ChannelClosed`."""
@@ -67,7 +67,7 @@ class DrafterProcess:
         return self._process.pid
 
     def ask(self, message: ToDrafter, kind: type[AnswerT], timeout_s: float) -> AnswerT:
-        """Send a message; return the answer. Raises `ChannelClosed`, or `PacelineError` if that is answered."""
+        """Send a message; return the answer. Raises `ChannelClosed`, or the `PacelineError` in the answer."""
         self._channel.send(encode(message))
         try:
             answer = decode_to_engine(self._channel.receive(timeout_s))
