@@ -32,16 +32,16 @@ class Rope:
     theta: float = 10000.0
     scaling: RopeScaling = "none"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as the next
+    low_freq_factor: float = 1.0  # this and the next: llama3 only
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    share: float = 1.0  # of each head that is rotated; 0: none, as in layers without RoPE
-    magnitude: float = 1.0  # of what is rotated, times its size before
-    beta_fast: float = 32.0  # yarn only, as the next two
+    share: float = 1.0  # rotated share of each head; 0 in layers without RoPE
+    magnitude: float = 1.0  # factor of rotated numbers (YaRN, longrope)
+    beta_fast: float = 32.0  # this and the next two: yarn only
     beta_slow: float = 1.0
     truncates: bool = True
-    divisors: tuple[float, ...] = ()  # longrope only, as the next two: of the angles
-    long_divisors: tuple[float, ...] = ()  # of a model that serves more than `original_context` tokens
+    divisors: tuple[float, ...] = ()  # divisors of the angles; this and the next two: longrope only
+    long_divisors: tuple[float, ...] = ()  # the divisors where more than `original_context` tokens are served
     is_long: bool = False
     query_growth: float = 0.0  # queries grow with the logarithm of their position over `original_context`
 
@@ -105,7 +105,7 @@ class LayerView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """Layers whose tokens see only the newest ones, with their own RoPE."""
+    """Layers whose tokens see only the newest tokens, with a RoPE of their own."""
 
     window: int  # tokens that a token sees, its own included
     layers: frozenset[int]
@@ -125,7 +125,7 @@ class ModelConfig:
     family: str  # key of FAMILIES
     vocab_size: int  # rows of the embedding, padding included
     hidden_size: int
-    intermediate_size: int  # of the feed-forward network, or of each expert
+    intermediate_size: int  # width of the feed-forward network, or of each expert
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -138,17 +138,17 @@ class ModelConfig:
     experts: Experts | None = None  # None: one feed-forward network for all tokens
     query_scalar: float | None = None  # attention scores are divided by its root; None: head_dim
     unrotated: frozenset[int] = frozenset()  # layers without RoPE
-    global_heads: Heads | None = None  # of layers that see all tokens; None: as those of the others
-    keys_are_values: bool = False  # those layers make values with their matrix of keys
-    num_sharing: int = 0  # last layers, which read the keys and values of the last other one that sees as much
-    sharing_factor: int = 1  # times `intermediate_size` in these
-    layer_input_size: int = 0  # numbers that each layer reads of a token beside the residual stream; 0: none
-    embed_factor: float = 1.0  # of embeddings, beside what the family says
-    residual_factor: float = 1.0  # of what each block adds to the residual stream
+    global_heads: Heads | None = None  # heads of layers that see all tokens; None: all layers have the same heads
+    keys_are_values: bool = False  # layers that see all tokens make values with their matrix of keys
+    num_sharing: int = 0  # number of sharing layers: each reads the KV of the last other layer with its window
+    sharing_factor: int = 1  # factor of `intermediate_size` in sharing layers
+    layer_input_size: int = 0  # numbers of a layer input; 0: layers have none
+    embed_factor: float = 1.0  # factor of embeddings, beside the family's
+    residual_factor: float = 1.0  # factor of what each block adds to the residual stream
     logit_divisor: float = 1.0  # the final norm's weights are divided by it when they are read
     score_cap: float | None = None  # attention scores become cap * tanh(score / cap)
-    logit_cap: float | None = None  # likewise logits
-    max_context: int = 2048  # tokens
+    logit_cap: float | None = None  # logits become cap * tanh(logit / cap)
+    max_context: int = 2048  # tokens of the longest text
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -159,9 +159,9 @@ class ModelConfig:
 
     @property
     def lasting_text(self) -> str:
-        """Text of all fields, the same in every process, for hashes that outlive it.
+        """Text of all fields, the same in every process, for hashes that outlive the process.
 
-        A set of words has another order in each process; sets of numbers have not.
+        Sets of words are sorted: their order differs between processes, that of numbers does not.
         """
         return repr(replace(self, biases=frozenset())) + "".join(f" {name}" for name in sorted(self.biases))
 
@@ -219,7 +219,7 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layer of a store whose keys and values each layer reads. [num_layers]"""
+        """For each layer the layer of a store whose keys and values it reads. [num_layers]"""
         first, windows = self.num_layers - self.num_sharing, self.windows
         last = {window: i for i, window in enumerate(windows[:first])}
         return (*range(first), *(last[window] for window in windows[first:]))
@@ -235,7 +235,7 @@ class ModelConfig:
         return tuple(self.heads_of(i) for i in range(stored))
 
     def sliding_kv(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Return the layers of a store that slide beside others that do not."""
+        """Return a store's layers that slide, if other layers do not; else none."""
         windows = self.windows[: len(self.kv_heads(num_layers))]
         return () if all(windows) else tuple(i for i, window in enumerate(windows) if window)
 
@@ -263,7 +263,7 @@ class ModelConfig:
         return tuple(words for words, wanted in asked.items() if wanted)
 
     def for_texts_of(self, max_len: int) -> ModelConfig:
-        """Return the config for texts of so many tokens: longrope has two sets of angles."""
+        """Return the config for texts of `max_len` tokens: longrope has two sets of angles."""
         is_long = self.rope.scaling == "longrope" and min(self.max_context, max_len) > self.rope.original_context
         own = self.sliding and replace(self.sliding, rope=replace(self.sliding.rope, is_long=is_long))
         return replace(self, rope=replace(self.rope, is_long=is_long), sliding=own)

@@ -1,8 +1,8 @@
-"""One key of a model's content, for all that is kept beyond a process.
+"""The key of a model's content, for all that is kept beyond a process.
 
-Packed weights and pages on disk have it. It is of every byte of the model's files. The digest of a file is
-remembered while its inode, size and times of modification and change stay: no program can write to it and keep the
-last one.
+Packed weights and pages on disk are kept by this key. It is a digest of every byte of the model's files. A file's
+digest is remembered while its inode, its size and its times of modification and of change stay: no program can
+write to a file without a new time of change.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's step
-MAX_REMEMBERED = 4096  # digests
+SETTLED_NS = 2_000_000_000  # younger changes are not trusted: a second one within the clock's step leaves no trace
+MAX_REMEMBERED = 4096  # digests that are remembered
 _CHUNK = 16 << 20  # bytes that one thread digests
 
 
 def content_key(sources: Iterable[Source], progress: Progress | None = None) -> str:
-    """Return a key of files, and of texts that stand for themselves. Raises `OSError`."""
+    """Return the key of files, and of texts that are keyed themselves. Raises `OSError`."""
     content = [one if isinstance(one, str) else digest_of(one.path, progress) for one in sources]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -53,7 +53,7 @@ def digest_of(path: Path, progress: Progress | None = None) -> str:
 
 
 def settled(path: Path, state: str) -> bool:
-    """Return True if a file still has a state, and for a while."""
+    """Return True if a file has had a state for a while, and still has."""
     try:
         found = path.stat()
     except OSError:

@@ -13,8 +13,8 @@ class Detokenizer:
     """Text of a growing answer.
 
     All that `push` and `flush` return, joined, equals `decode` of all ids. A character whose bytes are split over
-    tokens is held back until it is complete. `kernels.make_outcomes` does what `push` does, where nothing is held
-    back before the tokens or behind them.
+    tokens is held back until it is complete. `kernels.make_outcomes` does the same as `push`, for tokens where
+    nothing is held back before or after them.
     """
 
     __slots__ = ("_at_start", "_held_bytes", "_pieces")
@@ -22,7 +22,7 @@ class Detokenizer:
     def __init__(self, pieces: Mapping[int, bytes], strips_space: bool) -> None:
         """pieces: bytes of tokens. strips_space: a space before them is not shown."""
         self._pieces = pieces
-        self._held_bytes = b""  # of an unfinished character
+        self._held_bytes = b""  # bytes of an unfinished character
         self._at_start = strips_space
 
     def push(self, ids: Sequence[int]) -> str:

@@ -10,12 +10,12 @@ from paceline.core.errors import BadModelFile, UnsupportedModel
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_EXPERTS = 512  # of a layer
+MAX_EXPERTS = 512  # most experts of a layer
 MAX_PER_TOKEN = 32
 MAX_SHARED_SIZE = 1 << 19
 MAX_DENSE = 1 << 10
 SWIGLU = (7.0, 1.702)  # limit and factor of the activation `clamped_silu`
-DENSE = "dense_"  # begins the short names of a layer without experts in a model with some
+DENSE = "dense_"  # begins the tensors' names in layers without experts, where other layers have some
 ROUTER_NAMES = frozenset({"router", "shared_gate"})
 PARTS = ("gate", "up", "down")
 _SCORES = {False: ("softmax",), True: ("sigmoid", "noaux_tc")}  # words of configs, by `MixtureFacts.sigmoid`
@@ -27,20 +27,20 @@ class MixtureFacts:
 
     normed: bool  # the weights of a token's experts sum to 1, unless config.json says otherwise
     shared: bool = False  # one more expert serves every token
-    shared_gate: bool = True  # behind a gate of its own
-    shared_block: str = "shared_expert"  # its module in `block`
-    sigmoid: bool = False  # the weights of experts are sigmoids, and a correction helps to choose them
-    correction: str = "gate.e_score_correction_bias"  # its tensor in `block`
+    shared_gate: bool = True  # the shared expert is behind a gate of its own
+    shared_block: str = "shared_expert"  # module of the shared expert in `block`
+    sigmoid: bool = False  # weights of experts are sigmoids; a correction is added where experts are chosen
+    correction: str = "gate.e_score_correction_bias"  # tensor of the correction in `block`
     biased: bool = False  # router and experts add biases
     size_key: str = "moe_intermediate_size"
-    router: str = "gate"  # the module in `block`
+    router: str = "gate"  # module of the router in `block`
     block: str = "mlp"  # the module that holds router and experts
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert, in the order of `PARTS`
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # its matrices, ordered as `PARTS`
 
     def check_scores(self, said: object) -> None:
         """Raise `UnsupportedModel` if a file weighs experts in another way.
 
-        said: the file's word for it, None if it has none.
+        said: the file's word for the way; None: the file does not say.
         """
         known = _SCORES[self.sigmoid]
         if said is not None and said not in known:
@@ -56,7 +56,7 @@ class MixtureFacts:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Experts of every layer but perhaps the first: a token goes to a few."""
+    """Experts of every layer, except perhaps the first layers: a token goes to a few."""
 
     num: int
     per_token: int
@@ -65,7 +65,7 @@ class Experts:
     biased: bool = False  # router and experts add biases
     shared_gate: bool = True  # the shared expert, if any, has a gate
     sigmoid: bool = False  # weights are sigmoids; a correction is added where experts are chosen
-    scale: float = 1.0  # times the weights of a token's experts
+    scale: float = 1.0  # factor of the weights of a token's experts
     num_dense: int = 0  # first layers, which have one feed-forward network for all tokens ...
     dense_size: int = 0  # ... with a gate of so many outputs
 
@@ -86,9 +86,9 @@ class Experts:
             )
 
     def shapes(self, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
-        """Return the tensors of one layer's feed-forward network. size: of each expert.
+        """Return the tensors of one layer's feed-forward network. size: width of each expert.
 
-        The shared expert has the names of a dense network.
+        The shared expert's tensors have the names of a dense network's.
         """
         shapes: dict[str, tuple[int, ...]] = {"router": (self.num, hidden)}
         for index in range(self.num):
@@ -119,7 +119,7 @@ def expert_name(index: int, part: str) -> str:
 def expert_names(experts: Experts | None, pattern: str, parts: Mapping[str, str]) -> dict[str, str]:
     """Return the names of all experts' matrices in a file, by canonical name.
 
-    pattern: with the fields `index`, `part` and `kind`. parts: the file's word for each of `PARTS`.
+    pattern: a name with the fields `index`, `part` and `kind`. parts: the file's word for each of `PARTS`.
     """
     if experts is None:
         return {}

@@ -1,4 +1,4 @@
-"""Families of models: what all models of one share and their files leave out."""
+"""Families of models: what all models of a family share and their files leave out."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ QKNorm = Literal["", "head", "whole"]  # what a norm of q and k goes over: nothi
 class MixedLayers:
     """Layers with a sliding window: which ones, and their RoPE, where files say too little."""
 
-    period: int  # the last of every `period` layers sees all tokens
-    scales_rope: bool = True  # RoPE scaling is for these layers, too
-    rotates_others: bool = True  # layers that see all tokens have RoPE beside these
-    query_scalars: Mapping[int, float] = field(default_factory=dict)  # number of layers -> `query_scalar`, if GGUF
+    period: int  # in every `period` layers the last sees all tokens, the others a window
+    scales_rope: bool = True  # True: RoPE scaling is for layers with a window, too
+    rotates_others: bool = True  # True: layers that see all tokens have RoPE, too
+    query_scalars: Mapping[int, float] = field(default_factory=dict)  # GGUF: number of layers -> `query_scalar`
 
     def slides(self, layer: int) -> bool:
         """Return True if a layer has a window."""
@@ -43,34 +43,34 @@ class Family:
     name: str  # also `model_type` in a Hugging Face config.json
     gguf_arch: str | None  # `general.architecture` in GGUF; None: there is none
     activation: str = "silu"
-    activation_names: tuple[str, ...] = ()  # further ones in config.json
+    activation_names: tuple[str, ...] = ()  # further names of the activation in config.json
     biases: frozenset[str] = frozenset()  # projections that always have a bias
     bias_switches: Mapping[str, frozenset[str]] = field(default_factory=lambda: BIAS_SWITCHES)
     norms: Norms = "before"
     qk_norm: QKNorm = ""
     norms_from_one: bool = False  # safetensors files keep norm weights as their distance from 1
-    scales_embedding: bool = False  # embeddings times the root of their size
+    scales_embedding: bool = False  # embeddings are multiplied by the root of their size
     gguf_permutes_qk: bool = False  # GGUF keeps rows of q and k in the order of interleaved RoPE
-    interleaves_rope: bool = False  # so do all its files: RoPE rotates numbers beside each other
+    interleaves_rope: bool = False  # RoPE rotates neighbouring numbers, in safetensors and GGUF files
     mixed_layers: MixedLayers | None = None  # layers with a sliding window, if `sliding_window` is given
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of config.json, where it lacks the key
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values for keys that config.json lacks
     fixed: Mapping[str, Any] = field(
         default_factory=dict
     )  # keys of config.json and the one value that is supported
     keys: Mapping[str, str] = field(default_factory=dict)  # of config.json that have another name there
-    names: Mapping[str, str] = field(default_factory=dict)  # of a layer's tensors in safetensors, where unusual
-    gguf_names: Mapping[str, str] = field(default_factory=dict)  # likewise in GGUF
-    mixture: MixtureFacts | None = None  # its layers have experts
-    sinks: bool = False  # each head has the score of a key without a value, which every token sees
+    names: Mapping[str, str] = field(default_factory=dict)  # unusual names of a layer's tensors in safetensors
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # unusual names of a layer's tensors in GGUF
+    mixture: MixtureFacts | None = None  # given if its layers have experts
+    sinks: bool = False  # each head has a sink: the score of a key without a value, which every token sees
     query_scalar: float | None = None  # attention scores are divided by its root, whatever files say
     norms_values: bool = False  # each head's values are normed, without weights
-    layer_scales: bool = False  # each layer has a factor of its output
-    truncates_yarn: bool = True  # YaRN's bounds are whole pairs, where files do not say
-    gguf_whole_magnitude: bool = False  # GGUF's factor of YaRN's magnitude is all of it
-    normed_heads: str = ""  # family of those of its models whose config.json says `use_qk_norm`
+    layer_scales: bool = False  # each layer's output is multiplied by a factor
+    truncates_yarn: bool = True  # YaRN's bounds are rounded to whole pairs, unless a file says otherwise
+    gguf_whole_magnitude: bool = False  # GGUF files state YaRN's whole magnitude, not a factor of it
+    normed_heads: str = ""  # family that stands in for this one where config.json says `use_qk_norm`
 
 
-# LLaVA 1.5 and 1.6 leave them out.
+# Sizes that the files of LLaVA 1.5 and 1.6 leave out.
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 _MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _NO_WINDOW = {"use_sliding_window": False}
@@ -98,7 +98,7 @@ _GEMMA4_KEYS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-_ONE_GROUP = {"n_group": 1, "topk_group": 1}  # of experts
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}  # groups of experts: one
 _SIGMOIDS = MixtureFacts(normed=True, shared=True, shared_gate=False, shared_block="shared_experts", sigmoid=True)
 _GLM_MOE: dict[str, Any] = {
     "gguf_names": {"mlp_norm": "post_attention_norm.weight"},
@@ -203,7 +203,7 @@ FAMILIES: dict[str, Family] = {
         Family("phi3", "phi3"),
         Family("granite", "granite", gguf_permutes_qk=True, defaults={"attention_multiplier": 1.0}),
         Family(
-            "granitemoehybrid",  # those without experts and recurrent layers, such as Granite 4.0 Micro
+            "granitemoehybrid",  # its models without experts and recurrent layers, such as Granite 4.0 Micro
             None,
             defaults={"attention_multiplier": 1.0},
             fixed={"num_local_experts": 0},
@@ -303,6 +303,6 @@ def family(name: str) -> Family:
             f"{name} models need {_NOT_RUN[name]}, which no backend has; so their MTP layers do not run either"
         )
     if name not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))  # a name that looks alike is another family: nothing to suggest
+        known = ", ".join(sorted(FAMILIES))  # no suggestion: a similar name is another family
         raise UnsupportedModel(f"Paceline does not know the model family {name[:80]!r}; known: {known}")
     return FAMILIES[name]

@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 WORD_BITS = 32
 MAX_COMPILED = 64  # grammars kept compiled; the longest unused is dropped first
 MAX_MASK_THREADS = 8
-CORES_PER_MASK_THREAD = 4  # the pass beside has the others
-# As most models and `json.dumps` write it. Free white space would be a place to loop in, and what is fixed is
-# drafted for nothing. A schema's own "x-guidance" may say otherwise.
+CORES_PER_MASK_THREAD = 4  # the other cores compute the pass beside
+# JSON as most models and `json.dumps` write it. In free white space a model might loop, and fixed white space is
+# drafted at no cost. A schema's own "x-guidance" may set another style.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Bounds on what one grammar may take: symbols, states and work to begin, and for each token.
+# llguidance's bounds on one grammar: its symbols and states, and the work to begin and for each token.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 2_000_000,
@@ -48,7 +48,7 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
-MAX_REASON_CHARS = 300  # of the library's words in an error
+MAX_REASON_CHARS = 300  # most that an error quotes of the library's words
 
 
 def source(grammar: Grammar) -> str:
@@ -150,7 +150,7 @@ class Grammars:
 
     @cached_property
     def _vocabulary(self) -> llguidance.LLTokenizer:
-        """The vocabulary as llguidance reads it, which takes 70 MB of 150,000 tokens."""
+        """The vocabulary as llguidance reads it, which takes 70 MB for 150,000 tokens."""
         return _vocabulary(self._tokenizer, self.vocab_size)
 
     @cached_property
@@ -160,7 +160,7 @@ class Grammars:
         return LLExecutor(max(1, min(MAX_MASK_THREADS, len(usable_cores()) // CORES_PER_MASK_THREAD)))
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Return a grammar's matcher before the first token, which stays so. Raises `RequestError`."""
+        """Return a grammar's matcher before the first token, to be copied. Raises `RequestError`."""
         found = self._compiled.pop(grammar, None) or _matcher(self._vocabulary, grammar)
         self._compiled[grammar] = found
         if len(self._compiled) > MAX_COMPILED:
@@ -174,8 +174,8 @@ class Grammars:
     def masks(self, wanted: Sequence[tuple[GrammarState, Sequence[int]]]) -> list[NDArray[int32]]:
         """Return masks after each state's tokens and each of its drafts, all at once.
 
-        A mask is [1 + num_drafts, num_words]. Behind a draft that leaves the grammar every token is allowed: that
-        draft is never kept, so nothing there is read.
+        A mask is [1 + num_drafts, num_words]. Behind a draft that leaves the grammar every token is allowed: this
+        draft is never kept, so the masks behind it are not read.
         """
         import numpy as np
 
@@ -187,7 +187,7 @@ class Grammars:
     ) -> list[NDArray[int32]]:
         """Write masks as `masks` returns them.
 
-        words: [any, num_words]. starts: first row there of each state.
+        words: [any, num_words]. starts: the first row of each state in `words`.
         """
         matchers = [state.matcher.deep_copy() if drafts else state.matcher for state, drafts in wanted]
         jobs = [
@@ -211,7 +211,7 @@ class Grammars:
     def _mask_one_by_one(self, state: GrammarState, drafts: Sequence[int], mask: NDArray[int32]) -> None:
         """Fill a row's masks position by position; from a matcher's error on nothing is allowed.
 
-        So the answer ends with an error at the position where it would have without drafts.
+        So the answer ends with an error at the same position as without drafts.
         """
         for index in range(len(mask)):
             found = None if state.failed else state.again(drafts[:index])
@@ -228,15 +228,15 @@ class GrammarState:
     """State of one answer's grammar."""
 
     def __init__(self, compiled: llguidance.LLMatcher, eos_ids: Sequence[int], answer: Sequence[int] = ()) -> None:
-        """compiled: before the first token. eos_ids: end an answer. answer: tokens so far."""
+        """compiled: a matcher before the first token. eos_ids: end answers. answer: tokens so far."""
         self._compiled, self._eos_ids = compiled, eos_ids
         self._answer: list[int] = []
         self.matcher = compiled.deep_copy()
-        self.failed = False  # a token did not fit: only of an answer that ended before it
+        self.failed = False  # True: a token did not fit, which happens only behind an answer's end
         self.take(answer)
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens of the answer. Tokens behind its end are ignored."""
+        """Take further tokens of the answer. Tokens behind its end are ignored."""
         for token_id in token_ids:
             if self.failed:
                 return
@@ -249,7 +249,7 @@ class GrammarState:
         return fresh if fresh.consume_tokens([*self._answer, *drafts]) else None
 
     def fit(self, drafts: Sequence[int], most: int) -> list[int]:
-        """Return the drafts that fit, then what the grammar forces. most: of both.
+        """Return the drafts that fit, then forced tokens. most: bound on both together.
 
         An answer that can only end is followed by the end token. A copy reads ahead: a matcher that is rolled back
         may allow other tokens than one that read the same answer.

@@ -1,7 +1,7 @@
 """JSON schemas, rewritten for the grammar library, never wider than they were.
 
-What it does not know is said in words that it knows: the same set of values, or a subset that still has some. A
-value of the rewritten schema so fits the schema as given. What cannot be said stays, and is refused by its name.
+Keywords that the library lacks are replaced by others. The new schema allows the same values or fewer, never none,
+so its values fit the schema as given. A keyword that cannot be replaced stays, and is refused by its name.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from paceline.core.errors import RequestError
 
-MAX_DEPTH = 64  # of schemas in schemas
-MAX_REFS = 8  # followed from one schema, to tell its types
-MAX_ALTERNATIVES = 64  # of a oneOf, compared pair by pair
-MAX_COMPARED = 1_000_000  # names and values of all pairs; further pairs count as alike
-_PAIR_COST = 16  # of comparing empty alternatives, in names
+MAX_DEPTH = 64  # of schemas within schemas
+MAX_REFS = 8  # references followed from one schema
+MAX_ALTERNATIVES = 64  # most alternatives of a oneOf, which are compared pair by pair
+MAX_COMPARED = 1_000_000  # most names and values compared in all pairs; further pairs count as overlapping
+_PAIR_COST = 16  # cost of comparing two empty alternatives, in names
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-)  # that a grammar can hold; others say what a text means and are no rule
+)  # formats that a grammar can enforce; others only say what a text means
 _ONE = (
     "additionalProperties",
     "additionalItems",
@@ -32,7 +32,7 @@ _ONE = (
     "propertyNames",
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_NOTES = frozenset(("title", "description", "default", "examples"))  # say nothing of what fits
+_NOTES = frozenset(("title", "description", "default", "examples"))  # keywords that do not restrict values
 _VALUES = frozenset(("enum", "const", "default", "examples"))  # keywords that hold values, no schemas
 _MAPS = ("properties", "patternProperties", "definitions", "$defs", "dependentSchemas")
 _TYPE_NAMES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
@@ -41,19 +41,19 @@ Schema = dict[str, Any]
 
 
 def supported(schema: Any) -> Any:
-    """Return a schema in words that grammars know. Raises `RequestError`."""
+    """Return a schema in keywords that grammars know. Raises `RequestError`."""
     return _Rewriter(schema).rewrite(schema, 0)
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return what a schema's references within `root` lead to; None for nothing."""
+    """Return the schema that references within `root` lead to; None if there is none."""
     return _Rewriter(root)._resolved(schema)
 
 
 def satisfiable(schema: Any, depth: int = 0) -> Any:
-    """Return a schema without lists of values of which none has the type beside it.
+    """Return a schema without enums of which no value has the type beside them.
 
-    Authors of tools write a list's values beside `"type": "array"` when they mean each item; it goes there.
+    Authors of tools write an enum beside `"type": "array"` when they mean each item: it is moved to the items.
     """
     if isinstance(schema, list):
         return [satisfiable(one, depth + 1) for one in schema]
@@ -72,14 +72,14 @@ def satisfiable(schema: Any, depth: int = 0) -> Any:
 def _has_type(value: Any, kind: str) -> bool:
     name = _TYPE_NAMES.get(type(value), "null")
     if name == "number" and kind == "integer":
-        return isinstance(value, int) or value.is_integer()  # infinity and NaN are not
+        return isinstance(value, int) or value.is_integer()  # False for infinity and NaN
     return name == kind
 
 
 class _Rewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._written: dict[tuple[str, int], frozenset[str]] = {}  # lists of values by id; the root keeps them
+        self._written: dict[tuple[str, int], frozenset[str]] = {}  # (key, id of a list in the root) -> JSON
         self._num_compared = 0
 
     def rewrite(self, schema: Any, depth: int) -> Any:
@@ -103,7 +103,7 @@ class _Rewriter:
         return self.rewrite(value, depth) if key in _ONE else value
 
     def _one_of(self, schema: Schema) -> None:
-        """Turn oneOf into anyOf where no value fits two alternatives, perhaps once closed."""
+        """Turn oneOf into anyOf where no value fits two alternatives; close them if that helps."""
         ways = schema.get("oneOf")
         if not isinstance(ways, list) or "anyOf" in schema or len(ways) > MAX_ALTERNATIVES:
             return
@@ -136,7 +136,7 @@ class _Rewriter:
         return _lacks(a, b) or _lacks(b, a) or self._told_apart(a, b)
 
     def _told_apart(self, a: Schema, b: Schema) -> bool:
-        """Return True if both require a property whose values differ, and both are objects."""
+        """Return True if both are objects and require a property whose values differ."""
         if self._types(a) != {"object"} or self._types(b) != {"object"}:
             return False
         also = {*_names(b.get("required"))}
@@ -168,7 +168,7 @@ class _Rewriter:
     def _resolved(self, schema: Any, alone: bool = False) -> Any:
         """Follow references to other parts of the whole schema.
 
-        alone: to None if a rule stands beside a reference.
+        alone: return None if another keyword restricts values beside a reference.
         """
         for _ in range(MAX_REFS):
             ref = schema.get("$ref") if isinstance(schema, dict) else None
@@ -206,7 +206,7 @@ def _lacks(a: Schema, b: Schema) -> bool:
 
 
 def _properties(schema: Schema) -> Schema:
-    """Return an object's properties; where they are none, the grammar library refuses them."""
+    """Return an object's properties; ill-formed ones are left to the grammar library to refuse."""
     given = schema.get("properties")
     return given if isinstance(given, dict) else {}
 
@@ -251,7 +251,7 @@ def _conditions(schema: Schema) -> None:
 
 
 def _property_names(schema: Schema) -> None:
-    """Say a pattern of all names as a pattern of properties."""
+    """Write a pattern of all names as a pattern of properties."""
     rule = schema.get("propertyNames")
     if not isinstance(rule, dict) or set(rule) - {"type"} != {"pattern"} or not isinstance(rule["pattern"], str):
         return

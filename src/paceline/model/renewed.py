@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from paceline.model.files.stored import Stored
     from paceline.model.weights import LoadedModel
 
-MAX_SHOWN = 3  # names in a message
+MAX_SHOWN = 3  # most names in a message
 MAX_TENSOR_FILES = 4096
-_MADE = {"rope_factors": "rope_factors"}  # numbers of a config, which GGUF files keep as a tensor
+_MADE = {"rope_factors": "rope_factors"}  # made of the config's numbers, though GGUF files keep them as a tensor
 
 
 def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedModel:
     """Return a model with the numbers of a source.
 
-    first: opens the one that was loaded first. Raises `ModelError`, `ConfigError`.
+    first: opens the model that was loaded first. Raises `ModelError`, `ConfigError`.
     """
     if source.model is None:
         model = first()
-    elif Path(source.model).exists():  # a name would be looked up elsewhere
+    elif Path(source.model).exists():  # a path; a name would be looked up elsewhere
         model = load_model(Path(source.model))
     else:
         raise ModelNotFound(f"{source.model} is no folder or .gguf file of this machine")
@@ -50,7 +50,7 @@ def renewed(first: Callable[[], LoadedModel], source: WeightSource) -> LoadedMod
             found |= open_safetensors(file.path)
         if source.whole:
             _check_whole(model, _found(model, found))
-        used = {tensor.path for tensor in found.values()}  # files of which no tensor counts make no difference
+        used = {tensor.path for tensor in found.values()}  # files without a used tensor do not count
         model = with_tensors(model, found, tuple(file for file in files if file.path in used))
     return model
 
@@ -83,7 +83,7 @@ def with_tensors(
 ) -> LoadedModel:
     """Return a model with some tensors replaced, by their names in files. Raises `ModelError`.
 
-    files: that they come from.
+    files: the files of these tensors.
     """
     assert isinstance(model.weights, LazyWeights)
     own = {name: model.weights.stored(name) for name in model.weights}
@@ -114,8 +114,8 @@ def _found(model: LoadedModel, found: Mapping[str, Stored]) -> dict[str, Stored]
 
 
 def _unknown(config: ModelConfig, found: Iterable[str], known: set[str]) -> list[str]:
-    """Return the names that stand for nothing in a model without experts."""
-    if config.experts is not None:  # their tensors have many forms
+    """Return names that a model has no tensor for; none of a model with experts."""
+    if config.experts is not None:  # tensors of experts have many forms
         return []
     ends = (*hf.FUSED, "rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
     short = {name.removeprefix("model.") for name in known}

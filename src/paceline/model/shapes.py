@@ -1,8 +1,8 @@
 """Models by their shape: random weights from a fixed seed, and a tokenizer of bytes.
 
 `shape:NAME[,KEY=VALUE...]` or `shape:KEY=VALUE[,...]` stands where a model's path may. Such a model costs what a
-real one of its shape costs and writes nonsense. Its weights are a hash of their place, so that every backend has
-the same ones; a device makes them where they are needed.
+real model of its shape costs, and writes nonsense. Each weight is a hash of its place, so that every backend has
+the same weights; a device makes them itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PREFIX = "shape:"
 END = "<|end|>"
-LEAST_TOKENS = 257  # of a vocabulary: all bytes, and the end of text
+LEAST_TOKENS = 257  # smallest vocabulary: all bytes, and the end of text
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -97,7 +97,7 @@ SHAPES: dict[str, ModelConfig] = {
         experts=Experts(128, 8),
     ),
 }
-_SMALL = ModelConfig(  # where no name is given
+_SMALL = ModelConfig(  # the shape where no name is given
     family="llama",
     vocab_size=512,
     hidden_size=256,
@@ -150,8 +150,8 @@ def read_shape(name: str | Path) -> ShapedModel:
             config = _changed(config, name, key, value)
     if config.vocab_size < LEAST_TOKENS:
         raise ModelNotFound(f"{name}: vocab_size must be at least {LEAST_TOKENS}, all bytes and an end of text")
-    config.check()  # before anything is made for each layer
-    if config.sliding is not None:  # last, as the number of layers is known now
+    config.check()  # before the loop over layers: their number is bounded here
+    if config.sliding is not None:  # last, as only now the number of layers is known
         mixed = config.facts.mixed_layers or MixedLayers(period=2)
         layers = frozenset(i for i in range(config.num_layers) if all_slide or mixed.slides(i))
         config = replace(config, sliding=replace(config.sliding, layers=layers))
@@ -209,14 +209,14 @@ class RandomTensor:
     def read(self) -> NDArray[floating]:
         """Return the tensor in float32."""
         values = np.empty((self.num_rows, self.shape[-1]), np.float32)
-        for first in range(0, self.num_rows, _ROWS_AT_ONCE):  # so that a table of tokens takes no memory besides
+        for first in range(0, self.num_rows, _ROWS_AT_ONCE):  # pieces bound the memory beside the result
             part = values[first : first + _ROWS_AT_ONCE]
             part[:] = self.rows(np.arange(first, first + len(part)))
         return values.reshape(self.shape)
 
     @property
     def num_rows(self) -> int:
-        """Rows; a vector is one."""
+        """Number of rows; a vector is one row."""
         return self.shape[0] if len(self.shape) == 2 else 1
 
     def rows(self, index: NDArray[intp]) -> NDArray[float64]:
@@ -227,7 +227,7 @@ class RandomTensor:
 
 
 _ROWS_AT_ONCE = 16
-ROW_STEP = 0x9E3779B9  # times a row's index: rows with little in common
+ROW_STEP = 0x9E3779B9  # factor of a row's index in the hash: makes rows unlike
 MASK = 0xFFFFFFFF
 HALF = 2.0**31 - 0.5  # middle of a hash's values
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)  # `lowbias` of core/noise.py
@@ -281,7 +281,7 @@ class ByteText:
         return f"{PREFIX}{self.vocab_size}"
 
     def sampling(self) -> dict[str, object]:
-        """Return nothing: random weights have no wishes."""
+        """Return nothing: a shape asks for no sampling of its own."""
         return {}
 
     def template(self) -> TemplateSource:

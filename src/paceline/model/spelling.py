@@ -38,7 +38,7 @@ def _sentence_piece(token: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
 
-# Conversion of a vocabulary entry to bytes, by the decoder in tokenizer.json that implies it.
+# Decoder in tokenizer.json -> function from a vocabulary entry to its bytes.
 BYTE_DECODERS: dict[str, Callable[[str], bytes]] = {
     "ByteLevel": _byte_level,
     "ByteFallback": _sentence_piece,

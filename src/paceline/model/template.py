@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from paceline.model.template_source import TemplateSource
 
 MAX_OUTPUT_CHARS = 1 << 26
-MAX_REPEAT = 1 << 16  # of a text by a number
-MAX_JSON_GAP = 16  # characters between values, or before them
+MAX_REPEAT = 1 << 16  # most repeats of a text
+MAX_JSON_GAP = 16  # most characters between values in JSON, or before them
 MAX_RENDER_S = 10.0
 _deadline_s: ContextVar[float] = ContextVar("_deadline_s")  # of the current rendering, monotonic clock
 _PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
-_WIDE_FIELD = re.compile(r":[^}]*(\d{5}|\{)")  # of `format`, whose fields may take their width from another
+_WIDE_FIELD = re.compile(r":[^}]*(\d{5}|\{)")  # a field of `format` that is wide, or takes its width from another
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
 
 
@@ -51,7 +51,7 @@ class _Generation(Extension):
 class _Deadline(Extension):
     """Deadline check in every iteration of a loop and call of a macro.
 
-    These may run for long without output, which is checked elsewhere.
+    Loops and macros may run for long without output; output is checked elsewhere.
     """
 
     def watch(self, template: nodes.Template) -> nodes.Template:
@@ -154,7 +154,7 @@ def _environment() -> _Sandbox:
     environment.filters["format"] = _format
     for name in ("center", "indent", "batch", "slice", "round"):
         environment.filters[name] = _with_widths_checked(FILTERS[name])
-    del environment.globals["lipsum"]  # no template needs it, nor those below; they take any time
+    del environment.globals["lipsum"]  # no template needs these; they may take any time
     for name in ("pprint", "urlize", "wordwrap"):
         del environment.filters[name]
     environment.globals["raise_exception"] = _raise

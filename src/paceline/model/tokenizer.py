@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 LONG_CHARS = 4096  # from this length on, a text is tokenised without holding the interpreter's lock
 WHOLE_TEXTS = "the tokenizer's own truncation and padding are switched off: prompts are taken as they are"
-_CONTEXT = "\n"  # no token joins it with what follows, also where a tokenizer puts a space before a text
+_CONTEXT = "\n"  # no token joins it with what follows, even where a tokenizer puts a space before a text
 
 
 class Tokenizer:
@@ -41,7 +41,7 @@ class Tokenizer:
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library, whose truncation and padding are switched off.
 
-        spelling, whole: in place of `raw`, its tokens and what makes it when the first text is turned into ids.
+        spelling, whole: in place of `raw` its tokens, and a function that makes it when a text is first tokenised.
         digest: of what it is built from. Raises `UnsupportedModel` if the decoders do not tell how a token is
         written as bytes.
         """
@@ -101,7 +101,7 @@ class Tokenizer:
             else:  # the same ids; `encode` would hold the interpreter's lock to the end
                 encoding = self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0]
             return list(encoding.ids)
-        except (UnicodeEncodeError, TypeError):  # the library says TypeError for a str it cannot encode
+        except (UnicodeEncodeError, TypeError):  # the library raises TypeError for a str that it cannot encode
             raise RequestError("the text holds half a surrogate pair; send valid Unicode") from None
         except BaseException as error:
             if not is_panic(error):
@@ -123,7 +123,7 @@ class Tokenizer:
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a text that continues another.
 
-        They are without the space that some tokenizers put before a text. Raises `RequestError` as `encode`.
+        No space is put before it, as some tokenizers do with a text. Raises `RequestError` as `encode`.
         """
         if not self.strips_space:
             return self.encode(text, add_special=False)
@@ -163,7 +163,7 @@ def raw_spelling(raw: tokenizers.Tokenizer) -> RawSpelling:
     known = [BYTE_DECODERS[kind] for kind in decoders if kind in BYTE_DECODERS]
     if not known:
         raise UnsupportedModel(f"Paceline cannot turn this tokenizer's ids back into text: {sorted(decoders)}")
-    # It may put a space before a text, which is not shown.
+    # A decoder may drop the space that the tokenizer puts before a text.
     strip, metaspace = decoders.get("Strip", {}), decoders.get("Metaspace", {})
     strips_space = strip.get("start") == 1 or metaspace.get("prepend_scheme") in ("always", "first")
     return RawSpelling(raw, known[0], strips_space=strips_space)
@@ -191,7 +191,7 @@ def _steps(part: Any, name: str) -> list[dict[str, Any]]:
 # Upper bound of the text of one token -------------------------------------------------------------------
 
 _LOSSLESS = frozenset({"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend"})  # steps that drop no text
-_NFC_BYTES = 4  # bytes that NFC may turn into one; the maximum is 3.5, for a Greek letter with two marks
+_NFC_BYTES = 4  # most bytes that NFC turns into one; really 3.5, for a Greek letter with two marks
 
 
 class _TextBound(NamedTuple):
@@ -204,7 +204,7 @@ class _TextBound(NamedTuple):
 def _text_bound(raw: tokenizers.Tokenizer) -> _TextBound | None:
     """Return the bound on a token's text, None if there is no certain one.
 
-    There is none with a step that drops text, with a token that takes the spaces around it, or with one token for
+    There is no certain bound with a step that drops text, a token that takes the spaces around it, or a token for
     everything unknown.
     """
     normalizing, cutting = _steps(raw.normalizer, "normalizers"), _steps(raw.pre_tokenizer, "pretokenizers")

@@ -64,7 +64,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     ) -> None:
         """Read nothing yet.
 
-        sources: files and texts that it all comes from, which a cache needs. progress: told of what is read.
+        sources: files and texts that the tensors come from, which a cache needs. progress: told of what is read.
         """
         self.sources = sources
         self.cache = cache if sources else None
@@ -75,7 +75,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 
     @property
     def label(self) -> str:
-        """Name of what it comes from, for people."""
+        """Name of the source, for people."""
         first = self.sources[0]
         if isinstance(first, str):
             return first
@@ -95,7 +95,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
     def kind(self, name: str) -> str | None:
         """Return how a tensor is stored, as GGUF names it.
 
-        None if its numbers are made. Reads nothing.
+        None if its numbers are made, not stored. Reads nothing.
         """
         return getattr(self._stored[name], "kind", None)
 
@@ -105,7 +105,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
         return stored.four_bit() if isinstance(stored, KeepsFourBits) else None
 
     def raw(self, name: str) -> RawBlocks | None:
-        """Return a matrix as its file's own bytes, None if these will not do."""
+        """Return a matrix as its file's own bytes, None if they cannot be used so."""
         stored = self._counted(name)
         return stored.raw() if isinstance(stored, KeepsRaw) else None
 
@@ -129,7 +129,7 @@ class LazyWeights(Mapping[str, "NDArray[floating]"]):
 class TextSource(Protocol):
     """Source of a model's tokenizer and chat template."""
 
-    is_kept: ClassVar[bool]  # the tokenizer, for later starts; False: it is built as fast
+    is_kept: ClassVar[bool]  # True: the tokenizer is kept for later starts; False: to build it is as fast
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Build the tokenizer. Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`."""
@@ -152,8 +152,8 @@ class LoadedModel:
     config: ModelConfig
     weights: Mapping[str, NDArray[floating]]  # canonical name -> tensor, shapes as `tensor_shapes(config)`
     text: TextSource
-    reads_images: bool = False  # the part of it that does is not loaded
-    newer_mtp: Mapping[str, Stored] = field(default_factory=dict)  # tensors in place of its files', by their names
+    reads_images: bool = False  # True: the model reads images; that part of it is not loaded
+    newer_mtp: Mapping[str, Stored] = field(default_factory=dict)  # by name, in place of its files' tensors
 
     @property
     def fingerprint(self) -> str:
@@ -171,7 +171,7 @@ class LoadedModel:
 def load_tokenizer(model: LoadedModel) -> Tokenizer:
     """Build the model's tokenizer and check that its embedding has a row for every token.
 
-    One that this process has for another model, such as a target and its draft model, is shared.
+    A tokenizer that this process already has, as a target and its draft model may share one, is used again.
     """
     config, digest = model.config, model.text.tokenizer_digest()
     known = _TOKENIZERS.get(digest) or _kept_tokenizer(model, digest)
@@ -194,15 +194,15 @@ def _kept_tokenizer(model: LoadedModel, digest: str) -> Tokenizer:
         whole = partial(_whole_tokenizer, model.path, digest)
         return Tokenizer(None, spelling=table, whole=whole, digest=digest)
     tokenizer = Tokenizer(model.text.tokenizer(), digest=digest)
-    if model.text.tokenizer_digest() == digest:  # else its file was replaced meanwhile
+    if model.text.tokenizer_digest() == digest:  # otherwise its file was replaced meanwhile
         _keep(digest, tokenizer)
     return tokenizer
 
 
 def _whole_tokenizer(path: Path, digest: str) -> tokenizers.Tokenizer:
-    """Return the kept tokenizer; if there is none, keep that of the model opened again.
+    """Return the kept tokenizer; if there is none, open the model again for it.
 
-    Its header, a whole vocabulary, is not held till then. Raises `ModelNotFound` if another model lies there now.
+    So nobody holds the header with its whole vocabulary. Raises `ModelNotFound` if the path has another model now.
     """
     kept = read_kept(digest)
     if kept is not None:
@@ -221,7 +221,7 @@ def _keep(digest: str, tokenizer: Tokenizer) -> None:
 
 def load_template(model: LoadedModel) -> ChatTemplate | None:
     """Compile the model's chat template; None if it has none, as base models do."""
-    from paceline.model.template import compiled  # with jinja2, which an engine's process does without
+    from paceline.model.template import compiled  # it imports jinja2, which an engine's process does not need
 
     return compiled(model.text.template())
 
@@ -292,7 +292,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     found = hf.stored_tensors(folder)
     sources = folder_sources(folder, states, (tensor.path for tensor in found.values()))
     whole = hf.text_tensors(joined_tensors(read_quantisation(values), found))
-    if hf.reads_images(values):  # the two parts of its config.json may not agree on this
+    if hf.reads_images(values):  # the two parts of config.json may disagree about ties
         config = replace(config, tie_embeddings=hf.MODEL_NAMES["head"] not in whole and hf.may_tie(values))
     names = canonical_names(config, hf.MODEL_NAMES, hf.layer_names(config), hf.LAYER_PREFIX)
     stored = choose_tensors(tensor_shapes(config), names, hf.parts(config, whole, names), folder)

@@ -13,18 +13,18 @@ class Part:
     wheel_bytes: int
     member: str  # path inside the wheel
     member_bytes: int
-    sha256: str = ""  # of the member; empty: only the whole is checked
+    sha256: str = ""  # of the member; empty: only the whole file is checked
 
 
 @dataclass(frozen=True, slots=True)
 class Packaged:
     """Model inside Python wheels, whole or in parts."""
 
-    file: str  # name of the whole
-    parts: tuple[Part, ...]  # in order
-    sha256: str  # of the whole
+    file: str  # name of the whole file
+    parts: tuple[Part, ...]  # parts of the file, in order
+    sha256: str  # of the whole file
     published: str  # Hub id of the model it was made from
-    licence: str = ""  # and whose it is
+    licence: str = ""  # the licence and its holder
     fingerprint: str = ""  # of the loaded model, see `LoadedModel.fingerprint`; given where `draft` is
     draft: str = ""  # name of a smaller model with the same tokenizer, which drafts for this one
 
@@ -35,12 +35,12 @@ class Packaged:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole."""
+        """Size of the whole file."""
         return sum(part.member_bytes for part in self.parts)
 
 
 DEFAULT = "default"
-BETTER = "qwen2.5-coder-1.5b"  # what the default's banner recommends
+BETTER = "qwen2.5-coder-1.5b"  # the model that the default model's banner recommends
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"
 _GEMMA_PARTS = (
     (56_634_990, 63_963_136),
@@ -85,7 +85,7 @@ _CODER_PARTS = (
 def _pieces(
     package: str, version: str, table: tuple[tuple[int, str], ...], piece_bytes: int, last_bytes: int
 ) -> tuple[Part, ...]:
-    """Return the parts PACKAGE1, PACKAGE2, ... of equal size but the last.
+    """Return the parts PACKAGE1, PACKAGE2, ...: all of equal size, except the last.
 
     table: bytes of each wheel, and SHA-256 of the part in it.
     """

@@ -1,6 +1,6 @@
-"""Single experts of files that keep them together.
+"""Single experts of files that keep all experts of a layer in one tensor.
 
-Each is a view of its own bytes, read when asked for.
+Each expert is a view of its own bytes, read when asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.model.files.gguf_file import GgufTensor
     from paceline.model.files.stored import Stored
 
-# All experts of a layer in one tensor: gate and up one above the other, as transformers 5 has them, or row by row.
+# A tensor of all experts of a layer. Gate and up are one above the other (transformers 5) or alternate by rows.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_bias|_blocks|)")
 _WORDS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 _STACKED = re.compile(r"(blk\.\d{1,5}\.ffn_(?:gate|up|down))_exps\.(weight|bias)")
@@ -124,7 +124,7 @@ def _num_experts(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _view(tensor: StoredTensor, index: int) -> StoredTensor:
-    """Return one of the tensors that are stacked in a tensor."""
+    """Return one of the tensors that are stacked in another tensor."""
     size = tensor.num_bytes // tensor.shape[0]
     return replace(tensor, shape=tensor.shape[1:], start=tensor.start + index * size, num_bytes=size)
 

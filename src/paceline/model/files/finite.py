@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
     from paceline.model.files.stored import FourBit, RawBlocks, Stored
 
-_INFINITY = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}  # bits; NaN has more
+_INFINITY = {"F64": 0x7FF << 52, "F32": 0xFF << 23, "F16": 0x1F << 10, "BF16": 0xFF << 7}  # its bits; NaN has more
 
 
 @dataclass(frozen=True, slots=True)
 class Finite:
     """A tensor without NaN or infinity, in every form that its file gives.
 
-    Each form is checked when it is read, so that the check costs no read of its own.
+    Each form is checked when it is read, so that the check needs no further read.
     """
 
     stored: Stored
-    words: str  # what it is, for errors
+    words: str  # name of the tensor, for errors
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ class Finite:
         return getattr(self.stored, "kind", None)
 
     def read(self) -> NDArray[floating]:
-        """Return the tensor. Raises `BadModelFile`, as all do."""
+        """Return the tensor. Raises `BadModelFile`, as all methods that read."""
         tensor = self.stored.read()
         self._refuse_unless(np.isfinite(tensor).all())
         return tensor
@@ -80,6 +80,6 @@ def _holds_numbers(raw: RawBlocks) -> bool:
 
 
 def _floats_are_finite(bits: NDArray[Any], kind: str) -> bool:
-    """Look at the exponents. bits: of floats of a kind, as unsigned numbers."""
+    """Look at the exponents. bits: floats of a kind, as unsigned numbers."""
     infinity = bits.dtype.type(_INFINITY[kind])
     return bits.size == 0 or bool((bits & bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)).max() < infinity)

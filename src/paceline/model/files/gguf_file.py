@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
     from paceline.model.files.gguf_tokenizer import VocabularyFacts
 
-MAX_ENTRIES = 1 << 16  # metadata keys, and tensors
+MAX_ENTRIES = 1 << 16  # most metadata keys, and most tensors
 MAX_KEY_BYTES = 1 << 16
 MAX_DIMS = 4
 MAX_DIM = 1 << 40
 
-# Metadata types by number: struct code and numpy type of the numbers among them.
+# Metadata types that are numbers, by the type's id: struct code and numpy type.
 _NUMBERS: dict[int, tuple[str, str]] = {
     0: ("B", "u1"), 1: ("b", "i1"), 2: ("H", "<u2"), 3: ("h", "<i2"), 4: ("I", "<u4"), 5: ("i", "<i4"),
     6: ("f", "<f4"), 7: ("?", "?"), 10: ("Q", "<u8"), 11: ("q", "<i8"), 12: ("d", "<f8"),
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LENGTH = struct.Struct("<Q")  # of a text, before it
-_CHUNK = 1 << 20  # bytes read at once where many texts lie
+_LENGTH = struct.Struct("<Q")  # length of a text, stored before it
+_CHUNK = 1 << 20  # bytes read at once from a list of texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class GgufTensor:
     quant_id: int  # key of QUANTS
     shape: tuple[int, ...]  # outermost first
     start: int  # byte in the file
-    row_order: tuple[int, ...] = ()  # of each head's rows when they are read; empty: as they are
+    row_order: tuple[int, ...] = ()  # order in which each head's rows are read; empty: as stored
 
     @property
     def quant(self) -> Quant:
@@ -134,7 +134,7 @@ class GgufTensor:
         blocks = np.frombuffer(self._data(), np.uint8).reshape(-1, self.quant.block_bytes)
         values = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).reshape(self.shape)
         scales = blocks[:, :2].copy().view(np.float16)
-        with np.errstate(all="ignore"):  # odd scales, as in `dequantized`
+        with np.errstate(all="ignore"):  # see `dequantized`
             minima = (
                 blocks[:, 2:4].copy().view(np.float16) if self.quant.name == "Q4_1" else scales * np.float16(-8)
             )
@@ -171,7 +171,7 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]  # numbers, strings, and lists of either
     tensors: dict[str, GgufTensor]
-    facts: VocabularyFacts | None = None  # of the long lists, where those were not read
+    facts: VocabularyFacts | None = None  # facts about the vocabulary where its long lists were not read
 
 
 class _Cursor:
@@ -219,7 +219,7 @@ class _Cursor:
 
     def _array(self) -> list[Any]:
         kind, count = self.number("I"), self.number("Q")
-        if kind == _STRING and count <= self.left // 8:  # each takes at least the 8 bytes of its length
+        if kind == _STRING and count <= self.left // 8:  # a text takes 8 bytes for its length
             return self._texts(count)
         if kind not in _NUMBERS or count > self.left:
             raise self.bad(f"a list of {count} values of type {kind}")
@@ -242,12 +242,12 @@ class _Cursor:
                 at = end
         except UnicodeDecodeError:
             raise self.bad("a text that is not UTF-8") from None
-        self.file.seek(at - len(chunk), 1)  # what was read beyond them
+        self.file.seek(at - len(chunk), 1)  # back to the end of the last text
         self.left, self.at = self.left + len(chunk) - at, self.at - len(chunk) + at
         return texts
 
     def _more(self, held: bytes, needed: int) -> bytes:
-        """Return bytes that were read already, and a chunk behind them."""
+        """Return the bytes held so far, and a further chunk behind them."""
         return held + self.take(max(needed - len(held), min(_CHUNK, self.left)))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.model.files.gguf_file import GgufFile
     from paceline.model.files.stored import Stored
 
-# Names in the file by canonical name; those of a layer without its prefix.
+# Names in the file by canonical name; a layer's names are without the layer's prefix.
 MODEL_NAMES: dict[str, str] = {
     "embed": "token_embd.weight",
     "final_norm": "output_norm.weight",
@@ -67,7 +67,7 @@ LAYER_NAMES: dict[str, str] = {
     "input_out": "proj.weight",
     "input_post_norm": "post_norm.weight",
 }
-# The shared expert has the names of a dense network.
+# The shared expert's canonical names are those of a dense network.
 SHARED_EXPERT_NAMES: dict[str, str] = {
     "mlp_gate": "ffn_gate_shexp.weight",
     "mlp_up": "ffn_up_shexp.weight",
@@ -76,10 +76,10 @@ SHARED_EXPERT_NAMES: dict[str, str] = {
 }
 LAYER_PREFIX = "blk.{layer}."
 FUSED = {"attn_qkv.weight": ("attn_q", "attn_k", "attn_v"), "ffn_up.weight": ("mlp_gate", "mlp_up")}
-# Divisors of angles for texts up to the trained context, and for longer ones.
+# Tensors of divisors of angles: for texts up to the trained context, and for longer texts.
 LONGROPE_NAMES = ("rope_factors_short.weight", "rope_factors_long.weight")
 
-_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # numbers of `expert_gating_func`; 3: of the chosen experts
+_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # by `expert_gating_func`; 3: over the chosen experts only
 # Mistral's files say "llama": the first family of an architecture, with or without experts, stands for all of it.
 _FAMILIES = {(f.gguf_arch, f.mixture is not None): f for f in reversed(FAMILIES.values())}
 ARCHITECTURES: dict[str, Family] = {f.gguf_arch: f for f in reversed(FAMILIES.values()) if f.gguf_arch}
@@ -109,12 +109,12 @@ class _GgufReader(JsonReader):
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if isinstance(value, list) and len(set(map(str, value))) == 1:  # per layer, but the same in all
+        if isinstance(value, list) and len(set(map(str, value))) == 1:  # one value, told for each layer
             return JsonReader({key: value[0]}, self.where).integer(key)
         return super().integer(key, default)
 
     def integers(self, key: str, length: int, default: int) -> list[int]:
-        """Return one for each layer; a file may tell one for all."""
+        """Return an integer for each layer; a file may state one for all."""
         value = self._get(key, default)
         if not isinstance(value, list):
             return length * [self.integer(key, default)]
@@ -123,7 +123,7 @@ class _GgufReader(JsonReader):
         return value
 
     def num_layers(self) -> int:
-        """Return the layers of the target; files count those of MTP, behind them, too."""
+        """Return the number of the target's layers; files count MTP layers, too."""
         return min(self.integer("block_count"), MAX_LAYERS) - max(self.integer("nextn_predict_layers", 0), 0)
 
     def flags(self, key: str) -> list[bool] | None:
@@ -208,9 +208,9 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
 
 
 def tensors_for(file: GgufFile, config: ModelConfig, names: Mapping[str, str]) -> dict[str, GgufTensor]:
-    """Return the file's tensors, fused ones apart, rows of q and k in our order.
+    """Return the file's tensors: fused tensors split, rows of q and k in our order.
 
-    names: by canonical name.
+    names: name in the file, by canonical name.
     """
     tensors: Mapping[str, Stored]
     if config.experts is None:
@@ -235,7 +235,7 @@ def _feed_forward(read: _GgufReader, facts: Family, num_layers: int) -> list[int
 
 
 def _heads(read: _GgufReader, sliding: Sliding | None, num_layers: int, usual: Heads) -> tuple[Heads, Heads]:
-    """Return the heads of layers with a window, and of those that see all tokens."""
+    """Return the heads of layers with a window, and of layers that see all tokens."""
     counts = read.integers("attention.head_count_kv", num_layers, usual.num_kv)
     own_dim = read.integer("attention.key_length_swa", usual.dim)
     if sliding is None or len(sliding.layers) == num_layers:
@@ -275,15 +275,15 @@ def _experts(read: _GgufReader, facts: Family) -> Experts | None:
 
 
 def _with_normed_heads(file: GgufFile, facts: Family) -> Family:
-    """Return the family, or the one of its models with normed heads."""
+    """Return the family, or the family of its models with normed heads."""
     has_norms = LAYER_PREFIX.format(layer=0) + LAYER_NAMES["attn_q_norm"] in file.tensors
     return FAMILIES[facts.normed_heads] if facts.normed_heads and has_norms else facts
 
 
 def _shared_size(read: _GgufReader, first: int) -> int:
-    """Return the size of the shared expert; some files tell it by its tensor alone.
+    """Return the size of the shared expert; in some files only its tensor tells it.
 
-    first: layer that has one.
+    first: the first layer with a shared expert.
     """
     gate = read.file.tensors.get(LAYER_PREFIX.format(layer=first) + SHARED_EXPERT_NAMES["mlp_gate"])
     return read.integer("expert_shared_feed_forward_length", gate.shape[0] if gate else 0)
@@ -333,7 +333,7 @@ def _divisors(tensor: GgufTensor | None, head_dim: int) -> tuple[float, ...]:
 
 
 def _yarn(read: _GgufReader, facts: Family, factor: float, _: int) -> float:
-    """Return YaRN's magnitude. Files have a factor of it, all, or a logarithm's weight."""
+    """Return YaRN's magnitude. Files state it, a factor of it, or a logarithm's weight."""
     weight = read.number("rope.scaling.yarn_log_multiplier", 0.0)
     if weight:
         return yarn_magnitude(factor) / yarn_magnitude(factor, weight)
@@ -381,7 +381,7 @@ def _local_rope(read: _GgufReader, facts: Family, mixed: MixedLayers, head_dim: 
 
 
 def _query_scalar(read: _GgufReader, facts: Family) -> float | None:
-    """Return the file's own, which it has as a factor, or that of the family."""
+    """Return the query scalar of the file, which states a factor, or of the family."""
     if facts.query_scalar is not None:
         return facts.query_scalar
     scale = read.factor("attention.scale")
@@ -420,7 +420,7 @@ class GgufText:
     is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Build the tokenizer from the metadata. Raises `BadModelFile` if another model lies there now."""
+        """Build the tokenizer from the metadata. Raises `BadModelFile` if the file was replaced."""
         metadata, facts = self.file.metadata, self.file.facts
         if facts is not None:
             metadata = open_gguf(self.file.path).metadata

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 MAX_TOKEN_CHARS = 1 << 10
 _CONTROL, _USER_DEFINED = 3, 4  # token types
-# Phi-3 drops white space behind its control tokens, for which GGUF has no field. Only it has the first of these,
-# and it keeps the space behind the others.
+# Phi-3 drops white space behind its control tokens, for which GGUF has no field. Only Phi-3 has `_PHI_3`, and it
+# keeps the space behind the tokens of `_PHI_3_KEEPS`.
 _PHI_3, _PHI_3_KEEPS = "<|placeholder1|>", ("<unk>", "<s>", "<|endoftext|>")
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
-# Ends of a turn, which many files do not name among their special tokens.
+# Tokens that end a turn; many files do not list them as special tokens.
 _TURN_ENDS = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>")
 
 
@@ -33,7 +33,7 @@ class PreTokenizer:
 
     patterns: tuple[str, ...]  # regular expressions, applied one after the other
     ignore_merges: bool = False  # a word that is a token is not split
-    add_bos: bool = False  # default if the file does not say
+    add_bos: bool = False  # where the file does not say
     nfc: bool = False
 
 
@@ -61,7 +61,7 @@ _O200K = PreTokenizer(
     )
 )
 
-# By llama.cpp's names. Granite 3 has refact; Granite 4 and Phi-4 have dbrx; SmolLM3 has smaug-bpe.
+# By llama.cpp's names. Granite 3 names refact; Granite 4 and Phi-4 name dbrx; SmolLM3 names smaug-bpe.
 PRES: dict[str, PreTokenizer] = {
     name: pre
     for names, pre in (
@@ -95,7 +95,7 @@ class VocabularyFacts(msgspec.Struct, frozen=True):
     """Facts about a vocabulary that a start needs without its tokenizer."""
 
     num_tokens: int
-    digest: str  # of what `tokenizer_from_gguf` reads
+    digest: str  # digest of what `tokenizer_from_gguf` reads
     special: dict[str, str]  # as `special_texts`
     markers: dict[str, int]  # as `marker_ids`
 
@@ -132,7 +132,7 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any]) -> tuple[tokenizers
     """Return a byte-level BPE tokenizer as in GPT-2, with explicit merges."""
     name = str(metadata.get("tokenizer.ggml.pre", "default"))[:80]
     if name not in PRES:
-        known = ", ".join(sorted(PRES))  # a name that looks alike cuts words otherwise: nothing to suggest
+        known = ", ".join(sorted(PRES))  # no suggestion: a similar name splits words in another way
         raise UnsupportedModel(f"the GGUF pre-tokenizer {name!r} is not supported; known: {known}")
     pre = PRES[name]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -250,7 +250,7 @@ def marker_ids(metadata: dict[str, Any]) -> dict[str, int]:
 def end_ids(markers: Mapping[str, int], named: Sequence[int], template: str) -> tuple[int, ...]:
     """Return the tokens that end an answer.
 
-    markers: as `marker_ids`. named: those that the file names. template: ends of turns that it writes count, too.
+    markers: as `marker_ids`. named: end tokens that the file names. template: ends of turns in it are added.
 
     In harmony, the format of gpt-oss, the end of a call ends an answer, and the end of a message does not.
     """

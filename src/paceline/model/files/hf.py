@@ -35,7 +35,7 @@ MAX_JSON_BYTES = 256 << 20  # the largest vocabularies have a tokenizer.json of 
 MAX_SHARDS = 1024
 MAX_LAYERS = 1 << 10
 
-# Names in a folder of safetensors, by canonical name; those of a layer without its prefix.
+# Names in a folder of safetensors, by canonical name; a layer's names are without the layer's prefix.
 MODEL_NAMES: dict[str, str] = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -79,7 +79,7 @@ FUSED = {
     "mlp.gate_up_proj.weight": ("mlp_gate", "mlp_up"),
     "shared_mlp.input_linear.weight": ("mlp_gate", "mlp_up"),
 }
-# Where a folder may keep its text model beside an encoder of images, which is not read.
+# Prefixes of the text model's tensors, beside an encoder of images, which is not read.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "language_model.")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 LAYER_PREFIX = "model.layers.{layer}."
@@ -88,10 +88,10 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a fil
 _HEAD_KEYS = ("num_key_value_heads", "head_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _KINDS = {_SLIDING, _FULL, "attention"}
-# By their names in config.json; the clamped one is called by that of the plain one.
+# Our activation -> its name in config.json, where the clamped one has the name of the plain one.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "clamped_silu": "silu"}
 _TEXT = "text_config"  # a model of text and images keeps the text's config here
-_SHARED_KEYS = ("bos_token_id", "eos_token_id")  # these stand beside it, complete
+_SHARED_KEYS = ("bos_token_id", "eos_token_id")  # these stand beside the text's config, complete
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def token_ids(value: object) -> tuple[int, ...]:
 
 @computing("config.json")
 def config_from_json(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Read config.json, also of transformers 5; of a wrapped model the text's.
+    """Read config.json, also of transformers 5; of text and images, only the text's part.
 
     generation: generation_config.json, which may hold further end-of-text ids. Raises `UnsupportedModel`,
     `BadModelFile`.
@@ -172,7 +172,7 @@ def text_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the part of config.json that is about text, for most models all of it."""
     inner = values.get(_TEXT)
     if not isinstance(inner, dict):
-        kind = f"{values.get('model_type')}_text"  # the files of Qwen2.5-VL have the text's keys beside the others
+        kind = f"{values.get('model_type')}_text"  # Qwen2.5-VL's files have the text's keys at the top
         return {**values, "model_type": kind} if kind in FAMILIES else values
     return {**inner, **{key: values[key] for key in _SHARED_KEYS if values.get(key) is not None}}
 
@@ -208,7 +208,7 @@ def _refuse_unsupported(values: dict[str, Any], facts: Family) -> None:
     for key, known in facts.fixed.items():
         if values.get(key, known) != known:
             raise UnsupportedModel(f"{facts.name} models run with {key} = {known}, not {str(values[key])[:80]}")
-    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not read
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": images only, not read
         raise UnsupportedModel("config.json has use_bidirectional_attention, which is not supported")
 
 
@@ -228,7 +228,7 @@ def _rope_table(read: JsonReader) -> dict[str, Any]:
 def _sliding(read: JsonReader, facts: Family) -> Sliding | None:
     """Return the windowed layers: by `layer_types`, else by the family's pattern.
 
-    In families that do not mix layers those from `max_window_layers` on have a window, all without that key.
+    In families that do not mix layers, layers from `max_window_layers` on have a window; without that key all.
     """
     mixed = facts.mixed_layers
     if mixed is None:
@@ -248,7 +248,7 @@ def _windowed(read: JsonReader, mixed: MixedLayers | None) -> frozenset[int]:
 
 
 def _usual_kinds(read: JsonReader, mixed: MixedLayers | None, num_layers: int) -> list[str]:
-    """Return each layer's kind: by a period, or by the first with a window."""
+    """Return each layer's kind: by a period, or by the first layer with a window."""
     layers = range(min(num_layers, MAX_LAYERS))
     if mixed is None:
         first = read.integer("max_window_layers", 0)
@@ -259,7 +259,7 @@ def _usual_kinds(read: JsonReader, mixed: MixedLayers | None, num_layers: int) -
 
 
 def _local_rope(read: JsonReader, mixed: MixedLayers) -> Rope:
-    """Return the RoPE of layers with a window: their own, or that of the others."""
+    """Return the RoPE of layers with a window: their own, or the other layers'."""
     own = JsonReader(read.table("rope_parameters"), "").table(_SLIDING)
     if mixed.scales_rope and not own:
         return _rope(read)
@@ -301,7 +301,7 @@ def _experts(read: JsonReader, facts: Family) -> Experts | None:
 
 
 def _shared_size(read: JsonReader, mixture: MixtureFacts) -> int:
-    """Return the size of the shared expert; some configs count usual experts."""
+    """Return the size of the shared expert; some configs state it in numbers of experts."""
     if not mixture.shared:
         return 0
     if mixture.shared_gate:
@@ -354,7 +354,7 @@ def _plain_sliding(read: JsonReader) -> Sliding | None:
 
 
 def _positions(read: JsonReader) -> int:
-    """Return the positions that a model serves, which the config may tell without its YaRN."""
+    """Return the positions that a model serves; the config may leave out what YaRN adds."""
     positions, rope = read.integer("max_position_embeddings", 2048), _rope(read)
     stretches = rope.scaling == "yarn" and _rope_table(read).get("original_max_position_embeddings") is not None
     return max(positions, int(rope.original_context * rope.factor)) if stretches else positions
@@ -390,14 +390,14 @@ def text_tensors(found: Mapping[str, Stored]) -> dict[str, Stored]:
 def parts(
     config: ModelConfig, found: Mapping[str, Stored], names: Mapping[str, str], prefix: str = LAYER_PREFIX
 ) -> dict[str, Stored]:
-    """Return tensors by name, fused ones apart. names: by canonical name."""
+    """Return tensors by name, fused tensors split. names: names in files, by canonical name."""
     if config.experts is not None:
         return unfused(found)
     return unfuse(config, found, names, tensor_shapes(config), FUSED, prefix)
 
 
 def as_used(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name, norms as factors, heads in our order."""
+    """Return tensors by canonical name: norms as factors, rows of heads in our order."""
     order = head_order(config, interleaved=config.facts.interleaves_rope)
     used: dict[str, Stored] = {}
     for name, tensor in stored.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def computing(where: str) -> Iterator[None]:
-    """Compute with a file's numbers: what fails raises `BadModelFile`."""
+    """Turn arithmetic errors of computing with a file's numbers into `BadModelFile`."""
     try:
         yield
     except (ArithmeticError, IndexError):
@@ -25,7 +25,7 @@ class JsonReader:
     """Typed reads of an object; null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        """where: begins every error, right before the key."""
+        """where: text before the key in every error."""
         self.values = values
         self.where = where
 

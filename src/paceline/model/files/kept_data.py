@@ -1,6 +1,6 @@
 """Small data kept for later starts.
 
-It is checked when read, and bounded in number: the longest unused go first.
+Data is checked when it is read, and bounded in number: what was unused for longest is removed first.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class KeptData:
     """Data of one kind by key. Another build finds none of it."""
 
     kind: str  # name of its folder
-    maker: str = ""  # whose version counts beside the build
+    maker: str = ""  # library whose version counts beside the build's
 
     def read(self, key: str) -> bytes | None:
-        """Return what is kept; None if there is none, or if it is broken."""
+        """Return the data of a key; None if there is none or it is broken."""
         path = self._path(key)
         try:
             if path.stat().st_size > MAX_BYTES:
@@ -47,11 +47,11 @@ class KeptData:
             log.warning("%s is broken and not used", path)
             return None
         with suppress(OSError):
-            os.utime(path)  # the oldest used go first
+            os.utime(path)  # marks it as used: what was used longest ago is removed first
         return data[_SUM_BYTES:]
 
     def write(self, key: str, data: bytes) -> None:
-        """Keep data, and no more than `MAX_KEPT` of its kind. Only logs where that fails."""
+        """Keep data, and no more than `MAX_KEPT` of its kind. A failure is only logged."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,9 +64,9 @@ class KeptData:
     def all(self) -> Iterator[tuple[Path, bytes]]:
         """Yield the files of all keys, with what is kept in each.
 
-        Empty: it is broken.
+        Empty bytes: the file is broken.
         """
-        with suppress(OSError):  # there is none, or some are removed meanwhile
+        with suppress(OSError):  # there is no folder, or files are removed meanwhile
             for path in sorted((cache_folder() / self.kind).iterdir()):
                 whole = path.stat().st_size <= MAX_BYTES
                 yield path, (_content(path.read_bytes()) or b"") if whole else b""
@@ -76,11 +76,11 @@ class KeptData:
         return cache_folder() / self.kind / hashlib.sha256(code.encode()).hexdigest()[:32]
 
 
-LEARNT = KeptData("learnt")  # by controllers
+LEARNT = KeptData("learnt")  # what controllers have learnt
 
 
 def _content(data: bytes) -> bytes | None:
-    """Return what a file's sum is of; None if it is of something else."""
+    """Return a file's content without its checksum; None if the checksum is wrong."""
     content = data[_SUM_BYTES:]
     return content if hashlib.sha256(content).digest() == data[:_SUM_BYTES] else None
 

@@ -1,7 +1,7 @@
 """Headers of GGUF files kept for later starts, without the vocabulary.
 
-That is most of a header. A header is kept by the state of its file: no program can write to the file and keep
-that.
+The vocabulary is most of a header. A header is kept by the state of its file: no program can write to the file
+without a change of this state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.model.files.kept_data import KeptData
 if TYPE_CHECKING:
     from paceline.model.files.source_files import SourceFile
 
-LONG = 1 << 12  # values of a list that is left out
+LONG = 1 << 12  # longer lists of values are left out
 _HEADERS = KeptData("headers")
 
 
@@ -36,7 +36,7 @@ class KeptHeader(msgspec.Struct, frozen=True):
 _as_header = msgspec.msgpack.Decoder(KeptHeader).decode
 
 
-@lru_cache(maxsize=2)  # for all who look into a file during a start
+@lru_cache(maxsize=2)  # a start opens the same file in several places
 def open_kept(source: SourceFile) -> GgufFile:
     """Open a file by its kept header, or read and keep that. Raises as `open_gguf`."""
     data = _HEADERS.read(source.state) if source.state else None
@@ -45,7 +45,7 @@ def open_kept(source: SourceFile) -> GgufFile:
         tensors = {name: GgufTensor(source.path, *one) for name, one in kept.tensors.items()}
         return GgufFile(source.path, kept.metadata, tensors, kept.facts)
     file = open_gguf(source.path)
-    with suppress(BadModelFile):  # who builds the tokenizer tells of it
+    with suppress(BadModelFile):  # the error is raised where the tokenizer is built
         if settled(source.path, source.state):
             _HEADERS.write(source.state, msgspec.msgpack.encode(_header(file)))
     return file

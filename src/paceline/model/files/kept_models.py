@@ -1,4 +1,4 @@
-"""Models that are here: in Paceline's own cache and in the hub's."""
+"""Models on this machine: in Paceline's own cache and in the hub's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from paceline.model.files.wheel_download import partial_file
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MAX_PROCESSES = 1 << 16  # that are asked for the files that they have open
+MAX_PROCESSES = 1 << 16  # most processes whose open files are looked at
 
 
 @dataclass(frozen=True, slots=True)
 class KeptModel:
-    """A model that is here."""
+    """A model on this machine."""
 
     name: str
     path: Path
@@ -50,13 +50,13 @@ class KeptModel:
 
 
 def kept_models() -> list[KeptModel]:
-    """Return the models that are here, those of the catalogue first."""
+    """Return the models on this machine, models of the catalogue first."""
     found = []
     for name, model in PACKAGED.items():
         kept, partial = kept_file(model), partial_file(kept_file(model))
         if kept.is_file():
             found.append(KeptModel(name, kept, kept.stat().st_size, model.licence))
-        with suppress(OSError):  # there is none, or it has just been completed
+        with suppress(OSError):  # there is no file, or it has just been completed
             size = partial.stat().st_size
             found.append(KeptModel(name, partial, size, f"{size / max(model.file_bytes, 1):.0%} fetched"))
     known = {model.file for model in PACKAGED.values()}
@@ -69,7 +69,7 @@ def kept_models() -> list[KeptModel]:
 def _packed() -> Iterator[KeptModel]:
     """Yield packed weights with the name of what they were packed from."""
     folder = packed_folder()
-    for path in sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{PART}")]):  # and what a killed engine left
+    for path in sorted([*folder.glob(f"*{SUFFIX}"), *folder.glob(f"*{PART}")]):  # a killed engine leaves parts
         try:
             about = read_table(path).about
         except (BadModelFile, OSError):
@@ -92,7 +92,7 @@ def _learnt() -> Iterator[KeptModel]:
             )
         except (ValueError, LookupError, TypeError, OverflowError):
             name, note = f"learnt:{path.stem}", "broken; not used"
-        with suppress(OSError):  # others have been learnt since
+        with suppress(OSError):  # newer data has just replaced it
             yield KeptModel(name, path, path.stat().st_size, note)
 
 
@@ -108,13 +108,13 @@ def _of_hub() -> Iterator[KeptModel]:
 
 
 def _users(path: Path) -> Iterator[int]:
-    """Yield the processes that have a file open, so far as known."""
+    """Yield the processes that have a file open, as far as this user can see."""
     wanted = str(path.resolve())
     for number, process in enumerate(Path("/proc").glob("[0-9]*") if Path("/proc").is_dir() else ()):
         if number >= MAX_PROCESSES:
             return
         try:
-            mapped = wanted in (process / "maps").read_text(errors="replace")  # first: descriptors come and go
+            mapped = wanted in (process / "maps").read_text(errors="replace")  # first: descriptors may vanish
             if mapped or any(str(fd.readlink()).startswith(wanted) for fd in (process / "fd").iterdir()):
                 yield int(process.name)
         except OSError:  # it has ended, or belongs to another user

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     from paceline.model.spelling import Spelling
 
-_ENDS: Final = "I"  # type of a place in memory
-_END_BYTES = array(_ENDS).itemsize  # asked for every token that a step makes
+_ENDS: Final = "I"  # array type of the places in `ends`
+_END_BYTES = array(_ENDS).itemsize  # a constant: it is needed for every token that a step makes
 _LIBRARY = version("tokenizers")
 _WHOLE, _TABLES = KeptData("tokenizers", _LIBRARY), KeptData("token-tables", _LIBRARY)
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """Spelling in three pieces of memory, read from a file in no time."""
+    """Spelling in three pieces of memory, which are read from a file at once."""
 
     ends: bytes  # [num_tokens] where each token's bytes end, 32 bits each
-    text: bytes  # of all tokens, one after another
+    text: bytes  # bytes of all tokens, one after another
     special: frozenset[int]
     strips_space: bool
 
@@ -56,7 +56,7 @@ _as_table = msgspec.msgpack.Decoder(TokenTable).decode
 def kept_tokenizer(digest: str) -> bytes | None:
     """Return a tokenizer's JSON, None if it is not kept or broken.
 
-    digest: of what it is built from.
+    digest: of what the tokenizer is built from.
     """
     return _WHOLE.read(digest)
 

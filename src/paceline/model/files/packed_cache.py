@@ -1,7 +1,7 @@
 """Packed weights kept for later starts, in files that all engines of a machine share.
 
-A file's name is a digest of the content of the model's files (`content_key`), of the types and names of its
-matrices and of the instruction set, and one of the build.
+A file's name has two digests: one of the content of the model's files (`content_key`), of the types and names of
+its matrices and of the instruction set, and one of the build.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]  # (what, done, total)
 
-LEAST_BYTES = 32 << 20  # of a file: less is packed as fast as it is read
-DISK_SHARE = 0.5  # of the free disk that one file may take
-LOCK_WAIT_S = 1800.0  # for another engine that packs the same
+LEAST_BYTES = 32 << 20  # smallest file that is kept: less is packed as fast as it is read
+DISK_SHARE = 0.5  # share of the free disk that one file may take
+LOCK_WAIT_S = 1800.0  # longest wait for another engine that packs the same weights
 SUFFIX, PART, LOCK = ".packed", ".part", ".lock"
-OLD_PART_S = 3600.0  # after which nobody writes to a part any more
-# Files whose code decides what is read and packed.
+OLD_PART_S = 3600.0  # a part that nobody has written to for so long is left over
+# Files whose code decides what is read and packed: they make the digest of the build.
 _NATIVE = ("load", "packing", "decoder")
 _CODE = ("model/files/*.py", "model/heads/*.py", "model/*.py", *(f"backend/native/{name}.py" for name in _NATIVE))
 
@@ -67,7 +67,7 @@ class PackedCache:
 
     max_bytes: int  # 0: nothing is kept
     folder: Path = field(default_factory=packed_folder)
-    mapped_bytes: int = 0  # that this engine has mapped
+    mapped_bytes: int = 0  # bytes that this engine has mapped
 
     def opened(self, recipe: Packing, pool: kernels.ThreadPool, progress: Progress | None) -> PackedFile | None:
         """Return a file, packed now if need be; None if it cannot be kept."""
@@ -76,7 +76,7 @@ class PackedCache:
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if not self._is_of_use():  # before all bytes of the model are read for its key
+            if not self._is_of_use():  # checked first: the key takes a read of the whole model
                 _tell_not_written(self.folder)
                 return None
             key = self._key(recipe)
@@ -89,7 +89,7 @@ class PackedCache:
         return found
 
     def _is_of_use(self) -> bool:
-        """Return True if files can be written, or some of this build lie there."""
+        """Return True if files can be written, or the folder has files of this build."""
         return os.access(self.folder, os.W_OK | os.X_OK) or any(self.folder.glob(f"*-{_own_mark()}{SUFFIX}"))
 
     def _key(self, recipe: Packing) -> str:
@@ -110,7 +110,7 @@ class PackedCache:
                 log.warning("%s is of no use and is packed anew: %s", path, error)
             return None
         with suppress(OSError):
-            os.utime(path)  # the oldest used go first
+            os.utime(path)  # marks it as used: what was used longest ago is removed first
         return found
 
     def _packed(
@@ -131,17 +131,17 @@ class PackedCache:
                     part.chmod(0o600)
                     tell = partial(_tell_packing, progress, num_bytes)
                     write_packed(file, key, recipe.about, recipe.wanted, recipe.make, tell)
-                _refuse_changed(recipe)  # its numbers are in the part
+                _refuse_changed(recipe)  # before the part, made of its numbers, is used
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)  # who waits for it finds the file
+            lock.unlink(missing_ok=True)  # engines that wait for the lock find the file
             return self._mapped(key, pool, logs=True)
 
     def _make_room(self, num_bytes: int, path: Path) -> None:
-        """Remove the files used longest ago. Raises `OSError` if it would not fit even so.
+        """Remove the files used longest ago. Raises `OSError` if there is no room even then.
 
-        Of the same matrices packed by other builds one is left, as who tries a build may go back.
+        Of files that other builds packed from the same matrices one is left, as a user may go back to that build.
         """
         for part in self.folder.glob(f"*{PART}"):
             with suppress(OSError):
@@ -162,12 +162,12 @@ class PackedCache:
             total, free = total - size, free + size
 
     def _free_and_kept(self) -> tuple[int, int]:
-        """Return the free bytes of the disk, and those of the packed files."""
+        """Return the free bytes of the disk, and the bytes of the packed files."""
         return shutil.disk_usage(self.folder).free, sum(size for _, size, _ in _by_use(self.folder))
 
 
 def _refuse_changed(recipe: Packing) -> None:
-    """Raise `OSError` if a header that was read may not belong to the numbers."""
+    """Raise `OSError` if a file has changed since its header was read."""
     for source in recipe.sources:
         if isinstance(source, SourceFile) and source.changed:
             raise OSError(f"{source.path} was changed or replaced while it was read; start again")
@@ -185,7 +185,7 @@ def _by_use(folder: Path, pattern: str = f"*{SUFFIX}") -> list[tuple[float, int,
 
 @lru_cache
 def _tell_not_written(folder: Path) -> None:
-    """Say it once, not for each model of an engine."""
+    """Warn once, not for each model of an engine."""
     log.warning("packed weights are not kept for the next start: %s cannot be written or locked", folder)
 
 

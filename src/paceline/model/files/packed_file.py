@@ -1,8 +1,8 @@
 """File of packed matrices: written in a stream, checked when opened, mapped read-only.
 
-First the buffers of all matrices, each at a multiple of a cache line, and room behind them; then a table in JSON
-with their places, the sums of all pieces of the file and the key of what is in it; last the table's length and
-SHA-256. A file that was cut off lacks its end, and a changed byte changes a sum.
+It begins with the buffers of all matrices, each at a multiple of a cache line, and some room behind them. A table
+in JSON follows: their places, the sums of all pieces of the file, and the key of its content. The table's length
+and SHA-256 end the file. So a file that was cut off lacks its end, and a changed byte changes a sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PIECE = 4 << 20  # bytes that share a sum, and that are written at once
 ALIGNMENT = 64
-ROOM_BEHIND = 1 << 13  # bytes; kernels fetch a little beyond a matrix
+ROOM_BEHIND = 1 << 13  # bytes behind the matrices, as kernels fetch a little beyond a matrix
 MAX_TABLE_BYTES = 64 << 20
 _MAGIC = b"paceline packed\x01"
 _END = struct.Struct(f"<Q32s{len(_MAGIC)}s")  # bytes of the table, its SHA-256, the mark
@@ -42,7 +42,7 @@ _OTHERS_WRITE = 0o022  # bits of a file's mode
 class Wanted:
     """Type and shape of a packed matrix."""
 
-    dtype: str  # as `kernels.pack` has it
+    dtype: str  # type of the weights, as `kernels.pack` names it
     out: int
     width: int
 
@@ -57,9 +57,9 @@ class Table:
     """Description of a file, at its own end."""
 
     key: str
-    about: dict[str, str]  # for people
+    about: dict[str, str]  # facts for people who look into the file
     data_bytes: int
-    matrices: dict[str, tuple[Wanted, list[int]]]  # and where its buffers begin
+    matrices: dict[str, tuple[Wanted, list[int]]]  # type and shape, and where its buffers begin
     sums: list[int] = field(repr=False)
 
 
@@ -91,7 +91,7 @@ def read_table(path: Path) -> Table:
 def open_packed(path: Path, key: str, pool: kernels.ThreadPool) -> PackedFile:
     """Map a file and check every byte of it. Raises `BadModelFile`.
 
-    The check reads the file at the speed of memory, and so brings all of it there.
+    The check reads the whole file, which brings it into memory.
     """
     size = model_file_size(path)
     with path.open("rb") as file:
@@ -158,7 +158,7 @@ def write_packed(
     make: Callable[[str, str], kernels.Matrix],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Pack one matrix after another into a file, and drop it. Raises `OSError`.
+    """Pack one matrix after another into a file; drop each once written. Raises `OSError`.
 
     make: returns a matrix by name and type. on_bytes: called with the bytes written so far.
     """
@@ -184,7 +184,7 @@ def write_packed(
 class _PieceWriter:
     """Writer of whole pieces, with their sums.
 
-    The system may then keep the file in large pages.
+    Whole pieces let the system keep the file in large pages.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -193,7 +193,7 @@ class _PieceWriter:
         self._file = file
         self._alone = kernels.ThreadPool(1)
         self._piece = np.zeros(PIECE, np.uint8)
-        self._held = 0  # bytes of the piece
+        self._held = 0  # bytes held of the piece that is being filled
 
     def append(self, data: NDArray[uint8]) -> int:
         """Append bytes and padding; return where they begin."""
@@ -204,7 +204,7 @@ class _PieceWriter:
             done, self._held = done + count, self._held + count
             if self._held == PIECE:
                 self.flush()
-        padding = _aligned(len(data)) - len(data)  # never beyond a piece, as those are aligned
+        padding = _aligned(len(data)) - len(data)  # stays within a piece, as pieces are aligned
         self._piece[self._held : self._held + padding] = 0
         self._held += padding
         self.at = start + len(data) + padding

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.model.files.wheel_download import Progress
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
-OTHER_FORMS = ("*/*", "consolidated*.safetensors")  # of the same weights
+OTHER_FORMS = ("*/*", "consolidated*.safetensors")  # other forms of the same weights, which are not fetched
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _HUB_GGUF = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([\w.-]+\.gguf)")
 _HUB_QUANT = re.compile(r"(\w[\w.-]*/\w[\w.-]*):([\w.-]+)")
@@ -105,7 +105,7 @@ def _pull_quant(repo: str, quant: str) -> Path:
     folder = None
     try:
         files = huggingface_hub.HfApi().list_repo_files(repo)
-    except Exception:  # offline, perhaps: then what is here already counts
+    except Exception:  # perhaps offline: then a file that is here already is used
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["*.gguf"], local_files_only=True))
         files = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
     ending = re.compile(rf"(.*[-._/])?{re.escape(quant)}\.gguf", re.IGNORECASE)
@@ -117,7 +117,7 @@ def _pull_quant(repo: str, quant: str) -> Path:
     return folder / found[0] if folder else Path(huggingface_hub.hf_hub_download(repo, found[0]))
 
 
-# Name of an error of the hub's client -> what to do about it.
+# Name of an error of the hub's client -> what the user can do about it.
 _ADVICE = {
     "GatedRepoError": "accept its licence on its page there, then set HF_TOKEN to a token of yours",
     "RepositoryNotFoundError": "check the spelling; a private one needs a token of yours in HF_TOKEN",

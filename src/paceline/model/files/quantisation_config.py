@@ -1,4 +1,4 @@
-"""Quantisation that a config.json tells of; what is not known is refused, never ignored."""
+"""Quantisation as config.json states it; unknown settings are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Said:
         return value
 
     def word(self, keys: tuple[str, ...], default: str, known: Collection[str]) -> str:
-        """Return the first of the keys that is set."""
+        """Return the value of the first key that is set."""
         value = str(next((v for key in keys if (v := self.values.get(key)) is not None), default)).lower()
         if value not in known:
             raise self.refused(f"{keys[0]} = {_short(value)}; known: {', '.join(known)}")
@@ -107,7 +107,7 @@ def _awq_config(said: _Said) -> Quantisation:
 
 _DENSE = ("dense", "none")
 _FORMATS = {"pack-quantized": ROWS, "int-quantized": PLAIN, "float-quantized": PLAIN, "naive-quantized": PLAIN}
-_MIXED = "mixed-precision"  # each group names its own
+_MIXED = "mixed-precision"  # each group names its own format
 _STRATEGIES: dict[str, Callable[[_Said], ScaleBlocks]] = {
     "tensor": lambda _: _TENSOR,
     "channel": lambda _: _ROW,
@@ -158,7 +158,7 @@ _METHODS: dict[str, Callable[[_Said], Quantisation]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq_config,
     "awq": _awq_config,
-    "mxfp4": lambda _: Quantisation((), ()),  # experts only, which expert_parts.py reads
+    "mxfp4": lambda _: Quantisation((), ()),  # only experts are quantised, and expert_parts.py reads them
 }
 _KEYS = ("quantization_config", "compression_config")
 
@@ -166,7 +166,7 @@ _KEYS = ("quantization_config", "compression_config")
 def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     """Return what a config.json says of quantised matrices, None if it says nothing.
 
-    Raises `UnsupportedModel` for all that is not known.
+    Raises `UnsupportedModel` for unknown settings.
     """
     text = config.get("text_config")
     tables = [config, text if isinstance(text, dict) else {}]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Parts = Mapping[str, StoredTensor]
 
 ADVICE = "take the model in BF16, or a GGUF file of it such as Q4_K_M or Q8_0"
-WHOLE = 1 << 40  # rows or columns of a block that ends with its matrix
+WHOLE = 1 << 40  # stands for all rows, or columns, of a matrix: more than any matrix has
 ZERO, ORDER = "weight_zero_point", "weight_g_idx"
 _WEIGHT = "weight"
 _PLAIN_TYPES = ("I8", FLOAT8)
@@ -45,7 +45,7 @@ class Quantisation:
     """Facts that a folder's config says of its quantised matrices."""
 
     layouts: tuple[Layout, ...]
-    blocks: tuple[ScaleBlocks, ...]  # that matrices may have
+    blocks: tuple[ScaleBlocks, ...]  # scale blocks that matrices may have
     bits: tuple[int, ...] = (8,)
     first_zero: int = 0
 
@@ -87,13 +87,13 @@ class Layout:
     """Spread of a format's matrix over tensors, by the ends of their names."""
 
     main: str
-    needed: tuple[str, ...]  # beside it; of alternatives, separated by |, the first that is there
+    needed: tuple[str, ...]  # ends needed beside `main`; of ends separated by | the first that is there
     optional: tuple[str, ...]
     make: Callable[[str, Parts, Quantisation], QuantisedMatrix]
-    types: tuple[str, ...] = ("I32",)  # of `main`
+    types: tuple[str, ...] = ("I32",)  # types that `main` may have
 
     def parts_of(self, prefix: str, end: str, found: Parts) -> dict[str, StoredTensor]:
-        """Return a matrix's tensors by its main one; none if it is another."""
+        """Return a matrix's tensors if `end` is this layout's main tensor; else none."""
         if end != self.main or found[prefix + end].dtype not in self.types:
             return {}
         parts = {end: found[prefix + end]}
@@ -186,7 +186,7 @@ def _expect(name: str, part: StoredTensor, end: str, shape: tuple[int, ...], typ
 
 
 def _blocks(name: str, shape: tuple[int, int], scales: StoredTensor, said: Quantisation) -> ScaleBlocks:
-    """Return the blocks of the config that give scales of this shape. Raises `BadModelFile`."""
+    """Return those blocks of the config that fit scales of this shape. Raises `BadModelFile`."""
     if scales.dtype not in _FLOATS:
         raise UnsupportedModel(
             f"{name!r} has scales of type {scales.dtype}; known: {', '.join(_FLOATS)}; {ADVICE}"

@@ -1,4 +1,4 @@
-"""Tensors as decoders use them: rows in our order, fused matrices apart, norms as factors."""
+"""Tensors as decoders use them: rows in our order, fused matrices split, norms as factors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", bound=np.generic)
 
-# Tensors of a layer whose rows or numbers are those of heads that RoPE rotates.
+# Tensors of a layer with a row, or a number, for each number of a head that RoPE rotates.
 ROTATED = frozenset({"attn_q", "attn_k", "attn_q_bias", "attn_k_bias", "attn_q_norm", "attn_k_norm"})
 
 
 def head_order(config: ModelConfig, *, interleaved: bool) -> tuple[int, ...]:
     """Return the order in which a head's rows are read; empty: as they are.
 
-    We rotate number i with i + head_dim / 2, and by no angle what lies outside the rotated part. interleaved: the
-    file has the numbers of a pair beside each other. Scores do not change where q and k are put in the same order.
+    We rotate number i with i + head_dim / 2, and leave alone what is outside the rotated part. interleaved: in the
+    file the two numbers of a pair are neighbours. Scores do not change, as q and k get the same order.
     """
     size, rotated = config.head_dim, config.rope.rotated(config.head_dim)
     if not interleaved and (rotated == size or config.rope.scaling == "proportional"):
@@ -67,7 +67,7 @@ def from_one(stored: Stored) -> Stored:
 
 
 def divide_logits(config: ModelConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return tensors by canonical name; the last norm divides logits."""
+    """Return tensors by canonical name, the last norm divided by `logit_divisor`."""
     norm, divisor = stored.get("final_norm"), config.logit_divisor
     if norm is None or divisor == 1.0:
         return {**stored}
@@ -89,7 +89,7 @@ def unfuse(
     fused: Mapping[str, tuple[str, ...]],
     prefix: str,
 ) -> dict[str, Stored]:
-    """Return a file's tensors, matrices that stand for several cut into those.
+    """Return a file's tensors, fused matrices split into the matrices that they hold.
 
     names: canonical name -> name in the file. fused: name in the file without the layer's `prefix` -> canonical
     names without the layer, whose rows it holds one after another.
@@ -106,7 +106,7 @@ def unfuse(
                 or len(whole.shape) != 2
                 or whole.shape[0] != sum(sizes)
             ):
-                continue  # `choose_tensors` says what is wrong, if anything is
+                continue  # an error here is found by `choose_tensors`
             ends = np.cumsum(sizes).tolist()
             result |= {names[n]: whole.rows(e - s, e) for n, s, e in zip(own, sizes, ends, strict=True)}
     return result

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_DIVISORS = 1 << 10
 
-# `dynamic` changes nothing within the positions that the model was trained for, and more are not served. `mrope`
+# `dynamic` changes nothing within the positions that the model was trained for, and we serve no others. `mrope`
 # has several positions for a part of an image, and one for a token of text.
 _SCALINGS: dict[str, RopeScaling] = {
     "default": "none",
@@ -27,14 +27,14 @@ _SCALINGS: dict[str, RopeScaling] = {
     "yarn": "yarn",
     "longrope": "longrope",
     "proportional": "proportional",
-    "su": "longrope",  # its name in the first files
+    "su": "longrope",  # longrope's name in the first files
 }
 
 
 def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
     """Return the RoPE of a table of settings. Raises `UnsupportedModel`, `BadModelFile`.
 
-    theta: where the table does not tell it. read: the file's other keys.
+    theta: the base where the table has none. read: the file's other keys.
     """
     inner = JsonReader(table, "config.json's RoPE settings: ")
     kind = str(table.get("rope_type", table.get("type", "default")))[:80]
@@ -44,7 +44,7 @@ def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
     trained = read.integer("original_max_position_embeddings", positions)
     original = inner.integer("original_max_position_embeddings", trained)
     head_dim = max(read.integer("head_dim", 1), 1)
-    rotated = read.integer("rotary_dim", head_dim)  # of MiniMax-M2
+    rotated = read.integer("rotary_dim", head_dim)  # MiniMax-M2 has this key
     ratio = positions / max(original, 1) if scaling in _MAGNITUDES else 1.0
     factor = inner.number("factor", ratio)
     magnitude = inner.factor("attention_factor")
@@ -69,12 +69,12 @@ def rope_of(read: JsonReader, table: dict[str, Any], theta: float) -> Rope:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return how much larger YaRN makes what it rotates (arXiv 2309.00071, equation 22)."""
+    """Return the factor by which YaRN enlarges what it rotates (arXiv 2309.00071, equation 22)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def longrope_magnitude(factor: float, original: int) -> float:
-    """Return how much larger LongRoPE makes what it rotates (arXiv 2402.13753)."""
+    """Return the factor by which LongRoPE enlarges what it rotates (arXiv 2402.13753)."""
     return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 and original > 1 else 1.0
 
 

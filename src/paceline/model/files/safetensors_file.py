@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from numpy import floating, int64, uint16
     from numpy.typing import NDArray
 
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library has the same bound
 MAX_DIMS = 8
 MAX_DIM = 1 << 40
 
 _INTEGERS = {"I64": "<i8", "I32": "<i4", "I8": "<i1"}
-# Types that are no weights by themselves, as numpy reads them; it has no floats of 8 bits.
+# Types that are no weights by themselves, and how numpy reads them; numpy has no 8-bit floats.
 _OTHER_TYPES: dict[str, str] = _INTEGERS | {
     "U64": "<u8", "U32": "<u4", "I16": "<i2", "U16": "<u2", "U8": "u1", "BOOL": "u1",
     "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
@@ -104,7 +104,7 @@ class ScaledTensor:
     def read(self) -> NDArray[floating]:
         """Return the matrix in float32. Raises `BadModelFile`, `UnsupportedModel`."""
         values, scales = self.values.whole_numbers(), self.scales.read()
-        if values.dtype != np.int8 or scales.dtype == np.float64:  # a product may have more digits than float32
+        if values.dtype != np.int8 or scales.dtype == np.float64:  # float64 scales would be rounded
             return (values.astype(np.int64) * scales).astype(np.float32)
         matrix: NDArray[floating] = np.multiply(values, scales, dtype=np.float32)
         return matrix

@@ -1,7 +1,7 @@
 """Quantised matrices of safetensors files: small numbers, and scales that blocks share.
 
-weight = (number - zero) * scale of its block. Formats differ in how they pack the numbers and shape the scales;
-all are unpacked to one `ScaledNumbers`, and only when they are read.
+weight = (number - zero) * scale of its block. Formats differ in how they pack numbers and in the shape of scales.
+All are unpacked to `ScaledNumbers` when they are read.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 FLOAT8 = "F8_E4M3"
 WORD_BITS = 32
 KEPT_BLOCK = 32  # columns that share a scale in `FourBit`
-_ROWS_AT_ONCE = 256  # bounds what is needed beside the result
-_SCALE_ERROR = 2.0**-10  # of a scale as float16, relative: beyond it four bits are rounded anew
+_ROWS_AT_ONCE = 256  # rows unpacked at once, which bounds the memory beside the result
+_SCALE_ERROR = 2.0**-10  # relative error of a scale in float16; if larger, the four bits are rounded anew
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each four bits of a word, lowest bits first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledNumbers:
-    """A matrix unpacked, its scales not yet multiplied."""
+    """An unpacked matrix, not yet multiplied by its scales."""
 
     numbers: NDArray[Any]  # [out, in] uint8, int8 or float32
     scales: NDArray[float32]  # [ceil(out / rows), blocks]
@@ -62,14 +62,14 @@ class ScaledNumbers:
         own = own if self.rows == 1 else np.repeat(own, self.rows, axis=0)[: len(part)]
         num_blocks = own.shape[1]
         size, rest = divmod(part.shape[1], num_blocks)
-        if rest == 0 and np.array_equal(self.block_of, np.arange(part.shape[1]) // size):  # quicker than by index
+        if rest == 0 and np.array_equal(self.block_of, np.arange(part.shape[1]) // size):  # faster than indexing
             in_blocks = part.reshape(len(part), num_blocks, size)
             change(in_blocks, own[:, :, None], out=in_blocks)
         else:
             change(part, own[:, self.block_of], out=part)
 
     def four_bit(self) -> FourBit | None:
-        """Return the matrix in blocks of 32 columns, None if its own are others."""
+        """Return the matrix in 4-bit blocks of 32 columns, None if that cannot be."""
         if self.zeros is None or self.rows != 1 or not _in_runs(self.block_of):
             return None
         kept = self.block_of[::KEPT_BLOCK]
@@ -99,7 +99,7 @@ class ScaleBlocks:
 
 
 class Unpack(Protocol):
-    """A format: from stored parts to numbers, read anew at every call."""
+    """A format: turns stored parts into numbers, read anew at every call."""
 
     def __call__(self, matrix: QuantisedMatrix) -> ScaledNumbers:
         """Return the numbers of a matrix. Raises `BadModelFile`, `UnsupportedModel`."""
@@ -107,26 +107,26 @@ class Unpack(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedMatrix:
-    """Matrix that several stored tensors make; their shapes are checked to fit each other."""
+    """Matrix stored as several tensors, whose shapes were checked to fit each other."""
 
-    name: str  # in the file, for messages
+    name: str  # its name in the file, for messages
     shape: tuple[int, ...]  # [out, in]
-    parts: Mapping[str, StoredTensor]  # by the end of their names
+    parts: Mapping[str, StoredTensor]  # by the end of the tensor's name
     unpack: Unpack
     blocks: ScaleBlocks
     bits: int = 8
-    first_zero: int = 0  # what a stored zero of 0 means
+    first_zero: int = 0  # the zero that a stored 0 stands for
 
     def read(self) -> NDArray[floating]:
         """Return the matrix in float32. Raises `BadModelFile`, `UnsupportedModel`."""
-        with np.errstate(all="ignore"):  # what is not finite is found, and named
+        with np.errstate(all="ignore"):  # numbers that are not finite are found later, and the tensor named
             weights = self.unpack(self).expanded()
         if not np.isfinite(weights).all():
             raise self.bad("holds NaN or infinity")
         return weights
 
     def four_bit(self) -> FourBit | None:
-        """Return the matrix's own four bits, None if it has others. Raises `BadModelFile`."""
+        """Return the matrix's own 4-bit blocks, None if it has none. Raises `BadModelFile`."""
         if self.bits != 4:
             return None
         with np.errstate(all="ignore"):
@@ -193,7 +193,7 @@ class RowsOf:
         return self.matrix.read()[self.first : self.end]
 
     def four_bit(self) -> FourBit | None:
-        """Return the rows' own four bits, None if they have others. Raises `BadModelFile`."""
+        """Return the rows' own 4-bit blocks, None if they have none. Raises `BadModelFile`."""
         whole = self.matrix.four_bit()
         if whole is None:
             return None
@@ -241,7 +241,7 @@ def unpack_plain(matrix: QuantisedMatrix) -> ScaledNumbers:
 def unpack_rows(matrix: QuantisedMatrix) -> ScaledNumbers:
     """Unpack the format pack-quantized of compressed-tensors.
 
-    Words hold a row's next columns, those of zeros a column's next rows; both are stored from 0.
+    A word of numbers holds a row's next columns, a word of zeros a column's next rows. Both are stored from 0.
     """
     bits = matrix.bits
     numbers = unpacked(matrix.parts["weight_packed"].codes(), bits)[:, : matrix.shape[1]]
@@ -256,7 +256,7 @@ def unpack_rows(matrix: QuantisedMatrix) -> ScaledNumbers:
 def unpack_gptq(matrix: QuantisedMatrix) -> ScaledNumbers:
     """Unpack GPTQ: words hold a column's next rows of a matrix [in, out].
 
-    Version 1 stores words of zeros less one in each place, borrows included.
+    Version 1 subtracts 1 from every zero before it packs zeros into words, borrows included.
     """
     numbers = unpacked(np.ascontiguousarray(matrix.parts["qweight"].codes().T), matrix.bits)
     each = sum(matrix.first_zero << place for place in range(0, WORD_BITS, matrix.bits))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, and its state then."""
+    """A file, and its state before its header was read."""
 
     path: Path
     state: str  # as `file_state`
@@ -24,11 +24,11 @@ class SourceFile:
         return not self.state or self.state != file_state(self.path)
 
 
-Source = SourceFile | str  # a file, or a text that stands for itself
+Source = SourceFile | str  # a file, or a text that is keyed as it is
 
 
 def file_state(path: Path) -> str:
-    """Return a text that changes with a file; empty if it is not there."""
+    """Return a text that changes when the file changes; empty if there is no file."""
     try:
         return state_of(path.stat())
     except OSError:
@@ -36,7 +36,7 @@ def file_state(path: Path) -> str:
 
 
 def state_of(found: os.stat_result) -> str:
-    """Return inode, size and times of change: no write or replacement leaves them all."""
+    """Return inode, size and times of change: any write or replacement changes one."""
     fields = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     return ":".join(map(str, fields))
 
@@ -47,5 +47,5 @@ def folder_states(folder: Path) -> dict[Path, str]:
 
 
 def folder_sources(folder: Path, states: dict[Path, str], read: Iterable[Path]) -> tuple[SourceFile, ...]:
-    """Return the files that were read; one that came after the states counts as changed."""
+    """Return the files that were read; a file without an earlier state counts as changed."""
     return tuple(SourceFile(path, states.get(path, "")) for path in (folder / "config.json", *sorted(set(read))))

@@ -51,18 +51,18 @@ class Stored(Protocol):
 
 @runtime_checkable
 class KeepsFourBits(Protocol):
-    """A stored matrix that may have four bits of its own."""
+    """A stored matrix that may have 4-bit blocks of its own."""
 
     def four_bit(self) -> FourBit | None:
-        """Return them, None if it has others."""
+        """Return its 4-bit blocks, None if it has none."""
 
 
 @runtime_checkable
 class KeepsRaw(Protocol):
-    """A stored tensor whose file's own bytes can be had."""
+    """A stored tensor that can give its file's own bytes."""
 
     def raw(self) -> RawBlocks | None:
-        """Return them, None if these will not do."""
+        """Return the bytes; None if they cannot be used as they are."""
 
 
 @runtime_checkable
@@ -70,7 +70,7 @@ class KeepsHalves(Protocol):
     """A stored tensor that may have a type of 16 bits."""
 
     def halves(self) -> tuple[str, NDArray[uint16]] | None:
-        """Return its type and bits, None if it has another."""
+        """Return its type and bits, None if its type has not 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +113,7 @@ def read_floats(data: bytearray, kind: str) -> NDArray[floating]:
 
 
 def read_span(path: Path, start: int, num_bytes: int) -> bytearray:
-    """Return a part of a file. Raises `BadModelFile` if it is not there any more."""
+    """Return a part of a file. Raises `BadModelFile` if the file no longer has it."""
     data = bytearray(num_bytes)
     with path.open("rb") as file:
         file.seek(start)

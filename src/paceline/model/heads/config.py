@@ -1,7 +1,7 @@
 """Config of a draft head, read from config.json in both formats in use.
 
-Those of the EAGLE authors (arXiv 2401.15077, 2503.01840) are the config of a Llama of one layer with some fields
-more; those of the `speculators` project keep that in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
+The EAGLE authors' config (arXiv 2401.15077, 2503.01840) is that of a Llama of one layer, with some fields more.
+The `speculators` project keeps the Llama config in `transformer_layer_config`. P-EAGLE heads (arXiv 2602.01469)
 add a mask token. Block heads are in `block_format.py`.
 """
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
     from paceline.model.config import ModelConfig
 
-_MAX_PADDING = 1024  # tokens by which padded vocabularies of one model differ
+_MAX_PADDING = 1024  # most tokens by which padded vocabularies of one model may differ
 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
     """Facts that all heads of one kind share."""
 
-    name: str  # of the drafter that runs them
+    name: str  # name of the drafter that runs these heads
     parallel: bool  # guesses all tokens in one pass, mask tokens in place of those that are not known yet
     last_tap: int  # the paper's highest tap, counted back from the target's last layer
-    guesses_features: bool = False  # reads and guesses what the target's output matrix reads, and writes with it
+    guesses_features: bool = False  # features are what the target's output matrix reads; it writes with that
     blocks: bool = (
-        False  # features are keys and values of all its layers; it guesses a whole block of tokens at once
+        False  # True: it makes keys and values of features in all layers, and guesses a block of tokens at once
     )
 
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ _ALGORITHMS = {
     "LlamaForCausalLMEagle3": EAGLE3,
     "PEagleDraftModel": PEAGLE,
 } | dict.fromkeys(BLOCK_NAMES, BLOCK_HEAD)
-OWN_TOKENS = "draft_own_tokens"  # in config.json: Paceline's own addition, others read past it
+OWN_TOKENS = "draft_own_tokens"  # key that Paceline adds to config.json; other readers ignore it
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -75,7 +75,7 @@ class HeadConfig:
     """Shape of one head. Hidden states are the target's residual stream after some layer."""
 
     algorithm: Algorithm
-    layers: ModelConfig  # of the head's own layers; EAGLE's first one reads twice the width
+    layers: ModelConfig  # the head's own layers; EAGLE's first layer reads twice the width
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
@@ -87,15 +87,15 @@ class HeadConfig:
     fusion_bias: bool = False  # EAGLE-1: `fc` adds a bias
     layernorms: bool = False  # EAGLE-1: norms of the embedding, before the layer and before the target's head
     feature_norm: bool = False  # MTP: a norm of the feature, too
-    request_tokens: bool = False  # its output fits the target's head, too: for tokens of requests
-    target_norm_eps: float = 1e-6  # EAGLE-1: of the target's last norm, whose results are the features
+    request_tokens: bool = False  # True: it can also write request tokens, with rows of the target's output matrix
+    target_norm_eps: float = 1e-6  # EAGLE-1: epsilon of the target's last norm, which makes the features
     own_output: bool = True  # False: it writes with its target's output matrix
-    block: BlockShape | None = None  # of a block head
+    block: BlockShape | None = None  # shape of a block head's blocks; None: it is no block head
 
     def spare_pages(self, num_rows: int) -> int:
         """Return the pages of its store behind those of the page table.
 
-        The first takes what nothing reads, as padding on a device. Then come the spare pages of rows and padding.
+        The first page takes what nobody reads, such as padding. Then come the spare pages of rows and of padding.
         """
         return 1 + self.block.spare_pages * (num_rows + 1) if self.block else 0
 
@@ -114,7 +114,7 @@ def read_config(values: Mapping[str, Any], target: ModelConfig) -> HeadConfig:
     inner = values.get("transformer_layer_config")
     layer_values = dict(inner if isinstance(inner, dict) else values)
     if algorithm.blocks:
-        layer_values = {**whole_text(layer_values), "model_type": FAMILY}  # the file names the target's
+        layer_values = {**whole_text(layer_values), "model_type": FAMILY}  # the file names the target's family
     layer_values.setdefault("model_type", "llama")
     layers = config_from_json(_without_tokens(layer_values, target))
     if "rope_theta" not in layer_values and "rope_parameters" not in layer_values:
@@ -178,7 +178,7 @@ def _block_head(layers: ModelConfig, values: Mapping[str, Any], target: ModelCon
         taps=taps or BLOCK_HEAD.default_taps(target.num_layers),
         mask_token_id=_mask_token(values),
         request_tokens=flag(values, OWN_TOKENS),
-        own_output=size != target.vocab_size,  # as files have it, but for some: `load_head` looks
+        own_output=size != target.vocab_size,  # usual; `load_head` looks whether the file has an output matrix
         block=block,
     )
 
@@ -233,7 +233,7 @@ def _algorithm(values: Mapping[str, Any]) -> Algorithm:
     for name in names:
         if isinstance(name, str) and name in _ALGORITHMS:
             return _ALGORITHMS[name]
-    if names == ["LlamaForCausalLM"]:  # as the first heads were published, EAGLE-3's with a vocabulary
+    if names == ["LlamaForCausalLM"]:  # the first published heads; EAGLE-3's have a vocabulary
         return EAGLE3 if "draft_vocab_size" in values else EAGLE
     raise UnsupportedModel(
         f"the head says it is {names}; EAGLE-1, EAGLE-3, P-EAGLE and block heads (DFlash, DSpark) are known"
@@ -241,7 +241,7 @@ def _algorithm(values: Mapping[str, Any]) -> Algorithm:
 
 
 def _without_tokens(values: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
-    """Drop special tokens: heads have none of their own and repeat those of others."""
+    """Drop special tokens: a head has none, and its file repeats those of some model."""
     kept = {key: value for key, value in values.items() if not key.endswith("_token_id")}
     kept.setdefault("vocab_size", target.vocab_size)
     kept.setdefault("rms_norm_eps", target.norm_eps)

@@ -1,7 +1,7 @@
 """A draft model cut from its target: its folder holds layers and names shared tables.
 
-`shares` in its config.json lists the target's tensors that it uses as they are: embedding and head. `d2t` says
-which tokens it was trained to write, as in a draft head.
+`shares` in its config.json lists the target's tensors that the draft model uses as they are: embedding and head.
+`d2t` says which tokens it was trained to write, as in a draft head.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ VOCABULARY_TENSORS = ("d2t", "t2d")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutModel:
-    """Parts of a decoder beside the target's."""
+    """Parts of a cut model beside the target's tables."""
 
     config: ModelConfig
-    weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, but for the target's tables
+    weights: Mapping[str, NDArray[floating]]  # as `tensor_shapes(config)`, without the target's tables
     token_ids: NDArray[int64]  # [draft_vocab] the tokens it can write, ascending
 
 

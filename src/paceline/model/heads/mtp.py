@@ -1,9 +1,9 @@
 """Multi-token prediction (MTP): layers in a checkpoint that guess the token after the next.
 
 Such a layer (DeepSeek-V3, arXiv 2412.19437) reads the target's last hidden state beside the embedding of the next
-token, each normed. It is a layer of the target's own kind; a norm and the target's output matrix follow. What the
-norm makes stands for the next hidden state, so one layer drafts several tokens deep. Of several layers, the first
-is read.
+token, each normed. It is a layer of the target's own kind; a norm and the target's output matrix follow. The
+norm's result stands for the next hidden state, so one layer drafts several tokens deep. Of several MTP layers only
+the first is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_RUN = ("a mixture of experts", "RoPE with a magnitude")  # of `ModelConfig.needs`, those that drafters run
+_RUN = ("a mixture of experts", "RoPE with a magnitude")  # those of `ModelConfig.needs` that drafters can run
 _BROKEN = "it is broken, use another drafter"
 GGUF_NAMES = {
     "fc": "nextn.eh_proj.weight",
@@ -52,9 +52,9 @@ GGUF_NAMES = {
 class MtpNames:
     """Names of an MTP layer's tensors in one kind of checkpoint."""
 
-    layer: str  # begins those of the layer itself
-    beside: str  # begins those beside it ...
-    names: Mapping[str, str] = field(hash=False)  # ... by canonical name
+    layer: str  # prefix of the layer's own tensors
+    beside: str  # prefix of the tensors beside the layer ...
+    names: Mapping[str, str] = field(hash=False)  # ... and their names by canonical name
     hidden_first: bool = False  # `fc` reads the hidden state before the embedding
 
 
@@ -193,7 +193,7 @@ def _in_gguf(model: LoadedModel) -> Head | None:
 
 
 def _head(config: HeadConfig, tensors: Mapping[str, Stored], sources: tuple[SourceFile, ...]) -> Head:
-    # A cache tells it from the target by its name.
+    # The name keeps the layer and the target apart in caches.
     named: tuple[SourceFile | str, ...] = (*sources, MTP.name) if sources else ()
     checked = {name: Finite(tensor, f"{name!r} of the MTP layer: {_BROKEN}") for name, tensor in tensors.items()}
     weights = LazyWeights(checked, named)
