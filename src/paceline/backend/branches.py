@@ -1,12 +1,12 @@
 """Branches in a pass: rows of their own, over pages of their own.
 
-A branch leaves its row's chain at some place. In the pass it is one more row: up to there it reads the row's own
-pages, and from the page of its first token on it has pages of its own. What these hold of tokens before the branch
-is copied there: committed tokens with their page, before the pass; those of the pass itself as they are written
+A branch leaves its row's chain at some token. In the pass it is one more row. It reads the row's own pages before
+the page of its first token, and has pages of its own from that page on. Tokens before the branch in this page are
+copied to it: committed tokens before the pass, tokens of the pass itself when they are written
 (`Packed.copies`). So each token finds the keys and values of its ancestors, and of no other token, at the same
 places in pages as in plain decoding: a kernel needs no mask, and sums up the same numbers in the same order.
 
-Once a branch is kept, its pages are copied over those of the row.
+Once a branch is kept, its pages are copied over the row's pages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.backend.seam import Packed
     from paceline.core.nouns import Batch, RowDraft, RowVerdict, Taps, Verdict
 
-MAX_BRANCH_TOKENS = 16  # of all rows of a pass: beyond a few rows branches do not pay
-PAGES_EACH = 2  # a branch is no longer than a chain, which has at most one page's tokens
+MAX_BRANCH_TOKENS = 16  # most tokens of branches in a pass: beyond a few rows branches do not pay
+PAGES_EACH = 2  # pages of a branch, which has at most one page's tokens, as a chain has
 NUM_BRANCH_PAGES = MAX_BRANCH_TOKENS * PAGES_EACH
 
 
@@ -49,26 +49,26 @@ class _RowBranches:
 
     newest: int  # index of the row's newest token in the pass
     tokens: dict[int, int]  # index among the branches' tokens -> index in the pass
-    pages: dict[int, tuple[int, list[int]]]  # likewise -> first page of its path that is the branch's own; those
+    pages: dict[int, tuple[int, list[int]]]  # the same index -> index of the branch's first own page, own pages
 
 
 class BranchPages:
     """Pages of branches, and where the branches of open passes are."""
 
     def __init__(self, kv: CopiesPages, first_page: int) -> None:
-        """first_page: of the `NUM_BRANCH_PAGES` at the end of the store."""
+        """first_page: first of the `NUM_BRANCH_PAGES` at the end of the store."""
         self._kv = kv
         self._free = list(range(first_page, first_page + NUM_BRANCH_PAGES))
-        self._held: dict[int, list[int]] = {}  # row -> its pages
-        self._open: dict[int, _RowBranches] = {}  # row -> its branches
+        self._held: dict[int, list[int]] = {}  # row -> pages of its branches
+        self._open: dict[int, _RowBranches] = {}  # row -> its branches in an open pass
 
     # Before a pass -------------------------------------------------------------------------------
 
     def fit(self, rows: Rows, batch: Batch, drafted: Sequence[RowDraft]) -> Draft:
-        """Return drafts without the branches that find no room, or that rows may not have.
+        """Return drafts without branches that have no room, or that rows may not have.
 
-        What a penalty or a grammar says of a token depends on the tokens before it: such rows get chains. So do
-        all rows beside a grammar, or beside a prompt that is scored.
+        Rows with penalties or a grammar get chains, as their choice depends on the tokens before it. All rows get
+        chains if a row of the batch has a grammar, or scores its prompt.
         """
         room = 0 if rows.grammars.states or rows.num_scored(batch) else len(self._free) // PAGES_EACH
         fitted: list[RowDraft] = []
@@ -82,7 +82,7 @@ class BranchPages:
         """Add a draft's branches to a pass, behind all rows."""
         packing = _Packing(packed)
         for index, (r, d) in enumerate(zip(batch.rows, draft.rows, strict=True)):
-            self.release(r.row)  # of a pass that failed
+            self.release(r.row)  # pages left by a pass that failed
             packing.want_row(1 + len(d) if r.samples else 0)
             if d.branches is not None:
                 self._open[r.row] = found = self._pack_row(r.row, index, d, packing)
@@ -130,8 +130,8 @@ class BranchPages:
     def keep(self, rows: Rows, batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Scores:
         """Give rows the keys and values of kept branches, before they advance.
 
-        All pages of branches are given back. Returns scores for drafters: the choices along chains, and the taps
-        along kept paths.
+        All pages of branches are given back. Returns scores for drafters: choices along chains, and taps along
+        kept paths.
         """
         positions: list[int] = []
         cu_len = [0]
@@ -171,7 +171,7 @@ class _Packing:
     def __init__(self, before: Packed) -> None:
         self.before = before
         self.wanted: list[int] = []
-        self._num_wanted = 0  # taken of `before`
+        self._num_wanted = 0  # wanted tokens of `before` that were taken over
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self._slots: list[int] = []
@@ -196,7 +196,7 @@ class _Packing:
         return len(self.before.token_ids) + len(self._token_ids) - 1
 
     def copy(self, token: int, position: int) -> None:
-        """Have a token of another row at a position of the newest row, too."""
+        """Copy a token of another row to a position of the newest row, too."""
         self._copies.append((token, self._slot(position)))
 
     def _slot(self, position: int) -> int:
@@ -223,5 +223,5 @@ class _Packing:
 
 
 def without_branches(drafted: Sequence[RowDraft]) -> Draft:
-    """Return chains alone."""
+    """Return only the chains of drafts."""
     return Draft(tuple(with_most(d, 0) for d in drafted))

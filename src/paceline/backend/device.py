@@ -1,4 +1,4 @@
-"""Devices of passes, and what backends find out about them."""
+"""Devices that passes run on, and what backends find out about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from paceline.core.errors import ConfigError
 from paceline.core.system import core_groups, usable_cores
 
-SAME = "same"  # as the target
+SAME = "same"  # drafters run where the target does
 CPU = "cpu"
 
 
@@ -29,7 +29,7 @@ class Device:
         if kind != CPU:
             return cls(torch_name=text)
         cores, usable = frozenset[int](), usable_cores()
-        with suppress(ConfigError):  # its message names --cores
+        with suppress(ConfigError):  # the error would name --cores
             cores = cores.union(*core_groups(which))
         if not cores or not cores <= usable:
             raise ConfigError(
@@ -61,6 +61,6 @@ class DeviceDefaults(NamedTuple):
 
     num_rows: int  # requests that run at once
     prefill_tokens: int  # prompt tokens computed in one step, over all rows
-    kv_share: float  # of the device's free memory, for the target's KV
-    kv_share_with_drafters: float  # their weights, KV and taps need memory, too
+    kv_share: float  # share of the device's free memory for the target's KV
+    kv_share_with_drafters: float  # the share beside drafters, whose weights, KV and taps need memory, too
     max_len: int = 8192  # tokens of prompt and answer of one request

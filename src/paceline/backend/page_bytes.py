@@ -1,4 +1,4 @@
-"""Stores of keys and values whose pages can leave them, and what pages take."""
+"""Stores of keys and values whose pages can be moved or dropped; bytes of pages."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class DropsWindows(KV, Protocol):
         """
 
     def drop_rest(self, page: int) -> None:
-        """Give back what the other layers take for it, likewise."""
+        """Give back the memory that the other layers take for a page, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory of a store, and what it takes of it. Bytes."""
+    """Memory of a store, and what its pages take of it, in bytes."""
 
-    page: int  # of a page without its window part
-    part: int  # of the window part
+    page: int  # bytes of a page without its window part
+    part: int  # bytes of a window part
     total: int
 
     @property
@@ -61,5 +61,5 @@ class Budget:
         return self.page + self.part
 
     def of_row(self, num_pages: int, most_parts: int) -> int:
-        """Return what a row with so many pages takes. most_parts: of its window."""
+        """Return the bytes that a row takes. most_parts: its window parts, at most."""
         return num_pages * self.page + min(num_pages, most_parts) * self.part

@@ -21,10 +21,10 @@ LEAVE_S = 2.0  # seconds that the end of a process waits for a call
 
 
 class PassThread:
-    """Daemon thread from its first call to its owner's end; hanging calls prevent no exit."""
+    """Daemon thread from its first call to its owner's end; hanging calls block no exit."""
 
     def __init__(self, name: str, cores: frozenset[int] = frozenset()) -> None:
-        """cores: for the thread, and every thread it starts; none: all."""
+        """cores: of the thread, and of every thread it starts; empty: all."""
         self.cores = cores
         self._name = name
         self._calls: SimpleQueue[Call | None] | None = None
@@ -42,7 +42,7 @@ class PassThread:
         begun = Lock()
         begun.acquire()
         self._queue().put((future, begun, call))
-        begun.acquire()  # or the caller would keep Python's lock for milliseconds before the thread gets it
+        begun.acquire()  # otherwise the caller keeps Python's lock for milliseconds before the thread gets it
         return future
 
     def call(self, call: Callable[[], T], timeout_s: float | None = None) -> T:
@@ -76,6 +76,6 @@ def _serve(calls: SimpleQueue[Call | None], cores: frozenset[int]) -> None:
             begun.release()
         try:
             future.set_result(call())
-        except BaseException as error:  # the caller's, whatever it is
+        except BaseException as error:  # the caller gets the error, whatever it is
             future.set_exception(error)
-        del task, future, call  # nothing that a call holds is kept until the next one
+        del task, future, call  # a reference would keep what the call holds until the next call

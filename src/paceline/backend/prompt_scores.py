@@ -1,6 +1,6 @@
 """Scores of prompts, made from the logits of prefill.
 
-A chunk that scores wants the logits of all its tokens. They become log-probabilities at once and are dropped.
+A chunk of a scored prompt wants logits of all its tokens. They become log-probabilities at once and are dropped.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class PromptPart:
     """Prompt tokens that one row's chunk scores."""
 
-    index: int  # of the row in its batch
+    index: int  # index of the row in its batch
     first: int  # place of the first of these tokens in the prompt
     token_ids: Sequence[int]
     num_top: int
-    at: int  # the first of their places among the pass's wanted tokens
+    at: int  # their first place among the pass's wanted tokens
 
 
 @noun
@@ -38,7 +38,7 @@ class ScoringPass:
 
     parts: Sequence[PromptPart]
     places: Sequence[int]  # wanted tokens that the law judges
-    specs: Sequence[SamplingSpec]  # of these
+    specs: Sequence[SamplingSpec]  # specs of these tokens
     all_specs: Sequence[SamplingSpec]  # [num_wanted]
 
     def split(self, result: PassResult) -> tuple[PassResult, Mapping[int, PromptScores]]:
@@ -51,7 +51,7 @@ class ScoringPass:
 def scoring_pass(
     rows: Rows, batch: Batch, scored: Sequence[int], cu_len: Sequence[int], specs: Sequence[SamplingSpec]
 ) -> ScoringPass:
-    """Return the order of wanted tokens: scored ones of a row, then judged ones.
+    """Return the order of wanted tokens: of each row scored tokens, then judged tokens.
 
     scored: as `Rows.num_scored`. cu_len, specs: as `Rows.specs`.
     """

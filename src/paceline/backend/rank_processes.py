@@ -24,13 +24,13 @@ from paceline.core.watchdog import Watchdog, process_work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-ENDED_S = 2.0  # for a rank that failed to say why, and for one that was killed to end
+ENDED_S = 2.0  # wait for a failed rank to say why, and for a killed rank to end
 WATCH_S = 0.5
-HANG_SHARE = 0.5  # of the limit: ranks that hang are told of before the engine itself is replaced for it
+HANG_SHARE = 0.5  # share of the server's limit, so that we tell of hanging ranks before it replaces the engine
 STOPPED = frozenset("Tt")  # states of a process that a signal or a debugger has stopped
 EXIT_STATUS = 70  # EX_SOFTWARE
-MAX_MESSAGE_BYTES = 1 << 28  # the pages of a pass are the longest: each row has as many as the longest one
-_HEAD_BYTES = 4  # length of a message, little endian, before it
+MAX_MESSAGE_BYTES = 1 << 28  # page tables are the longest part: every row's is as long as the longest
+_HEAD_BYTES = 4  # bytes before a message: its length, little endian
 
 Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Size = Annotated[int, Meta(ge=1, lt=1 << 40)]
@@ -44,14 +44,14 @@ class RankMessage(Struct, tag=True, array_like=True, forbid_unknown_fields=True,
 
 
 class RankReady(RankMessage, frozen=True):
-    """The answer, if all is well."""
+    """The answer if all went well."""
 
 
 class RankTrouble(RankMessage, frozen=True):
-    """The answer, if not: the process ends."""
+    """The answer after an error; the process then ends."""
 
     message: str
-    kind: Literal["user", "exchange", "bug"]  # a user can mend it; another rank is to blame; or we
+    kind: Literal["user", "exchange", "bug"]  # who is to blame: the user, another rank, or we
 
 
 FromRank = RankReady | RankTrouble
@@ -122,16 +122,16 @@ class Watched(Protocol):
 
     @property
     def awaited(self) -> int | None:
-        """Number of what ranks wait for one another for; None: nobody waits."""
+        """Number of the exchange in which ranks wait for one another; None: no rank waits."""
 
 
 class RankProcess:
-    """One rank's process. It ends with rank 0's, however that ends."""
+    """One rank's process. It ends when rank 0's process ends, in whatever way."""
 
     def __init__(self, rank: int, module: str, *files: int) -> None:
         """Start a process.
 
-        `python -m module LINE FILES` gets descriptors: of its end of the line, and of open files.
+        `python -m module LINE FILES` gets descriptors of its end of the line and of open files.
         """
         self.rank = rank
         ours, theirs = socket.socketpair()
@@ -158,7 +158,7 @@ class RankProcess:
             raise error_in(answer)
 
     def last_words(self) -> tuple[str, PacelineError]:
-        """Return kind and error of a rank's trouble, `end` if it has no words."""
+        """Return kind and error of a rank's trouble; kind `end` if the rank said nothing."""
         try:
             answer = decode_from_rank(self.line.receive(ENDED_S))
         except (TimeoutError, LineEnded):
@@ -191,13 +191,13 @@ def end_all(processes: Sequence[RankProcess]) -> None:
 
 @dataclass(slots=True)
 class HangLimit:
-    """Silence of this process's ranks, after which they hang.
+    """Time of silence after which this process's ranks count as hanging.
 
-    A process that a server watches sets it once its engine is ready: while it loads, compilers may work for the
-    ranks, which look still. In a user's own process, or a drafter's, they are waited for: a debugger may hold one.
+    A process that a server watches sets the limit once its engine is ready: while it loads, compilers may work for
+    ranks that look still. A user's own process, or a drafter's, sets none: a debugger may hold a rank.
     """
 
-    seconds: float = 0.0  # 0: they are waited for
+    seconds: float = 0.0  # 0: no limit, ranks are waited for
 
 
 LIMIT = HangLimit()
@@ -206,7 +206,7 @@ LIMIT = HangLimit()
 class RankSilence:
     """Signs that a pool's ranks hang.
 
-    One is stopped, or they wait for one another and none computes.
+    A rank is stopped, or ranks wait for one another and none computes.
     """
 
     def __init__(self, pool: Watched) -> None:
@@ -231,17 +231,17 @@ class RankSilence:
 
 
 def watch(pool_ref: Callable[[], Watched | None], leave: Callable[[int], object] | None) -> None:
-    """End this process soon after a rank has ended, or ranks that hang.
+    """End this process soon after a rank has ended, or hangs.
 
-    Who waits for the rank may wait for ever. leave: ends this process; None: an exchange with a rank that is gone
-    fails, so that only those that hang are ended.
+    Otherwise this process may wait for that rank for ever. leave: ends this process; None: exchanges with a rank
+    that is gone fail by themselves, so only hanging ranks are ended here.
     """
     silence, last_s = None, time.monotonic()
     while (pool := pool_ref()) is not None and pool.close.alive:
         silence, now_s = silence or RankSilence(pool), time.monotonic()
         if how := silence.hang(pool, now_s - last_s):
             log.critical("tensor parallel: ranks hang, as %s; they are ended", how)
-            for one in pool.processes:  # now: a stopped process does not notice the end of this one
+            for one in pool.processes:  # ended here: a stopped process does not notice that we end
                 one.process.kill()
             if leave is not None:
                 leave(EXIT_STATUS)
@@ -256,7 +256,7 @@ def watch(pool_ref: Callable[[], Watched | None], leave: Callable[[int], object]
 
 
 def _leave_after(pool: Watched, ended: RankProcess, leave: Callable[[int], object]) -> None:
-    time.sleep(ENDED_S)  # whoever is in an exchange may hear of it and say more
+    time.sleep(ENDED_S)  # a thread in an exchange may get the error and say more
     if pool.close.alive:
         kind, what = ended.last_words()
         why = "" if kind == "end" else f": {what}"
@@ -272,14 +272,14 @@ def trouble_of(rank: int, error: Exception) -> RankTrouble:
     said = str(error).splitlines()[0][:1000] if str(error) else ""
     if isinstance(error, PacelineError):
         return RankTrouble(f"rank {rank}: {said}", "user")
-    # Groups raise this for other ranks, PyTorch for us.
+    # A RuntimeError comes from a process group and is about other ranks; other errors are ours.
     kind: Literal["exchange", "bug"] = "exchange" if isinstance(error, RuntimeError) else "bug"
     return RankTrouble(f"rank {rank}: {type(error).__name__}: {said}", kind)
 
 
 @contextmanager
 def trouble_told(line: RankLine, rank: int) -> Iterator[None]:
-    """Tell rank 0 of an error in this block, which then ends.
+    """Tell rank 0 of an error in this block, and end the block.
 
     Raises `LineEnded` when rank 0 is gone.
     """
@@ -303,4 +303,4 @@ def serve_rank(run: Callable[[RankLine], None]) -> NoReturn:
     line = RankLine(socket.socket(fileno=int(sys.argv[1])))
     with suppress(LineEnded):
         run(line)
-    os._exit(0)  # groups whose other ranks are gone may wait for them in their ends
+    os._exit(0)  # at a usual exit, process groups may wait for ranks that are gone

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
     from paceline.model.files.packed_cache import Progress
 
-MAX_INT_KV_HEAD = 256  # numbers of a head that integer KV takes
+MAX_INT_KV_HEAD = 256  # largest head that integer KV takes
 AUTO = "auto"  # value of `--backend` and of `--weights`
 FILE = "file"  # type of weights: each matrix in its file's own values and blocks
 # Bytes of one stored number, scales included.
@@ -33,7 +33,7 @@ NUM_BYTES = {"f64": 8.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8"
     "i8": 1.0,
     FILE: 0.65,
 }
-MAX_DEVICES = 64  # of one kind in a machine
+MAX_DEVICES = 64  # most devices of one kind in a machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class BackendSpec:
     name: str
     about: str
     weight_types: tuple[str, ...]  # the first is the default
-    kv_types: tuple[str, ...]  # the first is the default; none: that of the weights
+    kv_types: tuple[str, ...]  # the first is the default; none: KV has the type of the weights
     loader: str  # module:function, a `LoadDecoder`
     head_loader: str  # module:function, a `LoadHeadRunner`
     cut_model_loader: str  # module:function, a `LoadCutModel`
     rows_class: str = "paceline.backend.rows:Rows"  # module:class of its per-row state
     target_class: str = "paceline.backend.target:Backend"  # module:class that scores passes over these rows
     needs: str | None = None  # package that only this backend imports
-    extra: str | None = None  # extra that installs it; None: of the same name
-    kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # where these restrict them
-    small_kv: str | None = None  # type of KV that is taken unasked where memory is short
-    wide_kv: str | None = None  # and for heads that integers do not take
-    drops_windows: bool = False  # on a host, its stores of one process are `DropsWindows`
+    extra: str | None = None  # extra that installs that package; None: the extra has the backend's name
+    kv_types_by_weights: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by type of weights
+    small_kv: str | None = None  # type of KV that is chosen where memory is short
+    wide_kv: str | None = None  # type of KV for heads too large for integers
+    drops_windows: bool = False  # True: on a host, stores that no ranks share are `DropsWindows`
     devices: tuple[str, ...] = ()  # kinds that `--device` may name, the default first; none: the machine's cores
     device_defaults: Mapping[str, DeviceDefaults] = field(default_factory=dict)  # kind of device -> its limits
     numerics: tuple[str, ...] = ()  # values of `--numerics`, the default first; none: there is one way
@@ -62,17 +62,17 @@ class BackendSpec:
     # with a probe where that finds nothing wrong.
     probe: str | None = None
     free_memory: str | None = None  # module:function(Device | None) -> bytes for KV; None: the machine's memory
-    memory_returner: str | None = None  # module:function(), see `return_memory`; None: it keeps none
+    memory_returner: str | None = None  # module:function(), see `return_memory`; None: it keeps no freed memory
     max_ranks: int = 1  # processes that may share the target's layers, each on a device or cores of its own
-    max_draft_ranks: int = 1  # likewise, a drafter's
-    features: tuple[str, ...] | None = None  # of `ModelConfig.needs` that its decoders have; None: all
+    max_draft_ranks: int = 1  # processes that may share a drafter's layers
+    features: tuple[str, ...] | None = None  # those of `ModelConfig.needs` that its decoders have; None: all
     weights_chooser: str | None = None  # module:function(config, weights) -> type of `--weights auto`, and why
     narrower: str | None = None  # module:function(decoder, token_ids), see `narrow`; None: it has none
     # module:function(asked | None, target's type, others) -> type of a drafter's weights; None: of `weight_types`
     draft_type_chooser: str | None = None
-    tuner: str | None = None  # module:function(decoder, progress), see `tune`; None: nothing to suit
-    repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: its weights stay
-    cores_backend: str | None = None  # runs drafters on this machine's cores that stand alone; None: this one
+    tuner: str | None = None  # module:function(decoder, progress), see `tune`; None: nothing to tune
+    repacker: str | None = None  # module:function(decoder, weights, beside), see `repack`; None: it cannot
+    cores_backend: str | None = None  # backend of drafters that stand alone on cores; None: this one
 
     # Parts ---------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class BackendSpec:
         return self._imported(self.narrower)(decoder, token_ids)  # type: ignore[no-any-return]
 
     def tune(self, decoder: Decoder, progress: Progress | None = None) -> None:
-        """Suit a target to this machine, where it can be. progress: what, done, total."""
+        """Tune a target to this machine, if the backend can. progress: what, done, total."""
         if self.tuner:
             self._imported(self.tuner)(decoder, progress)
 
@@ -110,7 +110,7 @@ class BackendSpec:
     ) -> tuple[Decoder, Callable[[], None]]:
         """Return a decoder over other weights of its shape, and what puts them in place.
 
-        The second is called between passes. beside: passes run meanwhile, and keep half of the threads.
+        The second result is called between passes. beside: passes run meanwhile, and keep half of the threads.
         Raises `ConfigError` where weights cannot be replaced.
         """
         if self.repacker is None:
@@ -156,7 +156,7 @@ class BackendSpec:
     ) -> str:
         """Return a draft model's type of weights beside a target's. Raises `ConfigError`.
 
-        Of `file` its matrices stay as they are only where its own file is mostly of kinds that do.
+        With `file`, matrices stay as stored only if most of its own file is of kinds that kernels take.
         """
         if self.draft_type_chooser and asked not in self.weight_choices:
             return self._imported(self.draft_type_chooser)(asked, target_type, self.weight_choices)  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ class BackendSpec:
 
     @property
     def all_kv_types(self) -> tuple[str, ...]:
-        """Types of KV, of any weights; none: always that of the weights."""
+        """Types of KV, with any weights; none: KV always has the type of the weights."""
         own = (kind for kinds in self.kv_types_by_weights.values() for kind in kinds)
         return self.kv_types or tuple(dict.fromkeys(own))
 
@@ -223,7 +223,7 @@ class BackendSpec:
         return self._imported(self.probe)(device) if self.probe else ()
 
     def problem(self, device: Device | None) -> str | None:
-        """Return why it cannot run on a device; None if nothing speaks against it."""
+        """Return why it cannot run on a device; None if it can."""
         return next((found.text for found in self.findings(device) if not found.ok), None)
 
     def free_bytes(self, device: Device | None) -> int:
@@ -231,7 +231,7 @@ class BackendSpec:
         return self._imported(self.free_memory)(device) if self.free_memory else available_bytes()
 
     def return_memory(self) -> None:
-        """Return memory that was freed, and is kept for later, to the system."""
+        """Return freed memory that is kept for later use to the system."""
         if self.memory_returner:
             self._imported(self.memory_returner)()
 
@@ -246,7 +246,7 @@ class BackendSpec:
             )
 
     def _checked(self, loader: Any, config_of: Callable[[Any], ModelConfig]) -> Any:
-        """Return a loader that first checks the config that its first argument has."""
+        """Return a loader that first checks the config of its first argument."""
 
         def load(model: Any, *arguments: Any, **named: Any) -> Any:
             self.check_model(config_of(model))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def inverse_frequencies(rope: Rope, head_dim: int, factors: NDArray[floating] | None = None) -> NDArray[float32]:
     """Return the angle per position of each pair of dimensions, [head_dim / 2] float32.
 
-    float32 whatever the model's type: that is how the models were trained, and what transformers does.
-    `factors` [head_dim / 2] divides them where `rope.scaling` is "factors". Pairs that are not rotated come last.
+    The type is float32 for every model, as in training and in transformers. `factors` [head_dim / 2] divides the
+    angles where `rope.scaling` is "factors". Pairs that are not rotated come last.
     """
     size = rope.rotated(head_dim)
-    among = head_dim if rope.scaling == "proportional" else size  # whose numbers the angles are spread over
+    among = head_dim if rope.scaling == "proportional" else size  # numbers that the angles are spread over
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(max(among, 1))
     plain = np.float32(1) / np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     if rope.scaling == "factors":
@@ -36,7 +36,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, factors: NDArray[floating] | 
 
 
 def magnitudes(rope: Rope, head_dim: int) -> NDArray[float32]:
-    """Return factors of cosines and sines, [head_dim / 2] float32; 1 where nothing turns."""
+    """Return factors of cosines and sines, [head_dim / 2] float32; 1 for pairs not rotated."""
     sizes = np.ones(head_dim // 2, np.float32)
     sizes[: rope.rotated(head_dim) // 2] = rope.magnitude
     return sizes

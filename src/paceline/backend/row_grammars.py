@@ -29,7 +29,7 @@ class RowMasks:
     """Masks of a pass's rows, each after its newest token and after every draft."""
 
     masks: dict[int, NDArray[int32]]  # index in the batch -> [1 + num_drafts, num_words]
-    drafts: dict[int, Sequence[int]]  # that they were made for
+    drafts: dict[int, Sequence[int]]  # index in the batch -> drafts that the masks were made for
 
 
 NO_MASKS = RowMasks({}, {})
@@ -39,20 +39,20 @@ NO_MASKS = RowMasks({}, {})
 class PassMasks:
     """Masks that a pass chooses under.
 
-    They are filled in beside it: it waits for `open` before it chooses.
+    They are filled in beside the pass, which waits for `open` before it chooses.
     """
 
     words: NDArray[int32]  # [num_wanted, num_words] zeros at first: no token may be chosen
     cu_len: Sequence[int]  # as `Scores.cu_len`
-    shared: kernels.Masks  # with these words
+    shared: kernels.Masks  # the kernels' masks, over `words`
 
     def open(self) -> None:
-        """Release the pass, which then reads what was filled in."""
+        """Release the pass: it reads the masks from here on."""
         self.shared.open()
 
 
 class RowGrammars:
-    """States of the rows that have a grammar; without any, no call comes."""
+    """States of rows with a grammar. Without such rows, callers leave it alone."""
 
     def __init__(self) -> None:
         self.compiled: Grammars | None = None  # of the engine's own rows; None in a copy of them
@@ -77,9 +77,9 @@ class RowGrammars:
         return [] if state is None else state.fit((), most)
 
     def fit(self, batch: Batch, draft: Draft, plan: Plan, names: Collection[str]) -> Draft:
-        """Cut drafts where they leave the grammar; go on with what it forces.
+        """Cut drafts where they leave the grammar, and add tokens that it forces.
 
-        names: of the engine's drafters. Without `grammar` there, counters add forced tokens to the planned one.
+        names: the engine's drafters. Without `grammar` among them, forced tokens count as the planned drafter's.
         """
         filled = {name: GRAMMAR if GRAMMAR in names else name for name in names}
         rows, unfitted = list(draft.rows), dict[int, RowDraft]()
@@ -122,7 +122,7 @@ class RowGrammars:
         rows = enumerate(zip(batch.rows, draft.rows, strict=True))
         wanted = {i: (self.states[r.row], d.token_ids) for i, (r, d) in rows if r.samples and r.row in self.states}
         if not wanted or any(drafts and drafts[0] == UNCHOSEN for _, drafts in wanted.values()):
-            return NO_MASKS  # or the device has yet to say what it drafted
+            return NO_MASKS  # or the drafts are not known yet: a device makes them
         if room is None:
             masks = compiled.masks(list(wanted.values()))
         else:
@@ -142,10 +142,10 @@ class RowGrammars:
     def masked(self, batch: Batch, draft: Draft, scores: Scores, made: RowMasks) -> Scores:
         """Return scores whose specs have the masks.
 
-        made: beside the pass, if its drafts were known then.
+        made: masks made beside the pass, if its drafts were known then.
         """
         if scores.logits is None:
-            return scores  # the pass has chosen under them
+            return scores  # the pass has chosen under its masks
         if (
             any(list(draft.rows[i].token_ids) != list(drafts) for i, drafts in made.drafts.items())
             or not made.masks
@@ -157,12 +157,12 @@ class RowGrammars:
         for index, masks in made.masks.items():
             places = range(scores.cu_len[index], scores.cu_len[index + 1])
             for at, mask in zip(places, masks, strict=True):
-                if specs[at].kind == "logits":  # the pass has chosen the others
+                if specs[at].kind == "logits":  # tokens of other kinds were chosen by the pass
                     specs[at] = masked_spec(specs[at], mask)
         return replace(scores, specs=specs)
 
 
-SURE = 0.97  # chance that a forced token is kept: the model may write the same text with other tokens
+SURE = 0.97  # chance that a forced token is kept; not 1, as other tokens may write the same text
 
 
 def masked_spec(spec: SamplingSpec, mask: NDArray[int32]) -> SamplingSpec:

@@ -1,8 +1,8 @@
 """Per-row state of a backend: everything about a running request that depends on outcomes.
 
-The scheduler names rows and bounds; only here is it known how long a row really is, which token is its newest
-and where its tokens go. Drafters see it through `RowView`. A backend on a device keeps its own copy of this and
-reveals it late.
+The scheduler names rows and bounds. Only these rows know how long a row really is, which token is its newest and
+where its tokens go. Drafters see them through `RowView`. A backend on a device keeps its own copy of this state,
+and the host learns it late.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.core.params import SamplingParams
     from paceline.core.request_nouns import Admission, Request
 
-SLACK_TOKENS = 64  # a row may overshoot its limit by the drafts of its last passes
+SLACK_TOKENS = 64  # room behind a row's limit: drafts of its last passes may exceed it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class TokenRows:
 
     @property
     def num_rows(self) -> int:
-        """Rows there are, in use or not."""
+        """Number of rows, in use or not."""
         return len(self.length)
 
     @property
@@ -138,7 +138,7 @@ class TokenRows:
 class Rows(TokenRows):
     """Rows of an engine: their tokens, requests and sampling.
 
-    A decode row's newest token has no KV yet: `computed == length - 1` for it in the target's store.
+    A decoding row's newest token has no target KV yet, so its `computed` is `length - 1`.
     """
 
     late_steps = 0
@@ -153,7 +153,7 @@ class Rows(TokenRows):
         self._texts: list[kernels.TextIndex | None] = [None] * num_rows
         self._eos_ids = eos_ids
         self.law_needs_probs = law_needs_probs
-        self._counted: set[int] = set()  # rows whose tokens change the choices behind them
+        self._counted: set[int] = set()  # rows whose tokens are counted, for penalties or a grammar
         self._scoring: set[int] = set()  # rows whose requests ask for scores of their prompts
         self.changing: set[int] = set()  # rows whose drafts may replace the target's choices in their pass
         self.grammars = RowGrammars()
@@ -245,7 +245,7 @@ class Rows(TokenRows):
     def specs(self, batch: Batch, draft: Draft, *, masks: bool = False) -> tuple[list[int], list[SamplingSpec]]:
         """Return cu_len and, for every scored position, the spec of the target's token there.
 
-        masks: the pass takes them.
+        masks: the pass chooses under masks.
         """
         cu_len, specs = [0], []
         for r, d in zip(batch.rows, draft.rows, strict=True):
@@ -261,8 +261,8 @@ class Rows(TokenRows):
         """Return the specs of the target's choices.
 
         The law `typical` compares probabilities with the likeliest token's, so it needs all logits.
-        With a grammar the law chooses, unless the pass takes masks. Edits may ban all that a mask allows, which
-        only the law sees; and log-probabilities are of all tokens, where a masked pass scores some.
+        With a grammar the law chooses, unless the pass takes masks. The law also chooses where edits may ban all
+        tokens of a mask, and for log-probabilities: they are of all tokens, and a masked pass scores only some.
         """
         specs = self.row_specs(row, guesses)
         if row not in self.grammars.states:

@@ -1,4 +1,4 @@
-"""Token ids from a pass's logits: selection, hints to a drafter's choice, and its draw."""
+"""Token ids from a pass's logits: rows of logits, hints to drafters, drafters' draws."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logit_rows(specs: Sequence[SamplingSpec]) -> NDArray[int64]:
 
 
 def pick(chosen: PassResult, places: Sequence[int]) -> PassResult:
-    """Return what a pass says of some of its wanted tokens."""
+    """Return a pass's result for some of its wanted tokens."""
     token_ids, margins = chosen.token_ids[places], None if chosen.margins is None else chosen.margins[places]
     if chosen.logits is None or chosen.logit_idx is None:
         return PassResult(token_ids, margins=margins)
@@ -47,7 +47,7 @@ def pointed(spec: SamplingSpec, pointer: kernels.TokenHints | None, guesses: Seq
 
 
 def with_hint(spec: SamplingSpec, token_id: int, add: float) -> SamplingSpec:
-    """Give a token some logits. Specs that penalties or biases edit are left alone."""
+    """Add to a token's logit. Specs with penalties or biases are left as they are."""
     if spec.edits is not None:
         return spec
     kind: ChooseKind = "noisy" if spec.kind == "argmax" else spec.kind  # argmax reads no edits

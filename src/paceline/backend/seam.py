@@ -1,9 +1,9 @@
 """The seam between engine and backends: one way to run passes, and a row view.
 
-    pending = executor.launch(PassRequest(packed, kv, specs))    it may go on beside the caller
+    pending = executor.launch(PassRequest(packed, kv, specs))    the pass may go on beside the caller
     result = pending.wait()                                      PassResult
 
-Targets, draft models and draft heads are all launched so. Arrays in requests and results are the backend's own:
+Targets, draft models and draft heads are launched like this. Arrays in requests and results are the backend's own:
 numpy on a host, handles elsewhere. Only token ids, logits and margins are always numpy.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Span = tuple[int, int, int, Sequence[int]]  # (row, start, num_known, guesses)
 
-MAX_REQUEST_TOKENS = 2048  # tokens that running requests add to a draft vocabulary; a request adds some dozens
+MAX_REQUEST_TOKENS = 2048  # most request tokens of a draft vocabulary; one request adds some dozens
 
 # A pass ------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class Packed:
     wanted: NDArray[int64]  # [num_wanted] indices of the tokens whose hidden state is returned
     first_keys: NDArray[int64] | None = None  # [num_rows] position of the first key that a row sees; None: all 0
     copies: NDArray[int64] | None = (
-        None  # [num_copies, 2] (token, slot) where its K and V are written, too; None: no row is of a branch
+        None  # [num_copies, 2] (token, further slot for its K and V); None: no row is a branch
     )
 
     def check(self, num_slots: int, vocab_size: int) -> None:
@@ -79,24 +79,24 @@ class KV(Protocol):
 class StepLimit(NamedTuple):
     """Limits of one row in a pass of several steps."""
 
-    depth: int  # steps, at most
+    depth: int  # most steps
     stop: Stop | None = None  # ends the row earlier
-    pointer: kernels.TokenHints | None = None  # adds logits to hinted tokens; nothing else edits these choices
+    pointer: kernels.TokenHints | None = None  # adds logits to hinted tokens, the only edit of these choices
 
 
 class FedBack(NamedTuple):
     """Outputs of a head's last step: features of its newest guesses, or corrector states."""
 
     hidden: object  # `PassResult.hidden` of that step
-    rows: Sequence[int]  # [num_guesses of the pass] the row of `hidden` that each reads
+    rows: Sequence[int]  # [num_guesses of the pass] row of `hidden` that each guess reads
 
 
 @noun
 class Features:
-    """Features [num_tokens, width] beside a head's tokens: each is of the token before.
+    """Features [num_tokens, width] that a head reads beside its tokens.
 
-    Those of committed tokens are made of taps; guesses behind them read what is fed back, or the mask feature. A
-    block head stores tokens with features, their own; blocks have none.
+    A token reads the feature of the token before it. For committed tokens it is made of taps; guesses read what is
+    fed back, or the mask feature. A block head stores context with each token's own feature; blocks have none.
     """
 
     taps: TapStore
@@ -108,20 +108,20 @@ class Features:
 class PassRequest:
     """One pass, or several steps in one call.
 
-    `steps` runs several: each chooses a token for every row that takes part, and the next reads that token. The
-    first reads `packed`, which wants the last token of each row (a block head: the places of all guesses);
-    `packed.pages` reach as far as all steps do. No spec of theirs is of kind `logits`.
+    `steps` runs several: each chooses a token for every row that takes part, and the next reads it. The first
+    reads `packed`, which wants the last token of each row (a block head: the places of all guesses).
+    `packed.pages` must hold the tokens of all steps. No spec of several steps is of kind `logits`.
     """
 
     packed: Packed
     kv: KV
     specs: Sequence[SamplingSpec]  # [num_wanted]; with `steps` [sum of depths], a row's one after another
     steps: Sequence[StepLimit] = ()  # [num_rows of the pass]; empty: one step
-    num_layers: int | None = None  # only the first layers; None: all
+    num_layers: int | None = None  # number of first layers to run; None: all
     vocab_size: int | None = None  # token ids to choose among; None: the model's own
     taps: Sequence[int] = ()  # layers after which the residual stream is handed out, 0: embeddings; none twice
-    features: Features | None = None  # of a head
-    masks: kernels.Masks | None = None  # what each wanted token may be, of an executor that takes them
+    features: Features | None = None  # features of a head's pass
+    masks: kernels.Masks | None = None  # masks of the wanted tokens, if the executor takes masks
     wants_second: bool = False  # also return the second token of each choice whose spec asks for a margin
 
 
@@ -129,16 +129,16 @@ class PassRequest:
 class PassResult:
     """Tokens that a pass chose, and the states that were asked for."""
 
-    # [len(specs)] UNCHOSEN for "logits", may be for "sampled"; or BROKEN. Of several steps so behind the last one.
+    # [len(specs)] or BROKEN; UNCHOSEN for "logits", perhaps for "sampled", and behind the last of several steps.
     token_ids: NDArray[int64]
     logits: NDArray[floating] | None = None  # [num_logit_rows, vocab] raw; drafters may leave out "sampled" rows
     logit_idx: NDArray[int64] | None = None  # [num_wanted] row of `logits`, -1 where there is none
     taps: Mapping[int, NDArray[floating]] = field(default_factory=dict)  # as `Taps.states`
     margins: NDArray[floating] | None = None  # [len(specs)] logits ahead, or log-odds to be kept; NaN: not known
-    second_ids: NDArray[int64] | None = None  # [len(specs)] what margins are over, or UNCHOSEN
+    second_ids: NDArray[int64] | None = None  # [len(specs)] second choices, or UNCHOSEN
     hidden: object = None  # [num_wanted, width] of a head: features of its guesses; the backend's own array
     pass_s: float | None = None  # seconds that the pass took by itself, where that was measured
-    # Distinct experts, over all layers; then the mean of one token, of 2 neighbours, of 4. Empty: not counted.
+    # Distinct experts, summed over layers: of the pass; mean of 1 token, of 2 neighbours, of 4. Empty: not known.
     touched: tuple[float, ...] = ()
 
 
@@ -161,9 +161,9 @@ class Capabilities:
     masks: bool = False  # chooses under masks
     branches: bool = False  # takes `Packed.copies`, and its stores of KV are `CopiesPages`
     late: bool = False  # drafts for rows whose newest tokens the host does not know; see `LateProgram`
-    token_buckets: tuple[int, ...] = ()  # ascending; a pass costs what the next bucket does; empty: no padding
+    token_buckets: tuple[int, ...] = ()  # ascending; a pass costs as much as the next bucket; empty: no padding
     moves_pages: bool = False  # its stores of KV are `PageBytes`
-    device: str = ""  # device and numerics that its times hold for; empty: the machine's processor tells
+    device: str = ""  # device and numerics that its times hold for; empty: the machine's processor
 
 
 class Executor(Protocol):
@@ -175,7 +175,7 @@ class Executor(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of its weights in memory; of a drafter's, those of the target not counted."""
+        """Bytes of its weights in memory; a drafter's without its target's."""
 
     def launch(self, request: PassRequest) -> Pending:
         """Launch a pass that writes KV. Nothing it reads may change until `wait` returns."""
@@ -184,7 +184,7 @@ class Executor(Protocol):
 class Decoder(Executor, Protocol):
     """Executes a model."""
 
-    name: str  # of the backend it belongs to
+    name: str  # of its backend
     config: ModelConfig
 
     def describe(self) -> str:
@@ -197,10 +197,10 @@ class Decoder(Executor, Protocol):
 class DraftExecutor(Executor, Protocol):
     """Executor of a drafter that shares its target's tables and writes some of its tokens."""
 
-    weight_type: str  # of its matrices
+    weight_type: str  # type of its matrices
 
     def set_request_tokens(self, token_ids: NDArray[int64]) -> None:
-        """Write these tokens [n], and no others, beside the draft vocabulary, with the target's rows."""
+        """Set the request tokens [n], written beside the draft vocabulary by the target's rows."""
 
 
 class CutModelDecoder(DraftExecutor, Decoder, Protocol):
@@ -221,7 +221,7 @@ class TapStore(Protocol):
 class HeadRunner(DraftExecutor, Protocol):
     """Executes a draft head beside its target. Its requests have `features`.
 
-    Only a head whose config says `request_tokens` gets such tokens.
+    Only a head whose config says `request_tokens` gets request tokens.
     """
 
     config: HeadConfig
@@ -251,10 +251,10 @@ class CorrectRequest:
     """
 
     hidden: object  # `PassResult.hidden` of the pass
-    places: Sequence[int]  # [n] of these guesses in it
+    places: Sequence[int]  # [n] places of these guesses in `hidden`
     specs: Sequence[SamplingSpec]  # [n]
     before: Sequence[int]  # [n] tokens before them: the block's first one, then guesses
-    state: FedBack  # [n] of the corrector, before them
+    state: FedBack  # [n] state of the corrector before these guesses
 
 
 # Drafting before the host knows the outcome of the last step -----------------------------------------
@@ -264,17 +264,17 @@ class LateDraft(NamedTuple):
     """Drafts wanted for a row whose newest tokens the host does not know."""
 
     row: int
-    depth: int  # drafts, at most
+    depth: int  # most drafts
     bound: int  # upper bound of the committed tokens that the drafter has not read
-    length: int  # upper bound of all its committed tokens
+    length: int  # upper bound of all committed tokens of the row
     stop: Stop | None = None
 
 
 class LateProgram(Protocol):
-    """Drafting on the target's device, over its rows. The host learns of it late."""
+    """Drafting on the target's device, over its rows. The host learns the drafts late."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row whose first `entries` tokens were read, those before `first_key` never."""
+        """Begin a row. Its first `entries` tokens count as read; those before `first_key` never are."""
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
         """Read `counts[row]` further known tokens of rows."""
@@ -283,7 +283,7 @@ class LateProgram(Protocol):
         """Read what rows gained, and draft for the target's next pass."""
 
     def close(self) -> None:
-        """End: take no more taps."""
+        """End the program: it takes no more taps."""
 
 
 class LateOracle(LateProgram, Protocol):
@@ -292,34 +292,34 @@ class LateOracle(LateProgram, Protocol):
     def record(self, row: int, prompt_len: int, answer: NDArray[int64], uniform: NDArray[float64]) -> None:
         """Set what an admitted row drafts behind its prompt.
 
-        answer: [answer_len] token ids. uniform: [answer_len] a draft there is right if this is below its rate.
+        answer: [answer_len] token ids. uniform: [answer_len] a draft is right if this number is below its rate.
         """
 
 
 class Pointers(NamedTuple):
     """Rule of drafts that follow the latest earlier place whose text ends like the row's."""
 
-    min_match: int  # tokens that must be alike
-    max_match: int  # tokens that are compared; of longer matches the latest is followed
-    reach: float = inf  # drafts per token of the match, at most
-    confident: bool = False  # states a confidence of n / (n + 1) behind n tokens that are alike
+    min_match: int  # tokens that must be alike, at least
+    max_match: int  # tokens that are compared, at most; of longer matches the latest is followed
+    reach: float = inf  # most drafts per token of the match
+    confident: bool = False  # True: the confidence behind n tokens that are alike is n / (n + 1)
 
 
 class HintRule(NamedTuple):
     """Rule of hints to drafts that a device makes; gains are logits. See `draft/hints.py`."""
 
-    min_match: int  # tokens that must be alike
+    min_match: int  # tokens that must be alike, at least
     max_match: int  # tokens that are compared
-    gain: float = 0.0  # for an e times longer match
+    gain: float = 0.0  # added logits for an e times longer match
     pair: float = 0.0  # as `RecycledGains`
     far_pair: float = 0.0
     token: float = 0.0
-    reach: float = 1.0  # of guesses that do not know those before them: hinted tokens per token of the match
-    least_share: float = 0.0  # and a path goes on while so many of its places do
+    reach: float = 1.0  # hinted tokens per token of the match, for guesses that do not know those before
+    least_share: float = 0.0  # for these, a path goes on while this share of its places does
 
     @property
     def recycles(self) -> bool:
-        """True if what the target says behind refused drafts is kept."""
+        """True if the target's choices behind refused drafts are kept as hints."""
         return self.pair != 0 or self.far_pair != 0 or self.token != 0
 
 
@@ -352,8 +352,8 @@ class LateDecoder(Protocol):
     ) -> LateOracle:
         """Return a program that drafts recorded answers of at most `max_answer` tokens.
 
-        rates: [depth] chance that a draft is kept if those before it are. beside: a program that runs for what it
-        costs; its drafts are replaced.
+        rates: [depth] chance that a draft is kept if those before it are. beside: a program that runs only to
+        cost its time; its drafts are replaced.
         """
 
 
@@ -372,7 +372,7 @@ class LoadDecoder(Protocol):
         threads: int | None,
         device: Device | None = None,
     ) -> Decoder:
-        """threads: of the device's cores, None for all. device: None for the usual one."""
+        """threads: on the device's cores; None: all. device: None for the backend's default."""
 
 
 class LoadHeadRunner(Protocol):
@@ -401,12 +401,12 @@ class LoadCutModel(Protocol):
 class RowView(Protocol):
     """Rows as drafters see them: a host answers at once, a device may answer late.
 
-    What is known of a row may trail by the outcomes of `late_steps` steps. It is exact when a row is admitted.
+    A view may lack the outcomes of the last `late_steps` steps. It is exact when a row is admitted.
     """
 
     @property
     def num_rows(self) -> int:
-        """Rows there are, in use or not."""
+        """Number of rows, in use or not."""
 
     @property
     def max_len(self) -> int:
@@ -414,7 +414,7 @@ class RowView(Protocol):
 
     @property
     def late_steps(self) -> int:
-        """Steps whose outcomes may be unknown. If any, drafts may stand at later positions."""
+        """Steps whose outcomes may be unknown. With any, drafts may stand at later positions."""
 
     def known_len(self, row: int) -> int:
         """Return a row's committed tokens, as far as they are known."""
@@ -443,7 +443,7 @@ class RowView(Protocol):
         """Pack spans `(row, start, num_known, guesses)`: committed tokens from `start` on, then guesses.
 
         `wanted[i]` counts the tokens at the end of span i whose hidden state is returned. The pages reach `ahead`
-        tokens further than the spans. first_keys: see `Packed`. read_as: [vocab] token ids of the reader, by ours.
+        tokens further than the spans. first_keys: see `Packed`. read_as: [vocab] the reader's id of each token id.
         """
 
     def row_specs(self, row: int, guesses: Sequence[int], *, margin: bool = False) -> list[SamplingSpec]:

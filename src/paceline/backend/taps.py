@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class HostTapStore:
     """Hidden states by slot, in half precision; see `TapStore`.
 
-    States, not features: a prompt's are read only if its request drafts, and to keep them costs a fraction of what
-    it costs to make a feature of them.
+    It keeps states, not features: a prompt's states are read only if its request drafts, and to keep them costs a
+    fraction of what their features cost.
     """
 
     def __init__(self, num_pages: int, layers: Sequence[int], hidden_size: int) -> None:
-        """layers: those tapped, in the order in which their states stand side by side."""
+        """layers: the tapped layers, in the order in which their states stand side by side."""
         self._layers = layers
         width = len(layers) * hidden_size
         self._memory = kernels.PageMemory(num_pages)
@@ -49,7 +49,7 @@ class HostTapStore:
         states = [np.ascontiguousarray(taps.states[layer], np.float32) for layer in self._layers]
         starts: list[int] = taps.cu_len.tolist()[:-1]
         kernels.write_halves(states, starts, list(counts), taps.slots, self.bits)
-        along_rows = taps.slots[: taps.cu_len[-1]]  # branches have pages behind all others
+        along_rows = taps.slots[: taps.cu_len[-1]]  # then come slots of branches, in pages of their own
         self._memory.expect(int(along_rows.max(initial=0)) // PAGE_TOKENS + 1)
 
     def read(self, pages: NDArray[int64], pieces: Sequence[tuple[int, int, int]]) -> NDArray[float32]:
@@ -73,7 +73,7 @@ def host_features(
 ) -> NDArray[floating]:
     """Return the features beside a head's tokens, [num_tokens, width]; of guesses in float32.
 
-    fuse: makes features [n, width] of taps. mask: returns that of tokens not known yet, [1, width].
+    fuse: makes features [n, width] of taps. mask: returns the feature [1, width] of tokens that are not known yet.
     """
     asked, packed = request.features, request.packed
     assert asked is not None
@@ -95,7 +95,7 @@ def interleave(
 ) -> NDArray[float32]:
     """Return a pass's features [num_tokens, width] float32: rows have known tokens, then guesses.
 
-    known: those of all pieces, one of each row. guessed: [num_guesses, width], or [1, width] for all of them.
+    known: features of all pieces, one of each row. guessed: [num_guesses, width], or [1, width] for all of them.
     """
     counts = {row: count for row, _, count in pieces}
     ends: list[int] = cu_len.tolist()
@@ -103,7 +103,7 @@ def interleave(
     guesses = np.broadcast_to(guessed, (ends[-1] - len(known), known.shape[1]))
     done = num_guessed = 0
     for row, end in enumerate(ends[1:]):
-        begin = ends[row] + counts.get(row, 0)  # of the row's guesses
+        begin = ends[row] + counts.get(row, 0)  # where the row's guesses begin
         features[ends[row] : begin] = known[done : done + begin - ends[row]]
         features[begin:end] = guesses[num_guessed : num_guessed + end - begin]
         done, num_guessed = done + begin - ends[row], num_guessed + end - begin

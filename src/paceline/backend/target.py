@@ -28,18 +28,18 @@ class PendingPass(Protocol):
     """A target pass that was launched."""
 
     pass_s: float  # seconds that the pass took, once it was waited for
-    draft_s: float  # seconds that its drafts took on the device, likewise; 0: the host made them
+    draft_s: float  # seconds that its drafts took on the device; 0: the host made them
 
     def wait(self) -> Scores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""
 
 
 class ReadyPass(Protocol):
-    """Target pass over a batch and its drafts, with all it needs of rows."""
+    """Target pass over a batch and its drafts, with all that it reads of rows."""
 
     @property
     def masks(self) -> PassMasks | None:
-        """Room for the masks that it chooses under, None if it takes none."""
+        """Room for the masks that the pass chooses under, None without masks."""
 
     def launch(self, thread: PassThread | None = None) -> PendingPass:
         """Launch the pass. thread: runs it whole, beside the caller."""
@@ -88,7 +88,7 @@ class PendingScores:
 
     def __init__(self, asked: HostPass, pending: Pending, launched_s: float) -> None:
         self._asked, self._pending = asked, pending
-        self._launched_s = launched_s  # by the clock
+        self._launched_s = launched_s  # clock at the launch
         self._scores: Scores | None = None
         self.pass_s = self.draft_s = 0.0  # as in `PendingPass`
 
@@ -96,7 +96,7 @@ class PendingScores:
         """Return the scores, as often as asked. Raises what went wrong in the pass."""
         if self._scores is None:
             if self._asked.masks is not None:
-                self._asked.masks.open()  # nobody fills them in from now on
+                self._asked.masks.open()  # nobody fills in masks from now on, so the pass may choose
             result = self._pending.wait()
             wall_s = perf_counter() - self._launched_s
             self.pass_s = wall_s if result.pass_s is None else result.pass_s
@@ -128,7 +128,7 @@ class Backend:
     def prepare(self, prefill_tokens: int, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Make ready for the first pass, once the drafters are there.
 
-        prefill_tokens: of a step, at most. progress: see `build`.
+        prefill_tokens: most prefill tokens of a step. progress: see `build`.
         """
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
@@ -165,7 +165,7 @@ def _scores(asked: HostPass, result: PassResult) -> Scores:
     if asked.scoring is not None:
         specs = asked.scoring.specs
         result, prompts = asked.scoring.split(result)
-    # Branches are rows behind these; a backend without them may keep its arrays to itself.
+    # Rows of branches come behind these. Without branches `packed` may hold handles of the backend.
     cu_len = packed.cu_len if packed.copies is None else packed.cu_len[: len(asked.cu_len)]
     taps = Taps(result.taps, cu_len, packed.slots, asked.starts) if result.taps else None
     return Scores(

@@ -13,7 +13,7 @@ _Ids = NDArray[int64]
 _F32 = NDArray[float32]
 _F64 = NDArray[float64]
 _Row = NDArray[floating[Any]]  # [vocab] float32 or float64
-_Found = tuple[list[int], list[float], int]  # token ids, their shares, length of the match
+_Found = tuple[list[int], list[float], int]  # proposed token ids, their shares, length of the match
 _Work = tuple[int, int, int, int]  # tokens, unscored, kv_tokens, pairs: see `Work` in control/cost.py
 
 def isa() -> str: ...
@@ -41,7 +41,7 @@ class SamplingSpecs:
     def num_logit_rows(self) -> int: ...
     def as_lists(self) -> list[list[float]]: ...
 
-def read_specs(specs: list[Any], vocab: int) -> SamplingSpecs: ...  # of core/nouns.py
+def read_specs(specs: list[Any], vocab: int) -> SamplingSpecs: ...  # reads `SamplingSpec` of core/nouns.py
 
 # Weights
 
@@ -54,7 +54,7 @@ class Matrix:
     @property
     def num_bytes(self) -> int: ...
     @property
-    def writable(self) -> bool: ...  # False over a mapped file
+    def writable(self) -> bool: ...  # False if it lies over a mapped file
     def row(self, index: int, to: _F32) -> None: ...
     def put_row(self, index: int, weights: _F32) -> None: ...
 
@@ -64,8 +64,8 @@ def pack_blocks(
     pool: ThreadPool, data: NDArray[uint8], stored: str, out: int, in_: int, dtype: str
 ) -> Matrix: ...
 def pack_rows(pool: ThreadPool, source: Matrix, rows: NDArray[int64], dtype: str) -> Matrix: ...
-def block_names() -> list[str]: ...  # that `pack_blocks` can read
-def kept_names() -> list[str]: ...  # of blocks that are also types of weights
+def block_names() -> list[str]: ...  # names of blocks that `pack_blocks` can read
+def kept_names() -> list[str]: ...  # names of blocks that are also types of weights
 def buffers(matrix: Matrix) -> list[NDArray[uint8]]: ...  # read-only views
 def buffer_bytes(dtype: str, out: int, in_: int) -> list[int]: ...
 def matrix_over(data: NDArray[uint8], dtype: str, out: int, in_: int, starts: list[int]) -> Matrix: ...
@@ -106,16 +106,16 @@ class PassInputs:
         branched: bool,
     ) -> None: ...
 
-class Masks:  # of the wanted tokens; a pass reads them once they are open
+class Masks:  # masks of the wanted tokens; a pass reads them once they are open
     def __init__(self, words: NDArray[int32], masked: NDArray[uint8]) -> None: ...
     def open(self) -> None: ...
 
-class PendingPass: ...  # with everything that the pass reads and writes
+class PendingPass: ...  # keeps everything that the pass reads and writes
 
-MOST_IN_PIECE: int  # rows that are multiplied at once
+MOST_IN_PIECE: int  # most rows that are multiplied at once
 RANK_MEMORY_BYTES: int
 
-class RankMemory:  # of processes that share a decoder's layers
+class RankMemory:  # memory of processes that share a decoder's layers
     def __init__(self, file: int, rank: int, size: int) -> None: ...
     @property
     def size(self) -> int: ...
@@ -220,7 +220,7 @@ def take_in(
 ) -> tuple[list[int], list[tuple[Any, int, int]], list[Any], int, int, list[int]]: ...
 def make_outcomes(gains: list[_T], outcomes: list[Any], outcome_type: type[Any]) -> list[_T]: ...
 
-class PageMemory:  # zeros of pages, taken as they are written, or shortly before
+class PageMemory:  # zeroed pages, whose memory is taken when they are written, or shortly before
     def __init__(self, num_pages: int) -> None: ...
     def halves(self, width: int) -> NDArray[uint16]: ...  # a region of its own, [tokens, width]
     def expect(self, first: int) -> None: ...  # pages from this one on are written soon

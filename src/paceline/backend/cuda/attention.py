@@ -2,8 +2,8 @@
 
 Kernels and PyTorch cut keys into parts of 256 at absolute positions, and fold parts from the left. Kernels have a
 form for few query rows and one for many, which docs/develop/gpu.md describes.
-A slot that no token of a tile sees is not read. Values that only other tokens of the tile see weigh 0; they are of
-the same row.
+A slot that no token of a tile sees is not read. To a token, values that only other tokens of its tile see weigh 0;
+they are of the same row.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.kv_store import LayerKV
 
 PART_TOKENS = 256  # keys of a part, whose sums begin at zero
-TILE_ROWS = 64  # tokens of a tile times query heads of a KV head, at most
-FEW_ROWS = 16  # the same where a pass has few tokens of each row
-MEASURED_CAPABILITY = 9  # Hopper
-FEW_TOKENS = 4  # new tokens of a row that are few, on average
-PROGRAMS = 2  # of attention on a multiprocessor
+TILE_ROWS = 64  # most rows of a tile: its tokens times the query heads of a KV head
+FEW_ROWS = 16  # rows of a tile where a pass has few tokens of each row
+MEASURED_CAPABILITY = 9  # Hopper, the capability that measurements were made on
+FEW_TOKENS = 4  # a pass has few tokens up to this mean of new tokens per row
+PROGRAMS = 2  # programs of attention on a multiprocessor
 MAX_HEAD_DIM = 256
 WIDE = 128  # wider heads leave no registers for fp8 or float32
 MAX_UNITS = 4096  # units of scratch memory; each holds the sums of one token and one part
 ROW_BLOCKS = (64, 512, 2048)  # sizes that the planner is compiled for; each takes passes of fewer rows
-ITEM_FIELDS, MERGED_FIELDS = 8, 4  # as in attention_kernels
+ITEM_FIELDS, MERGED_FIELDS = 8, 4  # numbers of an item and of a merged token, as in attention_kernels
 FEW_QUERIES, MANY_QUERIES = 4, 16  # tokens of a tile in PyTorch; multiples of 4 give the same bits in float64
 MAX_GATHERED = 1 << 22  # numbers of keys that PyTorch gathers at once
 
@@ -73,7 +73,7 @@ def check_heads(head_dim: int, num_heads: int, num_kv_heads: int, kv_type: str =
 class AttentionWork:
     """Plan of one pass for layers of one window.
 
-    The first layer that needs it makes it on the device: `items` for kernels, `tiles` for PyTorch.
+    The first layer that needs the plan makes it on the device: `items` for kernels, `tiles` for PyTorch.
     """
 
     group: int  # query heads of a KV head
@@ -98,7 +98,7 @@ class WorkItems:
 def plan_attention(d: DevicePass, group: int, window: int, fill: int | None = None) -> AttentionWork:
     """Plan the attention of a pass's layers with one window.
 
-    group, window, fill: see `AttentionWork`. With 0 to fill, no tile is split.
+    group, window, fill: see `AttentionWork`. With `fill` 0 no tile is split.
     """
     assert len(d.cu_len) <= ROW_BLOCKS[-1], "too many rows in a pass"
     return AttentionWork(group, window, fill)
@@ -189,9 +189,9 @@ def _attend_variant(
 ) -> Variant:
     tensor_cores, fp8 = element != "fp32", kv_element.startswith("fp8")
     swap, block = rows < TILE_ROWS, max(64, block_of(head_dim))
-    # With 4 warps an H200 took 289 us for 2048 tokens of a prompt, with 8 438. On an sm_80, 4 spill registers.
+    # For 2048 tokens of a prompt an H200 took 289 us with 4 warps, 438 with 8. On an sm_80, 4 spill registers.
     by_four = tensor_cores and (swap or (hopper and not fp8 and block <= WIDE))
-    # With more keys at once, or more stages, registers would spill.
+    # More keys at once, or more stages, would spill registers.
     keys, stages = (16, 1) if not tensor_cores else (32 if block > WIDE else 64, 2 if fp8 and not swap else 3)
     return Variant(
         name=f"attend_parts {element} {kv_element} {num_kv_heads}x{group} {head_dim}{' few' * swap}"
@@ -276,9 +276,9 @@ def _as_measured(device: torch.device) -> bool:
 
 
 def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
-    """Return the rows of a tile, which change no bits.
+    """Return the rows of a tile, whose number changes no bits.
 
-    All tokens of a decoding step are wanted, and one of a prompt's chunk.
+    Wanted tokens tell the kind of pass: all tokens of a decoding step are wanted, one of a prompt's chunk.
     """
     few = group <= FEW_ROWS and len(d.positions) <= FEW_TOKENS * (len(d.wanted) or len(d.cu_len) - 1)
     few = few and _as_measured(query.device)
@@ -286,7 +286,7 @@ def tile_rows(query: torch.Tensor, d: DevicePass, group: int) -> int:
 
 
 def _work_items(query: torch.Tensor, num_kv_heads: int, d: DevicePass, work: AttentionWork) -> WorkItems:
-    """Write the work list of a pass into tensors as long as it may become."""
+    """Write the work list of a pass into tensors of its largest possible length."""
     num_tokens, num_rows = len(d.positions), len(d.cu_len) - 1
     queries = tile_rows(query, d, work.group) // work.group
     max_parts = -(-d.max_keys // PART_TOKENS)
@@ -372,7 +372,7 @@ class TokenTiles:
 
     tokens: torch.Tensor  # [num_tiles, queries] int64; 0 where a tile has no token
     seen_from: torch.Tensor  # [num_tiles, queries] int64 first key that a token sees
-    seen_to: torch.Tensor  # [num_tiles, queries] int64 the last one; -1 where a tile has no token
+    seen_to: torch.Tensor  # [num_tiles, queries] int64 last key that a token sees; -1 where a tile has no token
     slots: torch.Tensor  # [num_tiles, num_parts * PART_TOKENS] int64 slots of the row's keys
     places: torch.Tensor  # [num_tokens] int64 places of tokens in [num_tiles * queries]
     real: torch.Tensor  # [num_tokens] bool False: a padding token
@@ -457,8 +457,8 @@ def _mix(folded: torch.Tensor, layer: LayerKV, tiles: TokenTiles, some: slice, s
 def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return keys (0) or values (1) of slots [tiles, keys].
 
-    Shape: [tiles, num_kv_heads, keys, head_dim]. The layout is the same for any number of tiles: with another one,
-    matrix products would add in another order.
+    Shape: [tiles, num_kv_heads, keys, head_dim]. The layout is the same for any number of tiles, as
+    with another layout matrix products would add in another order.
     """
     data = layer.data[which]
     num_kv_heads, head_dim = data.shape[1:]
@@ -466,7 +466,7 @@ def _gathered(layer: LayerKV, which: int, slots: torch.Tensor, like: torch.Tenso
     at = slots[:, None] * num_kv_heads + heads[:, None]  # [tiles, num_kv_heads, keys]
     if layer.scales is None:
         found = data.view(-1, head_dim).index_select(0, at.flatten()).to(like.dtype)
-    else:  # PyTorch gathers no fp8 numbers on a host
+    else:  # on a host PyTorch cannot gather fp8 numbers
         found = data.view(torch.uint8).view(-1, head_dim).index_select(0, at.flatten()).view(data.dtype)
         found = found.to(like.dtype) * layer.scales[which].flatten()[at.flatten(), None].to(like.dtype)
     return found.view(*at.shape, head_dim)

@@ -1,12 +1,12 @@
 """Block heads on the `cuda` backend, see `model/heads/block_format.py`.
 
-A pass with features stores *context*: keys and values that every layer makes of each token's feature. One without
-is of *blocks*, whose tokens all see as much as the last of their row. The layers take and return tensors and never
-wait for the device.
+A pass with features stores *context*: keys and values that every layer makes of each token's feature. A pass
+without features runs *blocks*, whose tokens all see as much as the last token of their row. The layers take and
+return tensors and never wait for the device.
 
-In a program on the device, entries are the context of known tokens but the newest, whose feature the target has
-not made yet. A block begins with that token, in its slot. Behind the token's page it writes into spare pages of
-the row. So its shape depends on the head alone: not on the drafts that are wanted, nor on the pages that are held.
+In a program on the device, entries are the context of all known tokens except the newest: the target has not made
+its feature yet. A block begins with that token, in its slot. Behind the token's page it writes into spare pages of
+the row. So a block's shape depends on the head alone, not on wanted drafts or held pages.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 class BlockWeights:
     """Weights that only block heads have; those that a head lacks are None."""
 
-    context_norm: torch.Tensor  # [width] of features
-    before: torch.Tensor | None  # [vocab, rank] corrector: rows of the tokens before
+    context_norm: torch.Tensor  # [width] norm of features
+    before: torch.Tensor | None  # [vocab, rank] corrector's row of each token that may stand before a guess
     mix: Matrix | None  # gated: [rank, width + rank]; rnn: [3 rank, 2 rank + width]
     out: Matrix | None  # [draft_vocab, rank]
     confidence: torch.Tensor | None  # [width, or width + rank] float32 or wider
-    confidence_bias: torch.Tensor | None  # [1] likewise
+    confidence_bias: torch.Tensor | None  # [1] float32 or wider
 
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
-        """Yield all it holds."""
+        """Yield all tensors and matrices."""
         yield from (self.context_norm, self.before, self.mix, self.out, self.confidence, self.confidence_bias)
 
 
@@ -105,7 +105,7 @@ class CudaBlockHead(CudaHead):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors, without those that are the target's."""
+        """Bytes of all tensors, without the target's."""
         return super().weight_bytes + num_bytes([*self.of_block.parts()])
 
     # Passes for drafters on the host -------------------------------------------------------------
@@ -129,7 +129,7 @@ class CudaBlockHead(CudaHead):
         with on_device(self.setup.device):
             states = some_rows(request.hidden, request.places)
             before = torch.tensor(request.before, dtype=torch.int64, device=states.device)
-            told = torch.as_tensor(request.state.hidden).to(states)  # zeros of the host at first
+            told = torch.as_tensor(request.state.hidden).to(states)  # at first zeros on the host
             told = some_rows(told, request.state.rows)
             logits = wide_product(states, self.output.matrix)
             told = self.add_correction(logits, states, before, told)
@@ -166,8 +166,8 @@ class CudaBlockHead(CudaHead):
     ) -> torch.Tensor:
         """Add the corrector's part to logits, in place; return its next state [n, state_size].
 
-        logits: [n, num_tokens]; tokens of requests are behind the others, and have no part. states: [n, width]
-        normed, of these guesses. before: [n] ids of the tokens before them. told: [n, state_size] its state.
+        logits: [n, num_tokens]; request tokens come last, and nothing is added to them. states: [n, width] normed,
+        of these guesses. before: [n] ids of the tokens before them. told: [n, state_size] the corrector's state.
         """
         w = self.of_block
         if w.before is None or w.out is None:
@@ -193,7 +193,7 @@ class CudaBlockHead(CudaHead):
 
     @torch.inference_mode()
     def log_odds(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Return the log-odds that guesses are kept if those before are, or None. [n] float64"""
+        """Return the log-odds that guesses are kept if those before are. [n] float64, or None"""
         w, read = self.of_block, states
         if w.confidence is None or w.confidence_bias is None:
             return None
@@ -235,7 +235,7 @@ class BlockProgram(Program):
     _runner: LateBlockHead
 
     def __init__(self, rows: DeviceRows, runner: LateBlockHead, scratch_slot: int, hints: HintRule) -> None:
-        """scratch_slot: begins the page behind those of the page table; spare pages follow it."""
+        """scratch_slot: first slot behind the page table's pages; spare pages follow its page."""
         super().__init__(rows, runner, scratch_slot, hints)
         self._first_spare = scratch_slot // PAGE_TOKENS + 1
 
@@ -254,7 +254,7 @@ class BlockProgram(Program):
         told = flat.new_zeros(n, runner.block.state_size)
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index in range(deepest):
-            own = logits[:, index].clone(memory_format=torch.contiguous_format)  # kernels want it aligned
+            own = logits[:, index].clone(memory_format=torch.contiguous_format)  # kernels want aligned rows
             told, odds = runner.correct(own, states[:, index], before, told)
             hint = d.hints.next(index, found[-1][0] if found else None) if d.hints else None
             guesses, margins = self._choose_among(own, d, index, hint)

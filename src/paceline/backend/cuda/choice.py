@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import SamplingSpec
 
-BLOCK = 2048  # logits of a tile
+BLOCK = 2048  # logits of a tile, which one program takes
 BLOCK_TILES = 128  # tiles that are compared at once
 MAX_SCORED = 1 << 21  # logits that PyTorch takes at once
 _SPECS = ("seed_lo", "seed_hi", "choice", "position", "temperature", "hint_ids", "hint_add")
@@ -43,11 +43,11 @@ _LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 class ChoiceSpecs:
     """Rules of the choices at some places: `SamplingSpec` as arrays.
 
-    Edits and filters are not among them.
+    They do not hold edits and filters.
     """
 
     seed_lo: torch.Tensor  # [num_places] int64 the seed's lower 32 bits
-    seed_hi: torch.Tensor  # [num_places] int64 its bits above
+    seed_hi: torch.Tensor  # [num_places] int64 the seed's upper bits
     choice: torch.Tensor  # [num_places] int64
     position: torch.Tensor  # [num_places] int64
     temperature: torch.Tensor  # [num_places] float32 or float64; 0: the largest logit

@@ -46,7 +46,7 @@ class CudaCutModel:
     def late_program(
         self, rows: RowView, kv: KV, num_layers: int | None, vocab_size: int, hints: HintRule, *, own_store: bool
     ) -> Program:
-        """Return a program that drafts with it, see `LateDecoder`."""
+        """Return a program that drafts with this model, see `LateDecoder`."""
         return late_model(
             self.decoder, rows, kv, num_layers, vocab_size, hints, own_store=own_store, output=self.output
         )

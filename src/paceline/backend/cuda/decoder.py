@@ -50,8 +50,8 @@ class DecoderWeights:
     final_norm: torch.Tensor  # [hidden]
     layers: Sequence[LayerWeights]
     inverse: Mapping[int, torch.Tensor]  # as in `Stack`
-    lead: Lead | None = None  # if other ranks have shares of the layers
-    splits_output: bool = False  # and rows of the output matrix
+    lead: Lead | None = None  # given if other ranks have shares of the layers
+    splits_output: bool = False  # True: ranks share the output matrix' rows, too
 
 
 class CudaDecoder:
@@ -138,7 +138,7 @@ class CudaDecoder:
     # Late drafting -------------------------------------------------------------------------------
 
     def serves(self, rows: RowView) -> bool:
-        """Return True if rows are on its device: it drafts late for those."""
+        """Return True if rows are on its device, so it can draft late for them."""
         return isinstance(rows, DeviceRows) and rows.device == self.setup.device
 
     def late_program(
@@ -171,7 +171,7 @@ class LateModel:
         vocab_size: int,
         output: DraftOutput | None,
     ) -> None:
-        """output: of a model with a draft vocabulary; None: the decoder's own."""
+        """output: the output matrix of a draft vocabulary; None: the decoder's own."""
         self._decoder, self._kv, self._output = decoder, kv, output
         self._num_layers, self._vocab_size = num_layers, vocab_size
 

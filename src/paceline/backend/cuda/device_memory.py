@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _USUAL_DEVICE = "cuda"
 _USUAL_KV = "bf16"
 _FP8_COMPUTE, _WIDE_COMPUTE = (8, 9), (9, 0)
-_STAGED_BYTES = 1 << 16  # of a host's memory, that CUDA sets aside at once; for more it waits for earlier work
-_NARROW = 128  # head dimension that older cards have registers for
+_STAGED_BYTES = 1 << 16  # most host memory that CUDA copies aside at once; to send more it waits for earlier work
+_NARROW = 128  # largest head dimension that older cards have registers for
 
 
 def torch_device(device: Device | None) -> torch.device:
@@ -48,9 +48,9 @@ def torch_device(device: Device | None) -> torch.device:
 def check_card(device: torch.device, output_type: str, kv_type: str, head_dim: int) -> None:
     """Raise `ConfigError` for types and heads that a GPU's tensor cores do not take.
 
-    output_type: of the output matrix, which is fp8 beside weights of fp8 and int4.
+    output_type: type of the output matrix: fp8 beside weights of fp8 or int4.
     """
-    if device.type in ("cpu", "meta"):  # meta: tensors without numbers, by which tools find a model's kernels
+    if device.type in ("cpu", "meta"):  # meta tensors have no numbers; tools find a model's kernels with them
         return
     compute = torch.cuda.get_device_capability(device)
     if output_type == "fp8" and compute < _FP8_COMPUTE:
@@ -74,7 +74,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def sendable(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a host's tensor as one that is sent without waiting for the device.
 
-    It may change once it is sent.
+    The caller may change it once it is sent.
     """
     pins = device.type != "cpu" and tensor.is_cpu and tensor.nbytes > _STAGED_BYTES
     return tensor.pin_memory() if pins else tensor
@@ -96,7 +96,7 @@ def free_bytes(device: Device | None) -> int:
 
 
 def return_memory() -> None:
-    """Return what PyTorch keeps of freed memory to the driver, on all devices."""
+    """Give freed memory that PyTorch keeps back to the driver, on all devices."""
     torch.cuda.empty_cache()
 
 

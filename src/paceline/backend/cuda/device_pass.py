@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class DevicePass:
     """Tokens of one pass on a device, all int64 and perhaps padded. See `Packed`.
 
-    Tokens from `cu_len[-1]` on are padding: token 0 at position 0, in a slot of the store's scratch page. So are
-    rows without tokens, and wanted places beyond the last real one, which name token 0. Nothing that they write
-    reaches a real row.
+    Tokens from `cu_len[-1]` on are padding: token 0 at position 0, in a slot of the store's scratch page. Rows
+    without tokens are padding, too, and so are wanted places behind the last real one, which name token 0. Nothing
+    that padding writes reaches a real row.
     """
 
     token_ids: torch.Tensor  # [num_tokens]
@@ -31,7 +31,7 @@ class DevicePass:
     pages: torch.Tensor  # [num_rows, max_pages]
     wanted: torch.Tensor  # [num_wanted]
     first_keys: torch.Tensor | None = None  # [num_rows]; None: all 0
-    last_keys: torch.Tensor | None = None  # [num_tokens] the same for a row's tokens; None: `positions`
+    last_keys: torch.Tensor | None = None  # [num_tokens] last key that a token sees; None: `positions`
 
     @property
     def seen_to(self) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Rows whose true state is on a device; the host's copy trails.
+"""Rows whose true state is on a device; the host's copy is a step behind.
 
 The host learns a pass's outcome a step late. So the device keeps tokens, lengths, page tables and drafts itself,
 gathers each pass from them, and advances them when a pass is judged. The host sends what only it knows: new
-requests, new pages, and the tokens of rows whose choice it made. Each array of the device has one row more than
+requests, new pages, and the tokens that it chose. Each array of the device has one row more than
 the host's: padding writes there.
 """
 
@@ -50,34 +50,34 @@ class Gathered:
     step: StepRows
     tokens: DevicePass
     num_drafts: torch.Tensor  # [num_rows] drafts in the pass
-    first_place: torch.Tensor  # [num_rows] each row's first among the wanted places
+    first_place: torch.Tensor  # [num_rows] first of each row's wanted places
     specs: ChoiceSpecs  # [num_wanted]
-    drafts: torch.Tensor  # [num_rows, MAX_DRAFTS] of which the pass has the first `num_drafts`
+    drafts: torch.Tensor  # [num_rows, MAX_DRAFTS]; the pass has each row's first `num_drafts`
     margins: torch.Tensor  # [num_rows, MAX_DRAFTS]
 
 
 class DeviceRows(Rows):
-    """Rows kept on a device; the arrays of `Rows` trail by the passes in flight."""
+    """Rows kept on a device; the arrays of `Rows` lack the passes in flight."""
 
     def __init__(
         self, num_rows: int, max_len: int, eos_ids: frozenset[int], *, law_needs_probs: bool = False
     ) -> None:
         super().__init__(num_rows, max_len, eos_ids, law_needs_probs=law_needs_probs)
         self.on_device = RowTensors.empty(num_rows, self.max_len, torch.device("cpu"))
-        self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # how steps there are captured, if so
+        self.capture: type[Graph[Any]] | type[Uncaptured[Any]] | None = None  # class of captured steps, if any
         self._behind: dict[int, int] = {}  # row -> its committed tokens that the device knows
         self.rows_chosen_here: set[int] = set()  # rows whose tokens the host chooses
-        self.tap_sinks: list[TapSink] = []  # take the taps of every pass, on the device
+        self.tap_sinks: list[TapSink] = []  # called on the device with the taps of every pass
         self._draftings: list[DeviceSpan] = []
-        self.verdict_sinks: list[VerdictSink] = []  # take what a pass chose and kept, before rows advance
+        self.verdict_sinks: list[VerdictSink] = []  # called with what a pass chose and kept, before rows advance
 
     def move_to(self, device: torch.device, scratch_page: int, *, captures: bool) -> None:
         """Keep the state on a device. For use before the first request.
 
-        scratch_page: of every store over these page tables. captures: the device has graphs.
+        scratch_page: index of the scratch page in every store. captures: the device has graphs.
         """
         self.on_device = RowTensors.empty(self.num_rows, self.max_len, device)
-        self.on_device.pages[-1] = scratch_page  # padding has one token, in a page that nobody reads
+        self.on_device.pages[-1] = scratch_page  # padding is one token, in a page that nobody reads
         self.on_device.length[-1] = 1
         self.capture = Graph if captures else None
 
@@ -176,7 +176,7 @@ class DeviceRows(Rows):
     def put_drafts(self, drafts: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Send drafts of rows that were made on the host; other rows have none.
 
-        A budget takes them before those of a device.
+        A budget takes these before drafts of a device.
         """
         block = np.zeros((len(drafts), MAX_DRAFTS + 2), np.int64)
         for index, (row, token_ids) in enumerate(drafts):
@@ -200,7 +200,7 @@ class DeviceRows(Rows):
     def step_block(self, batch: Batch, num_drafts: Sequence[int]) -> tuple[NDArray[int64], int]:
         """Return what the device is told of a step's rows, [4, rows] as `StepRows`.
 
-        And the length that the longest may have once it is committed.
+        Also return the length that the longest row may have once the step is committed.
         """
         return kernels.step_block(batch.rows, list(num_drafts))
 
@@ -231,8 +231,8 @@ def gather(
 ) -> Gathered:
     """Gather a pass: each row's known tokens from its computed ones on, then its drafts.
 
-    num_tokens, num_wanted: of the pass, padding included. scratch_slot: takes padding's keys. width: pages of a
-    row.
+    num_tokens, num_wanted: sizes of the pass, padding included. scratch_slot: takes padding's keys. width: page
+    table entries of a row.
     """
     rows = step.rows
     if uses_kernels(rows):
@@ -268,7 +268,7 @@ def gather(
 def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.Tensor:
     """Leave rows the drafts that a step verifies: the `budget` likeliest of all.
 
-    budget: [1]. Returns how many each row had. [num_rows]
+    budget: [1]. Returns how many drafts each row had. [num_rows]
     """
     if uses_kernels(step.rows):
         num_made, kept = allot_by_kernel(d, step, budget)
@@ -282,8 +282,8 @@ def cut_to_budget(d: RowTensors, step: StepRows, budget: torch.Tensor) -> torch.
 def allot(alive: torch.Tensor, num_drafts: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
     """Return how many drafts of each row are among the `budget` likeliest of all. [num_rows]
 
-    alive: [num_rows, depth] chances, none above one before it in its row. num_drafts: [num_rows] drafts that there
-    are. Of equal chances the shallower draft is taken, then that of the earlier row: each row keeps a prefix.
+    alive: [num_rows, depth] chances, which never rise along a row. num_drafts: [num_rows] drafts of each row. Of
+    equal chances the less deep draft is taken, then the earlier row's. So each row keeps its first drafts.
     """
     num_rows, depth = alive.shape
     there = torch.arange(depth, device=alive.device) < num_drafts[:, None]
@@ -299,7 +299,7 @@ def offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def owners(offsets: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each place's piece and its index there; behind all pieces, the last one."""
+    """Return each place's piece and its index there. Places behind all pieces get the last."""
     last = offsets.shape[0] - 2
     owner = (torch.searchsorted(offsets, places, right=True) - 1).clamp(max=last)
     return owner, places - offsets[owner]
@@ -308,7 +308,7 @@ def owners(offsets: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, t
 def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
     """Append to each row what it gained, and count what is computed.
 
-    token_ids: [num_rows, MAX_DRAFTS + 1]; num_tokens: [num_rows] of each, 0 of a chunk. Rows whose tokens the host
+    token_ids: [num_rows, MAX_DRAFTS + 1]; num_tokens: [num_rows] gained, 0 for a chunk. Rows whose tokens the host
     chooses wait for it.
     """
     step, spare = gathered.step, d.length.shape[0] - 1
@@ -322,9 +322,9 @@ def advance(d: RowTensors, gathered: Gathered, token_ids: torch.Tensor, num_toke
     written = place < gains[:, None]  # [num_rows, MAX_DRAFTS + 1]
     row = torch.where(written, rows[:, None], spare)
     at = torch.where(written, d.length[rows, None] + place, 0)
-    d.token_ids[row, at] = token_ids.clamp(min=0)  # a row that is broken ends; its token is never read
+    d.token_ids[row, at] = token_ids.clamp(min=0)  # a broken row ends here, so its token is never read
     computed = step.num_known + (gains - 1).clamp(min=0)
     moves = torch.where(here | ~samples, rows, spare)
     d.length.index_add_(0, moves, gains)
     d.computed.index_add_(0, moves, computed)
-    d.num_drafts.index_fill_(0, rows, 0)  # a graph captures no number of the host
+    d.num_drafts.index_fill_(0, rows, 0)  # a fill, as a graph cannot copy a host's number

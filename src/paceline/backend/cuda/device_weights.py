@@ -1,6 +1,6 @@
 """Weights onto a device.
 
-16-bit files go there as they are, random weights are made there, all others go by way of floats.
+Weights of 16-bit files go there as they are, random weights are made there, all others pass through floats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Weights = Mapping[str, NDArray[floating]]
 
-# Types that a pass computes in, by the type of the weights.
+# Type of the weights -> type that a pass computes in.
 TYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
@@ -40,7 +40,7 @@ TYPES = {
 # Four bits are too few for the output matrix: its rounding errors are errors of logits.
 _OUTPUT_TYPES = {"int4": "fp8"}
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
-_RANDOM_NUMBERS = 1 << 24  # numbers that are made at once: their words take eight bytes each
+_RANDOM_NUMBERS = 1 << 24  # numbers that are made at once; each takes a word of eight bytes while it is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Setup:
     device: torch.device
     weight_type: str
     kv_type: str
-    fast: bool  # products of any algorithm
+    fast: bool  # True: products of any algorithm, not batch-invariant ones
     num_ranks: int = 1
 
     @property
@@ -110,7 +110,7 @@ class WeightReader:
     def part(self, name: str, dim: int | None = None) -> torch.Tensor | None:
         """Return a tensor, None if there is none of that name.
 
-        dim: that ranks share, if there are several.
+        dim: the dimension that ranks share, if there are several.
         """
         return self.optional(name)
 
@@ -121,7 +121,7 @@ class WeightReader:
     def matrix(self, *names: str, dim: int | None = None) -> Matrix:
         """Return one matrix of several, side by side in their outputs, with their biases.
 
-        dim: that ranks share, 0 for outputs, 1 for inputs; None: none.
+        dim: the dimension that ranks share: 0 outputs, 1 inputs; None: none.
         """
         found = [self.part(name, dim) for name in names]
         parts = [p for p in found if p is not None]
@@ -176,7 +176,7 @@ class RankReader(WeightReader):
     def output_part(self, whole: torch.Tensor | None) -> Matrix:
         """Return this rank's rows of an output matrix [vocab, width], the last of them padded.
 
-        whole: at rank 0.
+        whole: the matrix, at rank 0 only.
         """
         size = self.ranks.size
         if whole is not None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _devices: WeakKeyDictionary[torch.cuda.CUDAGraph, torch.device] = (
     WeakKeyDictionary()
-)  # of graphs that share memory
-_broken: list[torch.cuda.CUDAGraph] = []  # whose memory PyTorch may still point to
+)  # graphs of each device, which share memory
+_broken: list[torch.cuda.CUDAGraph] = []  # kept alive, as PyTorch may still point to their memory
 _one_at_a_time = RLock()
 
 
@@ -28,20 +28,20 @@ _one_at_a_time = RLock()
 def recorded(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
     """Record in a graph what is launched within, one at a time.
 
-    Graphs of a device share memory; after an error, later ones share none with earlier ones.
+    Graphs of a device share memory. After an error, later graphs share no memory with earlier ones.
     """
     with _one_at_a_time:
         others = [other for other, its in _devices.items() if its == device]
-        pool = others[0].pool() if others else None  # PyTorch refuses that of graphs which are all gone
+        pool = others[0].pool() if others else None  # PyTorch refuses the pool once all its graphs are gone
         torch.cuda.synchronize(device)
         before = torch.cuda.current_stream(device)
         stream = _stream_on(device)
         try:
-            # Other threads may use the device meanwhile.
+            # thread_local: other threads may use the device during the capture.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            torch.cuda.set_stream(before)  # PyTorch leaves that of the capture, and goes on filling its memory
+            torch.cuda.set_stream(before)  # otherwise PyTorch stays on the capture's stream and memory
             _broken.append(graph)
             _devices.clear()
             raise
@@ -52,7 +52,7 @@ def recorded(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None
 def _stream_on(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all captures on a device.
 
-    The one that PyTorch would take is on whichever device captured first.
+    PyTorch's own choice is a stream of the device that captured first.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -63,7 +63,7 @@ class Graph(Generic[T]):
     def __init__(self, function: Callable[..., T], inputs: Sequence[torch.Tensor]) -> None:
         """Capture a function, after a first run that compiles its kernels.
 
-        inputs: on the device; to run with them must do no harm.
+        inputs: on the device; a run with them must do no harm.
         """
         self._inputs = [tensor.clone() for tensor in inputs]
         function(*self._inputs)
@@ -72,7 +72,7 @@ class Graph(Generic[T]):
             self._outputs = function(*self._inputs)
 
     def __call__(self, *inputs: torch.Tensor) -> T:
-        """Copy inputs from host or device and replay. Outputs hold until any graph runs."""
+        """Copy inputs from host or device and replay. Outputs are valid until any graph runs."""
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(sendable(given, own.device), non_blocking=True)
         with replayed_together(self._followed):

@@ -50,20 +50,20 @@ class HeadWeights:
     """Weights of a head without its output matrix; norms that it lacks are None."""
 
     embed: torch.Tensor  # [vocab, width]
-    owns_embed: bool  # False: it is the target's
+    owns_embed: bool  # False: the embedding is the target's
     fc: Matrix
-    fc_norms: Sequence[torch.Tensor]  # of each tap
+    fc_norms: Sequence[torch.Tensor]  # norm of each tap
     input_norm: torch.Tensor | None  # [tapped_size]
     embed_norm: torch.Tensor | None  # [width]
-    feature_norm: torch.Tensor | None  # [width] MTP: beside it
-    hidden_norm: torch.Tensor | None  # [width] of the feature that the first layer reads
+    feature_norm: torch.Tensor | None  # [width] MTP: norm of the feature, beside that of the embedding
+    hidden_norm: torch.Tensor | None  # [width] norm of the feature that the first layer reads
     norm: torch.Tensor | None  # [width] before the output matrix
     target_norm: torch.Tensor | None  # [width] EAGLE-1: the target's last norm
-    mask_taps: torch.Tensor | None  # [tapped_size] that stand for those of tokens not known yet
+    mask_taps: torch.Tensor | None  # [tapped_size] taps that stand for those of tokens not known yet
     stack: Stack  # its layers, perhaps shared with other ranks
 
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
-        """Yield all that is its own."""
+        """Yield all tensors and matrices of its own."""
         yield from (self.embed if self.owns_embed else None, self.fc, *self.fc_norms, self.input_norm)
         yield from (self.embed_norm, self.feature_norm, self.hidden_norm, self.norm, self.mask_taps)
         for layer in self.stack.layers:
@@ -87,7 +87,7 @@ class CudaHead:
         return Capabilities(asynchronous=self.setup.device.type != "cpu", late=self._beside_target)
 
     def late_program(self, rows: RowView, kv: KV, taps: TapStore, hints: HintRule) -> Program:
-        """Return a program that drafts with it, see `LateHeadRunner`."""
+        """Return a program that drafts with this head, see `LateHeadRunner`."""
         assert isinstance(rows, DeviceRows)
         assert isinstance(kv, DeviceKV)
         assert isinstance(taps, DeviceTapStore)
@@ -98,7 +98,7 @@ class CudaHead:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors, without those that are the target's."""
+        """Bytes of all tensors, without the target's."""
         own_output = self.output.matrix if self.config.own_output else None
         return num_bytes([*self.weights.parts(), own_output])
 

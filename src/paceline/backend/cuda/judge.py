@@ -9,7 +9,7 @@ import torch
 from paceline.backend.cuda.kernel_launch import Variant, cdiv, launch, lists_variants, uses_kernels
 from paceline.core.nouns import UNCHOSEN
 
-ROWS = 128  # of one program
+ROWS = 128  # rows of one program
 
 
 def judge(
@@ -21,10 +21,10 @@ def judge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep each row's drafts while the target chooses them; add its next choice.
 
-    chosen: [num_scored] target token ids or BROKEN, of row i from `first_place[i]` on, one for each draft and one
-    more; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] int64, 0: a row gains nothing.
-    Returns token ids [num_rows, depth + 1], UNCHOSEN behind a row's last, and their numbers [num_rows]. BROKEN
-    ends a row's list and is its last.
+    chosen: [num_scored] target token ids or BROKEN; row i has one for each draft and one more, from
+    `first_place[i]` on; num_drafts: [num_rows]; drafts: [num_rows, depth]; samples: [num_rows] int64, 0: the row
+    gains nothing. Returns token ids [num_rows, depth + 1], UNCHOSEN behind a row's last token, and the numbers of
+    tokens [num_rows]. BROKEN, if it comes, is a row's last.
     """
     if not len(chosen):
         return drafts.new_full((len(drafts), drafts.shape[1] + 1), UNCHOSEN), torch.zeros_like(num_drafts)

@@ -17,8 +17,8 @@ A module that launches kernels makes its `Variant`s in a pure function of types 
 
     launch(copy_variant("bf16", 4096), (num_tokens,), source, target, num_tokens)
 
-Pointers are aligned to 16 bytes, but for those named in `unaligned`. Integers named in `aligned` are multiples of
-16. Kernels name all others in `do_not_specialize`, so that the batch never chooses the code that runs.
+Pointers are aligned to 16 bytes, except those named in `unaligned`. Integers named in `aligned` are multiples of
+16. Kernels name all other integers in `do_not_specialize`, so that the batch never chooses the code that runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     Lister = TypeVar("Lister", bound=Callable[[], Iterable["Variant"]])
 
-ALIGNMENT = 16  # bytes of pointers; what an aligned integer is a multiple of
-DESCRIPTOR = "tensordesc"  # begins the types of descriptors
+ALIGNMENT = 16  # bytes to which pointers are aligned; aligned integers are multiples of it, too
+DESCRIPTOR = "tensordesc"  # prefix of the types of descriptors
 # Modules of this folder that list variants.
 LISTING_MODULES = (
     *("products", "tiles", "rowwise", "attention", "choice", "judge"),
@@ -57,7 +57,7 @@ ELEMENTS = {  # Triton's names of element types
     torch.bool: "i1",
 }
 NO_PDL = {"PDL": False}  # constant of kernels that know how to begin early
-PIPELINED = "DEPBAR"  # opcode of a wait that leaves a product of matrices under way
+PIPELINED = "DEPBAR"  # opcode of a wait during which a product of matrices goes on
 _listers: list[Callable[[], Iterable[Variant]]] = []
 _begins_early = False
 
@@ -77,8 +77,8 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 3
     fp_fusion: bool = False  # multiplications and additions may become one instruction
-    opcodes: tuple[str, ...] = ()  # that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
-    forbidden_opcodes: tuple[str, ...] = ()  # and must not have
+    opcodes: tuple[str, ...] = ()  # opcodes that sm_90 code must have: LDGSTS, HGMMA or HGMMA.64x16x16
+    forbidden_opcodes: tuple[str, ...] = ()  # opcodes that it must not have
     capability: int = 80  # least compute capability that it compiles for
     before_hopper: bool = False  # only older devices launch it
     pdl: bool = False  # programmatic dependent launch: programs begin while the kernel before it ends
@@ -193,8 +193,8 @@ def uses_kernels(tensor: torch.Tensor) -> bool:
 
 
 def begin_early(*, yes: bool) -> None:
-    """Launch kernels that know how with PDL. For measurements, before anything is captured."""
-    global _begins_early  # noqa: PLW0603 - of the process, like the kernels
+    """Turn PDL on or off, for kernels that know it. For measurements, before any capture."""
+    global _begins_early  # noqa: PLW0603 - one for the process, like the kernels
     _begins_early = yes
 
 

@@ -32,7 +32,7 @@ class DeviceKV:
 
     data: torch.Tensor  # [num_layers, 2, num_slots + 16, num_kv_heads, head_dim] zeros at first
     scales: torch.Tensor | None = None  # [num_layers, 2, num_slots + 16, num_kv_heads] float32, in fp8 only
-    number: int = 0  # by which other ranks know their parts of it
+    number: int = 0  # number by which other ranks know their parts of this store
 
     @property
     def num_slots(self) -> int:

@@ -1,4 +1,4 @@
-"""Drafting on the device by any program: orders, graphs, and what becomes of guesses."""
+"""Drafting on the device by any program: orders, graphs, and guesses that become drafts."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     Orders = tuple[NDArray[int64], NDArray[float64]]
 
 
-MAX_GRAPHS = 128  # of a drafter: more than the shapes of a load whose depths are steady
+MAX_GRAPHS = 128  # most graphs of a drafter: more than the shapes of a load with steady depths
 
 
 class DraftShape(NamedTuple):
     """Sizes of a drafting, padding included."""
 
     num_rows: int
-    bound: int  # of the tokens that it reads: what rows have gained, or the longest text
+    bound: int  # upper bound of the tokens that it reads: what rows have gained, or the longest text
     deepest: int
-    num_pages: int = 0  # columns of the rows' page tables; of lookups 0
+    num_pages: int = 0  # columns of the rows' page tables; 0 for lookups
 
 
 @noun
@@ -44,20 +44,20 @@ class DraftOrders:
     """Rows that draft, as the device is told of them."""
 
     rows: torch.Tensor  # [n] padding: the last row
-    depth: torch.Tensor  # [n] drafts of each, at most
+    depth: torch.Tensor  # [n] most drafts of each
     stops: torch.Tensor  # [n, 2 deepest + 1] stop rules: log-odds, least chances, sureness
 
 
 class DraftGraphs:
     """Drafting by a function on the device, captured by shape where the device has graphs.
 
-    Of a drafter the `MAX_GRAPHS` shapes used last are kept: each holds memory of the device.
+    The `MAX_GRAPHS` shapes of a drafter that were used last are kept, as each holds memory of the device.
     """
 
     def __init__(self, rows: DeviceRows, draft: Callable[[DraftShape, DraftOrders], None]) -> None:
         self._rows, self._draft = rows, draft
         self._made: dict[DraftShape, Callable[[torch.Tensor, torch.Tensor], None]] = {}
-        self._refused: set[DraftShape] = set()  # that could not be captured, and run piece by piece
+        self._refused: set[DraftShape] = set()  # shapes that could not be captured and run uncaptured
 
     @property
     def pads(self) -> bool:
@@ -75,14 +75,14 @@ class DraftGraphs:
             self._run(shape, *(send(each, self._rows.device) for each in orders))
             return
         if shape in self._made:
-            self._made[shape] = self._made.pop(shape)  # the one used last
+            self._made[shape] = self._made.pop(shape)  # moves to the end: it is the one used last
         else:
             while len(self._made) >= MAX_GRAPHS:
-                del self._made[next(iter(self._made))]  # the one not used for longest
+                del self._made[next(iter(self._made))]  # the shape unused for longest
             assert self._rows.capture is not None
             nothing = orders_of((), shape, self._rows.num_rows)
             sent = [torch.from_numpy(each).to(self._rows.device) for each in nothing]
-            self._refused.add(shape)  # until it is there: one that fails is not tried again
+            self._refused.add(shape)  # until it is captured: a shape that fails is not tried again
             self._made[shape] = self._rows.capture(partial(self._run, shape), sent)
             self._refused.discard(shape)
         self._made[shape](*map(torch.from_numpy, orders))
@@ -95,7 +95,7 @@ class DraftGraphs:
 def orders_of(drafts: Sequence[LateDraft], shape: DraftShape, padding: int) -> Orders:
     """Return rows and depths, [2, n], and stop rules, [n, 2 deepest + 1].
 
-    A rule is log-odds and least chances at each depth, then a sureness. padding: row of places without one.
+    A stop rule is log-odds and least chances at each depth, then a sureness. padding: row that fills free places.
     """
     deepest = shape.deepest
     rows = np.zeros((2, shape.num_rows), np.int64)
@@ -116,7 +116,7 @@ def orders_of(drafts: Sequence[LateDraft], shape: DraftShape, padding: int) -> O
 def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, margins: torch.Tensor) -> None:
     """Make guesses the drafts of their rows.
 
-    token_ids: [n, deepest] a negative one is no draft, nor is a later one. margins: [n, deepest] float64, NaN
+    token_ids: [n, deepest]; a row's drafts end before its first negative id. margins: [n, deepest] float64, NaN
     where not known.
     """
     if uses_kernels(token_ids):
@@ -133,7 +133,7 @@ def keep_drafts(state: RowTensors, o: DraftOrders, token_ids: torch.Tensor, marg
 def survival(margins: torch.Tensor, stops: torch.Tensor) -> torch.Tensor:
     """Return the chance that each guess is kept with all before it. [n, deepest]
 
-    As `Stop` has it: falling with depth. A margin that is not known counts as 0.
+    As in `Stop`, it falls with depth. A margin that is not known counts as 0.
     """
     known = torch.where(margins.isnan(), 0.0, margins).clamp(max=MOST_MARGIN)
     return torch.sigmoid(stops[:, : margins.shape[1]] + stops[:, -1:] * known).cumprod(1)
@@ -144,7 +144,7 @@ def _num_drafts(
 ) -> torch.Tensor:
     """Return how many guesses of each row count. [n]
 
-    They end at its depth, at a stop as in `Stop.over`, or before one that is no token.
+    A row's guesses end at its depth, at a stop as in `Stop.over`, or before a guess that is no token.
     """
     deepest = alive.shape[1]
     index = torch.arange(deepest, device=alive.device)

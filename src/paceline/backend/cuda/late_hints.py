@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.device_rows import DeviceRows, Gathered
     from paceline.backend.seam import HintRule
 
-MAX_PLACES = 64  # where the text was as now: the latest
-MAX_LEVELS = 6  # lengths of match that are followed, the longest
-ENTRIES = 512  # of a row's recycled tokens
-NEAR = 3  # tokens between what was said and where it counts for more
-ANY = -2  # in place of the token before, where the last alone counts
+MAX_PLACES = 64  # most earlier places that match the text; the latest are taken
+MAX_LEVELS = 6  # most lengths of match that are followed; the longest are taken
+ENTRIES = 512  # entries for a row's recycled tokens
+NEAR = 3  # a recycled token counts for more within this many tokens of its place
+ANY = -2  # stands for any token before the last, where only the last counts
 _FIRST, _SECOND = 0x9E3779B97F4A7C15 - (1 << 64), 0xD1B54A32D192ED03 - (1 << 64)
 
 Hint = tuple[torch.Tensor, torch.Tensor]  # token id of each row, -1 for none, and what is added to its logit
 
 
 class LateHints:
-    """Hints of one program, and what the target said behind the drafts that it refused."""
+    """Hints of one program, and the target's choices behind refused drafts."""
 
     def __init__(self, rows: DeviceRows, rule: HintRule) -> None:
         n, device = rows.num_rows + 1, rows.device
@@ -46,12 +46,12 @@ class LateHints:
             rows.verdict_sinks.append(self.learn)
 
     def close(self) -> None:
-        """Learn no more."""
+        """Stop learning."""
         if self.rule.recycles:
             self.rows.verdict_sinks.remove(self.learn)
 
     def admit(self, row: int) -> None:
-        """Begin a row of which nothing was said."""
+        """Begin a row without recycled tokens."""
         self.said[row].fill_(-1)
         self._drafted[row].fill_(False)
 
@@ -63,7 +63,7 @@ class LateHints:
     def learn(self, g: Gathered, chosen: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Keep the target's choices behind the first draft that it refused, before rows advance.
 
-        chosen: [num_wanted]. num_tokens: [num_rows] that each row gains.
+        chosen: [num_wanted]. num_tokens: [num_rows] tokens that each row gains.
         """
         d, rows, spare = self.rows.on_device, g.step.rows, self.rows.num_rows
         at = torch.arange(1, MAX_DRAFTS + 1, device=rows.device)
@@ -79,7 +79,7 @@ class LateHints:
         entries, learns = both.flatten(1, 2), learns.repeat_interleave(2, 1)
         slots = _slot(entries[:, :, 0], entries[:, :, 1])
         later = torch.ones(2 * MAX_DRAFTS, 2 * MAX_DRAFTS, dtype=torch.bool, device=rows.device).triu(1)
-        beaten = ((slots[:, :, None] == slots[:, None, :]) & later & learns[:, None, :]).any(2)  # by a newer one
+        beaten = ((slots[:, :, None] == slots[:, None, :]) & later & learns[:, None, :]).any(2)  # by a newer entry
         self.said[torch.where(learns & ~beaten, rows[:, None], spare), slots] = entries
         self._drafted.index_fill_(0, rows, False)
 
@@ -102,7 +102,7 @@ class HintTrail:
     def next(self, index: int, guess: torch.Tensor | None) -> Hint:
         """Return the hint to guess number `index`.
 
-        guess: [n] the one before; None: this is the first.
+        guess: [n] the guess before; None: this is the first.
         """
         if guess is not None:
             self._before, self._last = self._last, guess
@@ -126,7 +126,7 @@ class HintTrail:
         return found[0], self._hints.gains[found[1]]
 
     def _repeated(self, guess: torch.Tensor | None) -> Hint:
-        """Return what followed earlier places that were as the text and its guesses are now."""
+        """Return what followed earlier places that match the text and its guesses."""
         text = self._hints.rows.on_device.token_ids
         if uses_kernels(self._hints.gains):
             token_ids, level = self._by_kernels(text, guess)
@@ -156,7 +156,7 @@ class HintTrail:
     def _followed(self, depth: torch.Tensor, deepest: int) -> Hint:
         """Return paths of most of the earlier places, and their matches. ([n, deepest], [n])
 
-        Of the longest matches, the one whose path agrees most; see `TextIndex.propose`.
+        Of the longest matches the one whose path most places share; see `TextIndex.propose`.
         """
         rule, text = self._hints.rule, self._hints.rows.on_device.token_ids
         place = torch.arange(self._width, device=depth.device)

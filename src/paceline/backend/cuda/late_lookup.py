@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.row_tensors import RowTensors
     from paceline.backend.seam import LateDraft, LateProgram, Pointers, RowView
 
-PLACES = 256  # of a text that a program of the kernel compares
+PLACES = 256  # places of a text that one program of the kernel compares
 MAX_COMPARED = 1 << 22  # places that PyTorch compares at once
-_END_BITS = 32  # of a match's mark, below its length
+_END_BITS = 32  # low bits of a match's mark, below its length
 
 
 class Matches(NamedTuple):
     """The longest earlier matches of rows' ends, of equal ones the latest. [n] each"""
 
-    lengths: torch.Tensor  # tokens that are alike, 0: none
+    lengths: torch.Tensor  # number of tokens that match; 0: no match
     ends: torch.Tensor  # index of the token behind the earlier place
 
 
@@ -49,10 +49,10 @@ class LookupProgram:
         self._graphs = DraftGraphs(rows, self._draft_on_device)
 
     def close(self) -> None:
-        """Nothing ends."""
+        """Return: there is nothing to give back."""
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Nothing begins."""
+        """Return: the program keeps no state of rows."""
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
         """Read nothing: no row falls behind."""
@@ -71,7 +71,7 @@ class LookupProgram:
         token_ids = _continued(state, rows, found, shape.deepest)
         if isfinite(p.reach):
             depth = torch.minimum(depth, (found.lengths * p.reach).to(torch.int64))
-        margin = found.lengths.clamp(min=1).to(torch.float64).log()  # of a confidence n / (n + 1)
+        margin = found.lengths.clamp(min=1).to(torch.float64).log()  # margin of a confidence n / (n + 1)
         if not p.confident:
             margin = margin.fill_(torch.nan)
         reached = DraftOrders(rows, depth, orders.stops)
@@ -81,7 +81,7 @@ class LookupProgram:
 def _continued(state: RowTensors, rows: torch.Tensor, found: Matches, deepest: int) -> torch.Tensor:
     """Return what followed each match, UNCHOSEN without one. [n, deepest]
 
-    At the end of the text it goes on with its own drafts, so that a text that repeats itself is followed.
+    Where the text ends, a draft goes on with its own first tokens, so that it follows a text that repeats itself.
     """
     period = (state.length[rows] - found.ends).clamp(min=1)
     index = torch.arange(deepest, device=rows.device) % period[:, None]
@@ -98,9 +98,9 @@ def longest_matches(state: RowTensors, rows: torch.Tensor, p: Pointers, longest:
 
 
 def place_matches(state: RowTensors, rows: torch.Tensor, max_match: int, width: int) -> torch.Tensor:
-    """Return how many tokens before each place are those at the end. [n, width] int32
+    """Return how many tokens before each place match the text's end. [n, width] int32
 
-    At most `max_match`. width: upper bound of the rows' lengths.
+    They are at most `max_match`. width: upper bound of the rows' lengths.
     """
     if uses_kernels(state.token_ids):
         match, text = rows.new_empty(len(rows), width, dtype=torch.int32), state.token_ids
@@ -149,7 +149,7 @@ def variants() -> list[Variant]:
 
 
 class OracleProgram:
-    """Drafts what was recorded; see `LateOracle`.
+    """Drafts recorded answers; see `LateOracle`.
 
     Two tables hold a row's recording: its tokens, and one uniform number for each.
     """
@@ -162,7 +162,7 @@ class OracleProgram:
         vocab_size: int,
         beside: LateProgram | None = None,
     ) -> None:
-        """beside: runs for what it costs; its drafts are replaced."""
+        """beside: a program that runs only to cost its time; its drafts are replaced."""
         assert isinstance(rows, DeviceRows)
         n, device = rows.num_rows + 1, rows.device
         self._rows, self._vocab_size, self._beside = rows, vocab_size, beside
@@ -174,7 +174,7 @@ class OracleProgram:
         self._answer_len = torch.zeros(n, dtype=torch.int64, device=device)  # 0: nothing is recorded
 
     def close(self) -> None:
-        """End what runs beside."""
+        """End the program beside."""
         if self._beside is not None:
             self._beside.close()
 
@@ -195,12 +195,12 @@ class OracleProgram:
         return torch.from_numpy(array).to(self._rows.device, non_blocking=True)
 
     def catch_up(self, counts: Mapping[int, int]) -> None:
-        """Pass it on to what runs beside."""
+        """Pass the call on to the program beside."""
         if self._beside is not None:
             self._beside.catch_up(counts)
 
     def draft(self, drafts: Sequence[LateDraft]) -> None:
-        """Go on with the recording of each row whose text is that of the recording."""
+        """Draft what follows in the recording of each row that has kept to it."""
         if self._beside is not None:
             self._beside.draft(drafts)
         num_rows, deepest = len(drafts), max(d.depth for d in drafts)

@@ -1,8 +1,8 @@
 """Drafting on the device, for rows whose newest tokens the host does not know.
 
 A program keeps, for each row, how many of its tokens have entries in a drafter's own store: keys and values of a
-draft model's layers, or of a head's. It catches up on tokens that the last passes committed and drafts on, all
-from the device's rows; the host sends rows, depths, and a bound of the tokens that were committed since.
+draft model's layers, or of a head's. It catches up on tokens that the last passes committed, then drafts. It reads
+all of this from the device's rows; the host sends rows, depths, and a bound of the tokens committed since.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LateInput:
     """Tokens that a draft pass reads on the device."""
 
     tokens: DevicePass
-    before: torch.Tensor  # [num_tokens] slot of the token before each, whose taps a head reads
+    before: torch.Tensor  # [num_tokens] slot of the token before each token; a head reads its taps
     fed_back: torch.Tensor | None = None  # [num_tokens, width] features of guesses, read instead of taps
     masked: torch.Tensor | None = None  # [num_tokens] True at places of tokens that are not known yet
 
@@ -87,14 +87,14 @@ class Program:
         *,
         own_store: bool = True,
     ) -> None:
-        """scratch_slot: of the drafter's store, takes entries that nothing reads.
+        """scratch_slot: slot of the drafter's store for entries that nothing reads.
 
-        own_store: False where its entries are the target's own, there for all tokens but the newest.
+        own_store: False where its entries are the target's own, which exist for all tokens except the newest.
         """
         n, device = rows.num_rows + 1, rows.device
         self._rows, self._runner, self._scratch, self._own_store = rows, runner, scratch_slot, own_store
         self._entries = torch.zeros(n, dtype=torch.int64, device=device)  # tokens with entries
-        self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # earlier ones have none
+        self._first_key = torch.zeros(n, dtype=torch.int64, device=device)  # tokens before it have no entries
         self._all_pages = rows.pages.shape[1]
         self._graphs = DraftGraphs(rows, self._draft_on_device)
         self._hints = LateHints(rows, hints) if hints.gain or hints.recycles else None
@@ -107,7 +107,7 @@ class Program:
             self._hints.close()
 
     def admit(self, row: int, entries: int, first_key: int) -> None:
-        """Begin a row whose first `entries` tokens have entries, none before `first_key`."""
+        """Begin a row whose tokens from `first_key` to `entries` have entries."""
         sent = self._send([[row], [entries], [first_key]])
         self._entries.index_copy_(0, sent[0], sent[1])
         self._first_key.index_copy_(0, sent[0], sent[2])
@@ -129,7 +129,7 @@ class Program:
     def draft(self, drafts: Sequence[LateDraft]) -> None:
         """Draft for rows: catch up, then guess up to the deepest of them."""
         bound, deepest = sum(d.bound for d in drafts), max(d.depth for d in drafts)
-        longest = max(d.length for d in drafts) + deepest  # places of a shallow row reach as far
+        longest = max(d.length for d in drafts) + deepest  # places of rows with fewer drafts reach as far
         shape = DraftShape(len(drafts), bound, deepest, -(-longest // PAGE_TOKENS))
         if self._graphs.pads and bound <= BUCKETS[-1]:
             num_rows = bucket(len(drafts))
@@ -137,21 +137,21 @@ class Program:
         self._graphs.run(shape, drafts, captured=shape.bound <= BUCKETS[-1])
 
     def _draft_on_device(self, shape: DraftShape, orders: DraftOrders) -> None:
-        """Draft without a word from the host."""
+        """Draft on the device alone: the host sends nothing in between."""
         rows = orders.rows
         hints = self._hints.begin(rows, shape.num_pages) if self._hints else None
         d = self._begin(rows, orders.depth, shape.deepest, shape.num_pages)._replace(hints=hints)
         guess = self._guess_at_once if self._runner.parallel else self._guess_in_turn
         token_ids, margins = guess(d, shape.bound, shape.deepest)
         keep_drafts(self._rows.on_device, orders, token_ids, margins)
-        self._entries.index_copy_(0, rows, self._num_read(d))  # last: a drafting that fails has read nothing
+        self._entries.index_copy_(0, rows, self._num_read(d))  # last: failed drafting leaves entries as they were
 
     def _num_read(self, d: BegunDraft) -> torch.Tensor:
         """Return how many of each row's tokens have entries once they were drafted for. [n]"""
         return d.begun.length
 
     def _begin(self, rows: torch.Tensor, depth: torch.Tensor, deepest: int, num_pages: int) -> BegunDraft:
-        """Look up what drafting needs of rows. num_pages: of the longest."""
+        """Look up what drafting needs of rows. num_pages: pages of the longest row."""
         state = self._rows.on_device
         pages = state.pages[:, :num_pages].index_select(0, rows)
         if uses_kernels(rows):
@@ -199,8 +199,8 @@ class Program:
         """Pack each row's missing tokens and `ahead` places behind them.
 
         A row's last missing token and those places are wanted. bound: upper bound of the tokens. depth: [n] drafts
-        of each row, where places of unknown tokens follow; its deeper places go to the scratch slot. None: there
-        are only known tokens.
+        of each row where places of unknown tokens follow; deeper places go to the scratch slot. None: no such
+        places follow.
         """
         state, b = self._rows.on_device, d.begun
         if uses_kernels(d.rows):
@@ -235,7 +235,7 @@ class Program:
         if uses_kernels(d.rows):
             packed = guesses_by_kernel(state, d.rows, length, d.depth, token_ids, index, self._scratch)
         else:
-            kept = index < d.depth  # deeper places have no page
+            kept = index < d.depth  # places of deeper guesses have no page
             position = torch.where(kept, length + index - 1, length)
             slots = torch.where(kept, self._slot(d.rows, position), self._scratch)
             before = self._slot(d.rows, (position - 1).clamp(min=0))

@@ -1,7 +1,7 @@
 """The target on a device, which gathers, scores, judges and commits without the host.
 
-The host enqueues a pass from bounds alone and takes in its record when it likes: one step later, as a rule. The
-record holds what the law on the host needs to come to the same verdict, which brings the host's rows level.
+The host enqueues a pass from bounds alone, and usually takes in its record one step later. From the record the law
+on the host comes to the same verdict, which brings the host's rows up to date.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LateTarget(Backend):
     decoder: CudaDecoder
     kv: DeviceKV
     late = True
-    scores_prompts = False  # the records of its passes hold sampled rows only
+    scores_prompts = False  # records of its passes hold only rows that sample
 
     def __init__(self, decoder: CudaDecoder, rows: Rows, num_pages: int) -> None:
         assert isinstance(rows, DeviceRows)
@@ -56,7 +56,7 @@ class LateTarget(Backend):
         self.graphs = StepGraphs(self, rows.capture)
 
     def prepare(self, prefill_tokens: int, progress: Progress | None = None) -> None:
-        """Capture the graphs of all steps, and run a longest one beside them."""
+        """Capture the graphs of all steps, and run a step of the greatest length."""
         longest = min(prefill_tokens, self.kv.num_slots) + self.rows.num_rows
         with on_device(self.rows.device):
             with enough_memory("the graphs of its steps"):
@@ -65,7 +65,7 @@ class LateTarget(Backend):
                 self.graphs.run_longest(longest)
 
     def request(self, batch: Batch, draft: Draft) -> ReadyPass:
-        """Send drafts made on the host; those of unknown tokens are on the device."""
+        """Send drafts made on the host; the device has the others."""
         pairs = () if draft.is_empty else zip(batch.rows, draft.rows, strict=True)
         if known := [(r.row, d.token_ids) for r, d in pairs if d.token_ids and not d.is_bound]:
             self.rows.put_drafts(known)
@@ -78,8 +78,8 @@ class LatePass:
 
     target: LateTarget
     batch: Batch
-    draft: Draft  # unknown drafts are bounds
-    draftings: Sequence[DeviceSpan] = ()  # for it, on the device
+    draft: Draft  # a bound stands for drafts that the host does not know
+    draftings: Sequence[DeviceSpan] = ()  # the draftings for this pass, on the device
 
     masks: ClassVar[None] = None  # the law chooses the tokens of rows with a grammar
 
@@ -92,7 +92,7 @@ class LatePass:
         return PendingRecord(self, partial(begun.result, None))
 
     def _launched(self) -> Record:
-        with on_device(self.target.rows.device):  # drafters of this process may have another
+        with on_device(self.target.rows.device):  # drafters of this process may use another device
             return self._enqueue()
 
     def _enqueue(self) -> Record:
@@ -111,7 +111,7 @@ class LatePass:
             record.keep("cu_len", out.cu_len)
             record.keep("slots", out.slots)
         if (here := self.chosen_here()) and len(out.hidden):
-            record.keep("logits", target.decoder.logits(_hidden_of(out, here)))  # graphs keep none: they are large
+            record.keep("logits", target.decoder.logits(_hidden_of(out, here)))  # not in graphs: logits are large
         record.keep("chosen", out.chosen)
         record.keep("num_drafts", out.num_drafts)
         record.keep("drafts", out.drafts)
@@ -167,7 +167,7 @@ def _scores(asked: LatePass, record: Record) -> Scores:
     if "num_made" in record:
         made = _drafts(asked.draft, record, record["num_made"].tolist())
     here = asked.chosen_here()
-    judged_here = bool(here) or rows.law_needs_probs  # such a law reads the specs of greedy rows, too
+    judged_here = bool(here) or rows.law_needs_probs  # such a law reads specs of greedy rows, too
     cu_len, specs = rows.specs(batch, draft) if judged_here else (_places(batch, counts), [])
     chosen = record["chosen"][: cu_len[-1]]
     logits: list[NDArray[floating]] = []
@@ -204,7 +204,7 @@ def _places(batch: Batch, counts: Sequence[int]) -> list[int]:
 
 
 def _known(bound: RowDraft, record: Record, index: int, count: int) -> RowDraft:
-    """Return a row's drafts as the device has made them."""
+    """Return a row's drafts as the device made them."""
     if not count:
         return NO_DRAFT
     margins = record["margins"][index, :count]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @noun
 class Choices:
-    """Tokens that a pass chose, on its device, and their places among its specs."""
+    """Tokens that a pass chose, still on its device, and their places among its specs."""
 
     num_specs: int
     places: NDArray[int64]  # [num_chosen] specs whose tokens the device chose
@@ -39,8 +39,8 @@ class DeviceResult:
     """Result of a pass, still on its device."""
 
     choices: Choices
-    taps: Mapping[int, torch.Tensor] | None = None  # as in `PassResult`, and they stay there
-    hidden: torch.Tensor | None = None  # likewise
+    taps: Mapping[int, torch.Tensor] | None = None  # as in `PassResult`; they stay on the device
+    hidden: torch.Tensor | None = None  # as in `PassResult`; it stays on the device
 
 
 def launched(device: torch.device, run: Callable[[], DeviceResult]) -> Pending:
@@ -56,7 +56,7 @@ def launched(device: torch.device, run: Callable[[], DeviceResult]) -> Pending:
 
 
 def _fetch(result: DeviceResult, start: torch.cuda.Event, end: torch.cuda.Event) -> PassResult:
-    """Wait for a pass and bring to the host what belongs there."""
+    """Wait for a pass, and copy to the host what the host reads."""
     end.synchronize()
     return to_host(result, start.elapsed_time(end) / 1e3)
 

@@ -44,7 +44,7 @@ class LayerWeights:
     mlp_post_norm: torch.Tensor | None  # [width]
 
     def parts(self) -> Iterator[Matrix | torch.Tensor | None]:
-        """Yield all it holds."""
+        """Yield all tensors and matrices."""
         yield from (self.attn_norm, self.qkv, self.q_norm, self.k_norm, self.attn_out, self.attn_post_norm)
         yield from (self.mlp_norm, self.gate_up, self.down, self.mlp_post_norm)
 
@@ -53,8 +53,8 @@ class LayerWeights:
 class LayerShape:
     """Numbers that all layers of a model share, and the ranks that share the layers."""
 
-    num_heads: int  # of one rank
-    num_kv_heads: int  # likewise
+    num_heads: int  # query heads of one rank
+    num_kv_heads: int  # KV heads of one rank
     head_dim: int
     eps: float
     query_scale: float
@@ -64,7 +64,7 @@ class LayerShape:
 
     @classmethod
     def of(cls, config: ModelConfig, *, fast: bool, ranks: Ranks = ONE_RANK) -> LayerShape:
-        """Return those of a rank's part of a model."""
+        """Return the numbers of a rank's part of a model."""
         c, size = config, ranks.size
         activation: Activation = c.facts.activation  # type: ignore[assignment] # `check` knows no other
         heads, kv_heads = c.num_heads // size, c.num_kv_heads // size
@@ -163,9 +163,9 @@ class Stack:
     layers: Sequence[LayerWeights]
     shape: LayerShape
     setup: Setup
-    windows: Sequence[int]  # of each layer
+    windows: Sequence[int]  # window of each layer; 0: none
     inverse: Mapping[int, torch.Tensor]  # window, 0 for none -> [head_dim / 2] float32 angles per position
-    lead: Lead | None = None  # of rank 0, if there are others
+    lead: Lead | None = None  # given at rank 0 if there are other ranks
 
     def run(
         self,
@@ -179,7 +179,7 @@ class Stack:
         """Run a pass through the first `num_layers` layers (all by default) at every rank.
 
         read: [num_tokens, width] the first layer's input, normed already. residual: [num_tokens, hidden] the
-        stream that it adds to. Returns that stream [num_tokens, hidden], and those after `taps` layers.
+        stream that layers add to. Returns the stream [num_tokens, hidden], and the streams after `taps` layers.
         """
         layers = self.layers[:num_layers]
         assert len(layers) <= len(kv.data), "the store has too few layers"
@@ -246,7 +246,7 @@ def read_stack(
 ) -> Stack:
     """Read layers, or one rank's share of them.
 
-    inverse, lead: as in `Stack`, at rank 0.
+    inverse, lead: as in `Stack`; lead is given at rank 0.
     """
     layers = [read_layer(reader, index) for index in range(len(windows))]
     angles = {window: reader.shared(inverse.get(window)) for window in sorted(set(windows))}

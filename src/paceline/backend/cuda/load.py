@@ -105,7 +105,7 @@ def _inverse(
 
 
 def _draft_setup(target: CudaDecoder, device: Device | None, weight_type: str | None, num_ranks: int) -> Setup:
-    """Return a drafter's setup: the target's, but for what was asked. Raises `ConfigError`."""
+    """Return a drafter's setup: the target's, except what was asked. Raises `ConfigError`."""
     setup = target.setup
     if weight_type is not None and weight_type not in TYPES:
         raise ConfigError(f"the cuda backend has no drafters of {weight_type}{suggest(weight_type, TYPES)}")

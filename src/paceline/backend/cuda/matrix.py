@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["plain", "fp8", "int4"]
-SUM_BYTES = 8  # to write and read one sum of a segment
+SUM_BYTES = 8  # bytes of writing and reading the sum of one segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,7 +23,7 @@ class Matrix:
     scale: torch.Tensor | None  # float32; fp8: [N]; int4: [groups, N]
     bias: torch.Tensor | None  # [N] of the model's type
     shape: tuple[int, int]  # N, K
-    segment: int  # weights of a row that are summed by themselves
+    segment: int  # weights of a row whose products are summed by themselves
 
     @property
     def nbytes(self) -> int:

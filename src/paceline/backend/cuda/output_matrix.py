@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.ranks import Lead
 
-_ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens
+_ROWS_AT_ONCE = 1 << 14  # rows of 16-bit weights that a host widens at once
 
 
 def wide_product(x: torch.Tensor, m: Matrix) -> torch.Tensor:
     """Multiply tokens [n, K] by a matrix; return [n, N] that are not rounded.
 
-    float32, or float64 of float64 tokens. The sums are those of `multiply`, before they are rounded: logits of 16
-    bits would tie by the dozen.
+    float32, or float64 of float64 tokens. The sums are those of `multiply` before it rounds: of 16-bit logits
+    many would be equal.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     if uses_kernels(x):
@@ -54,7 +54,7 @@ class OutputMatrix:
     """Output matrix of a target or draft model: whole, or rank 0's rows of it."""
 
     def __init__(self, matrix: Matrix, num_tokens: int, lead: Lead | None = None) -> None:
-        """num_tokens: of the whole. lead: of rank 0, if other ranks have rows."""
+        """num_tokens: rows of the whole matrix. lead: given if other ranks have rows."""
         self.matrix, self.num_tokens = matrix, num_tokens
         self._lead = lead
 
@@ -93,14 +93,14 @@ class DraftOutput:
     def __init__(
         self, reader: WeightReader, rows: torch.Tensor, token_ids: NDArray[int64], target: OutputMatrix, room: int
     ) -> None:
-        """rows: [num_tokens, width] of these tokens. room: for tokens of requests."""
+        """rows: [num_tokens, width] of these tokens. room: places for request tokens."""
         assert room <= MAX_REQUEST_TOKENS
         self._reader, self._target, self._fixed_ids = reader, target, token_ids
         wide = torch.cat([rows, rows.new_zeros(room, rows.shape[1])]) if room else rows
         self.whole = reader.packed(wide, reader.setup.output_type)
         self.matrix = self.whole
         self.tokens = DraftTokens(torch.empty(0), token_ids)
-        # All rows, for programs whose shapes must not change: -1 where there is no token now.
+        # Ids of all rows, for programs whose shapes must not change; -1 where a row has no token now.
         self.whole_ids = torch.full((len(wide),), -1, dtype=torch.int64, device=reader.setup.device)
         self._take(token_ids)
 

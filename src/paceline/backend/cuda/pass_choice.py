@@ -27,7 +27,7 @@ class DraftTokens:
     """Tokens of a draft vocabulary: the target's id of each row of logits."""
 
     ids: torch.Tensor  # [num_tokens] int64 on the device
-    rows: NDArray[int64]  # [vocab] row of each id of the target's, -1 without one
+    rows: NDArray[int64]  # [vocab] row of each target id, -1 without one
 
 
 def choose_by_specs(
@@ -35,8 +35,8 @@ def choose_by_specs(
 ) -> Choices:
     """Choose a token by each spec that does not leave it to the host.
 
-    logits: [num_specs, num_tokens] raw, float32 or float64. tokens: of a draft vocabulary, None where a row of
-    logits has the target's own ids. vocab_size: token ids to choose among.
+    logits: [num_specs, num_tokens] raw, float32 or float64. tokens: of a draft vocabulary; None: rows of
+    logits go by the target's own ids. vocab_size: token ids to choose among.
     """
     by_host = np.array([c.wants_logits for c in specs], bool)
     places = np.flatnonzero(~by_host)
@@ -72,7 +72,7 @@ def _choose(
 
 
 def _edited(logits: torch.Tensor, specs: Sequence[SamplingSpec], tokens: DraftTokens | None) -> torch.Tensor:
-    """Return logits with the specs' edits, of tokens that are there."""
+    """Return logits with the specs' edits, except edits of tokens that the rows lack."""
     edits = [(row, c.edits) for row, c in enumerate(specs) if c.edits is not None and c.kind != "argmax"]
     if not edits:
         return logits

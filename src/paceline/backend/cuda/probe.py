@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from paceline.backend.device import Device
 
 INSTALL = "pip install 'paceline[cuda]'"
-LEAST_TRITON = (3, 4)  # with kernels that begin early
+LEAST_TRITON = (3, 4)  # the first with kernels that begin early
 LEAST_COMPUTE = (8, 0)  # Ampere: bf16 products and asynchronous copies
 _DEVICE_FILES = ("nvidia[0-9]*", "dxg")  # under /dev; the second is WSL's
-_LIBRARY = "libcuda.so.1"  # comes with the driver
+_LIBRARY = "libcuda.so.1"  # the driver brings it
 _MAX_NAME = 256
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -44,8 +44,8 @@ class Driver:
     """The NVIDIA driver and its GPUs."""
 
     cuda: tuple[int, int]  # newest CUDA version that it runs
-    gpus: tuple[Gpu, ...]  # that this process may use
-    problem: str | None = None  # what is wrong with it
+    gpus: tuple[Gpu, ...]  # GPUs that this process may use
+    problem: str | None = None  # what is wrong with the driver
 
 
 def findings(device: Device | None) -> Sequence[Finding]:
@@ -58,7 +58,7 @@ def findings(device: Device | None) -> Sequence[Finding]:
 
 
 def _index(device: Device) -> int:
-    with suppress(ValueError):  # PyTorch says what is wrong with a name
+    with suppress(ValueError):  # for a wrong name PyTorch raises a clear error later
         return int((device.torch_name or "").partition(":")[2])
     return 0
 
@@ -128,7 +128,7 @@ def _dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-# The driver's own library: it answers without a context, so that no memory of a GPU is taken --------
+# The driver's own library: it answers without a context, so no memory of a GPU is taken -------------
 
 
 @lru_cache(maxsize=1)

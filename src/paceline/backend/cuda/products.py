@@ -39,17 +39,17 @@ PLAIN_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float3
 KINDS: dict[str, Kind] = {**dict.fromkeys(PLAIN_TYPES, "plain"), "fp8": "fp8", "int4": "int4"}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-GROUP = 128  # int4 weights of a row that share a scale
+GROUP = 128  # number of int4 weights of a row that share a scale
 STEP = 128  # segments are multiples of this
 LEAST_SEGMENT = 512
-FILL = 256  # programs that keep a device's memory busy; the same for every device, as it decides bits
+FILL = 256  # programs that keep a device's memory busy; one number for all devices, as bits depend on it
 ROWS = 64  # weight rows of a block with few tokens
-TALL = 1 << 14  # rows of a matrix whose blocks fill a device when each has twice as many
-FINISH_COLUMNS = 1024  # columns of one program
-QUANTISE_COLUMNS = 4096  # columns at a time
-PACKED_NUMBERS = 1 << 24  # weights that are packed at once: their copies in float32 take far more than they
-SMALL_DEVICES = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities with the least shared memory
-SMALL_BYTES = 99 << 10  # of a program there
+TALL = 1 << 14  # rows of a tall matrix: its blocks fill a device even with twice the rows each
+FINISH_COLUMNS = 1024  # columns that one program finishes
+QUANTISE_COLUMNS = 4096  # columns that a program rounds at a time
+PACKED_NUMBERS = 1 << 24  # weights that are packed at once: their float32 copies take far more memory than they do
+SMALL_DEVICES = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities of devices with the least shared memory
+SMALL_BYTES = 99 << 10  # shared memory of a program on these
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Parts:
 
     sums: torch.Tensor  # [num_segments, T, N] float32
     bias: torch.Tensor | None  # [N] of the model's type
-    dtype: torch.dtype  # of the model
+    dtype: torch.dtype  # the model's type
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,8 +112,8 @@ def segment_of(num_rows: int, width: int) -> int:
 def segment_of_part(part: tuple[int, int], dim: int | None, size: int) -> int:
     """Return the segment of one rank's part [N, K]: the whole's, if possible.
 
-    That is where a segment ends at each border of two ranks. Then sums over ranks are those of one rank.
-    dim: that `size` ranks share; None: none.
+    It is possible where a segment ends at each border of two ranks. Then sums over ranks are those of one rank.
+    dim: the dimension that `size` ranks share; None: none.
     """
     num_rows, width = part
     whole = segment_of(num_rows * (size if dim == 0 else 1), width * (size if dim == 1 else 1))
@@ -146,7 +146,7 @@ def _pack_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _int4_scale(wide: torch.Tensor) -> torch.Tensor:
     """Return the scale of each group [n, groups, 128], [n, groups].
 
-    The weight of the largest magnitude becomes -8 or, where the squared error is smaller so, +-7.
+    The weight of the largest magnitude becomes -8, or +-7 where that makes the squared error smaller.
     """
     extreme = wide.gather(-1, wide.abs().argmax(-1, keepdim=True)).squeeze(-1)
     extreme = torch.where(extreme == 0, 1.0, extreme)
@@ -252,8 +252,8 @@ def _library_product(x: torch.Tensor, m: Matrix) -> torch.Tensor | None:
 def _runs_in_parallel(x: torch.Tensor, m: Matrix) -> bool:
     """Return True if segments should run in parallel, which changes speed only.
 
-    They should if blocks of tokens and rows alone would leave processors idle: half of them, or fewer if sums of
-    segments are small beside the weights.
+    They should if blocks of tokens and rows alone would leave half of the processors idle, or fewer where the sums
+    of segments are small beside the weights.
     """
     if takes_tiles(x, m):
         return tiles_in_parallel(x, m)
@@ -331,20 +331,20 @@ class Blocks(NamedTuple):
         return self._replace(num_stages=min(self.num_stages, SMALL_BYTES // stage_bytes + 1))
 
 
-# By number of tokens. The step over K changes bits in fp8 only, where all blocks have the same.
+# In order of tokens. The step over K changes bits in fp8 only, where all blocks have the same step.
 BLOCKS: dict[str, tuple[Blocks, ...]] = {
     "plain": (
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
         Blocks(ROWS, 64, 128, 4, 5),
-        Blocks(128, 64, 128, 8, 4),  # of tall matrices
+        Blocks(128, 64, 128, 8, 4),  # for tall matrices
         Blocks(128, 128, 64, 8, 5),
     ),
     "fp8": (
         Blocks(ROWS, 16, 128, 4, 4),
         Blocks(ROWS, 32, 128, 4, 4),
         Blocks(ROWS, 64, 128, 4, 4),
-        Blocks(128, 64, 128, 8, 3),  # a larger one would spill registers, here and in int4
+        Blocks(128, 64, 128, 8, 3),  # a larger block would spill registers, here and in int4
     ),
     "int4": (
         Blocks(ROWS, 16, GROUP, 4, 4),
@@ -361,9 +361,9 @@ def _family(kind: Kind, element: str) -> str:
 
 
 def _blocks(kind: Kind, x: torch.Tensor, num_rows: int) -> Blocks:
-    """Return the smallest block that takes all tokens [T, K], or the largest there is.
+    """Return the smallest block that takes all tokens [T, K], or the largest block.
 
-    Of two plain ones with as many tokens, a tall matrix takes the one of more rows.
+    Of two plain blocks with equal tokens, a tall matrix takes the block of more rows.
     """
     known = BLOCKS[_family(kind, ELEMENTS[x.dtype])]
     fitting = [b for b in known if b.tokens >= len(x)] or known[-1:]

@@ -1,6 +1,6 @@
 """Messages from rank 0 to the other ranks of a GPU's executor.
 
-Messages tell what comes and of what shape. Tensors go through the ranks' process group.
+A message says what comes, and of what shape. The tensors themselves go through the ranks' process group.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from paceline.backend.rank_processes import Name, Number, RankMessage, Size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PIECE_BYTES = 8  # what tensors among others begin at multiples of
+PIECE_BYTES = 8  # joined tensors begin at multiples of this
 
 
 class TensorShape(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Shape and type of a tensor that comes."""
+    """Shape and type of a tensor that is sent next."""
 
     dtype: Name
     shape: Annotated[tuple[Number, ...], Meta(max_length=8)]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorShape:
-        """Return those of a tensor."""
+        """Return shape and type of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
@@ -53,8 +53,8 @@ class TensorShape(Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
 def joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return the bytes of tensors in one tensor. None takes none.
 
-    Each begins at a multiple of eight bytes. Those that kernels want aligned to sixteen come first: states of real
-    models, whose rows are multiples of sixteen bytes.
+    Each begins at a multiple of eight bytes. Tensors that kernels want aligned to sixteen bytes come first: states
+    of real models, whose rows are multiples of sixteen bytes.
     """
     parts = []
     for piece in pieces:
@@ -79,7 +79,7 @@ def split_pieces(whole: torch.Tensor, kinds: Sequence[TensorShape | None]) -> li
 
 
 def aligned_bytes(kind: TensorShape | None) -> int:
-    """Return the bytes that a tensor takes among others."""
+    """Return the bytes that a tensor takes among joined tensors."""
     return 0 if kind is None else -(-kind.nbytes // PIECE_BYTES) * PIECE_BYTES
 
 
@@ -92,7 +92,7 @@ class BeginRank(RankMessage, frozen=True):
     rank: Size
     device: Name
     threads: Size
-    timeout_s: float  # of one exchange
+    timeout_s: float  # longest time of one exchange
 
 
 class JoinGroup(RankMessage, frozen=True):
@@ -106,22 +106,22 @@ class NewStack(RankMessage, frozen=True):
     """Take a share of some layers, which rank 0 deals out. Answered."""
 
     number: Number
-    size: Size  # ranks that share it
+    size: Size  # ranks that share the stack
     weight_type: Name
     kv_type: Name
     fast: bool
-    num_heads: Size  # of one rank
+    num_heads: Size  # heads of one rank
     num_kv_heads: Size
     head_dim: Size
     eps: float
     query_scale: float
     activation: Activation
-    windows: Annotated[tuple[Number, ...], Meta(max_length=4096)]  # of each layer
-    output: bool  # and rows of an output matrix
+    windows: Annotated[tuple[Number, ...], Meta(max_length=4096)]  # window of each layer
+    output: bool  # True: also rows of an output matrix
 
 
 class TakeTensor(RankMessage, frozen=True):
-    """Take a tensor that comes, whole or one's own part."""
+    """Take the tensor that is sent next, whole or this rank's part."""
 
     kind: TensorShape | None  # None: there is none of that name
 

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from paceline.model.config import ModelConfig
 
 FLAG, DRAFT_FLAG = "--tensor-parallel", "--draft-tensor-parallel"
-START_S = 180.0  # for a process to import PyTorch and reach its device
-LOAD_S = 600.0  # for a rank to pack its share, or to make a store
-EXCHANGE_S = 60.0  # for the slowest rank of a pass to come to the same exchange
+START_S = 180.0  # time for a process to import PyTorch and reach its device
+LOAD_S = 600.0  # time for a rank to pack its share, or to make a store
+EXCHANGE_S = 60.0  # time for the slowest rank of a pass to come to the same exchange
 MODULE = "paceline.backend.cuda.rank_process"
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class LeadingRanks(GroupRanks):
     def __init__(self, pool: RankPool, group: Any, size: int) -> None:
         super().__init__(group, 0, size)
         self.pool = pool
-        self.number = pool.new_number()  # of the stack that they share
+        self.number = pool.new_number()  # number of the stack that they share
         finalize(self, pool.drop, self.number)
 
     # Loading -------------------------------------------------------------------------------------
@@ -166,14 +166,14 @@ class RankPool:
     def __init__(
         self, device: torch.device, size: int, threads: int | None = None, timeout_s: float = EXCHANGE_S
     ) -> None:
-        """Start the processes. threads: of each, on hosts; None: an even share. Raises `PacelineError`."""
+        """Start the processes. threads: of each process, on hosts; None: an even share. Raises `PacelineError`."""
         self.device, self.size, self.lost = device, size, ""
         self._lock = RLock()  # passes of target and drafters may come from several threads
         self._next = 1
-        self._dropped: list[int] = []  # numbers that other ranks may forget
-        self._silent = False  # a graph is replayed: messages were told when it was captured
-        self._num_passes = 0  # that were told
-        self._num_begun = self._num_over = 0  # exchanges that are not answered
+        self._dropped: list[int] = []  # numbers of things that other ranks may forget
+        self._silent = False  # True: a graph is replayed, whose messages were sent when it was captured
+        self._num_passes = 0  # passes that other ranks were told of
+        self._num_begun = self._num_over = 0  # counts of exchanges without an answer
         self._groups: dict[int, Any] = {}
         self._timeout_s = timeout_s
         self.processes: list[RankProcess] = []
@@ -205,7 +205,7 @@ class RankPool:
 
     @property
     def awaited(self) -> int | None:
-        """Number of the exchange without an answer that goes on; None: none does."""
+        """Number of the exchange without an answer that is going on; None: there is none."""
         return self._num_begun + self._num_over if self._num_begun > self._num_over else None
 
     def new_number(self) -> int:
@@ -216,7 +216,7 @@ class RankPool:
 
     def drop(self, number: int) -> None:
         """Have other ranks forget what a number means, before the next message."""
-        self._dropped.append(number)  # no lock: memory may be freed anywhere, even while a message is sent
+        self._dropped.append(number)  # no lock: things are freed anywhere, even while a message is sent
 
     def lead(self, size: int) -> LeadingRanks:
         """Return rank 0 of the first `size` ranks, for a new executor."""
@@ -293,9 +293,9 @@ class RankPool:
         self.close()
 
     def _why(self, error: Exception) -> PacelineError:
-        """Return what ended an exchange: words of a rank, its end, or its silence."""
+        """Return what ended an exchange: a rank's error, its end, or its silence."""
         silent = {one.socket: one for one in self.processes}
-        found: dict[str, PacelineError] = {}  # by kind, the first of each
+        found: dict[str, PacelineError] = {}  # kind of trouble -> the first such error
         end_s = time.monotonic() + ENDED_S
         while silent and (left_s := end_s - time.monotonic()) > 0:
             for ready in select.select(list(silent), [], [], left_s)[0]:

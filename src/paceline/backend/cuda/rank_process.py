@@ -1,6 +1,6 @@
 """Process of a rank beside rank 0: has a share of layers, follows every pass.
 
-`rank_pool` starts it as `python -m paceline.backend.cuda.rank_process LINE`: the descriptor of its end of a line.
+`rank_pool` starts it as `python -m paceline.backend.cuda.rank_process LINE`, the descriptor of its end of a line.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_group(store_path: str, rank: int, size: int, device: torch.device, time
 
 
 class FollowingRanks(GroupRanks):
-    """Ranks as one of those that follow sees them."""
+    """Ranks of an executor, as a rank other than 0 sees them."""
 
     def __init__(
         self, group: Any, rank: int, size: int, device: torch.device, take: Callable[[], TakeTensor]
@@ -90,7 +90,7 @@ class FollowingRanks(GroupRanks):
         return found
 
     def deal(self, parts: Sequence[torch.Tensor] | None) -> torch.Tensor | None:
-        """Return this rank's of rank 0's parts."""
+        """Return this rank's part of those that rank 0 deals out."""
         if (kind := self._take().kind) is None:
             return None
         found = kind.empty(self._device)
@@ -203,7 +203,7 @@ class RankHost:
 
     def _run_layers(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:
         read, residual, positions, *places = pieces
-        tokens = DevicePass(positions, positions, *places)  # which tokens these are is rank 0's to know
+        tokens = DevicePass(positions, positions, *places)  # only rank 0 knows the token ids
         hosted.stack.run(tokens, self._stores[m.kv], read, residual, m.num_layers)
 
     def _store_keys(self, hosted: HostedStack, m: FollowPass, pieces: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
 """Ranks of a tensor-parallel executor, and the sums that go across them.
 
 A rank is a process with a device of its own. It has a share of each layer: some KV heads with their query heads,
-and some inner columns of the feed-forward network. So queries, keys, values, gates and ups are columns of the
-whole, and two products of a layer have sums over all ranks: what attention mixed, and `down`. Of these every rank
-gathers all partial sums and adds them itself, in rank order. An all-reduce would choose its order by size.
+and some inner columns of the feed-forward network. So a rank computes its columns of queries, keys, values, gates
+and ups. Two products of a layer need sums over all ranks: that of attention's output, and `down`. For these every
+rank gathers all partial sums and adds them itself, in rank order: an all-reduce would choose its order by size.
 
 Rank 0 is the engine's process (`rank_pool.py`). The others follow it (`rank_process.py`).
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.matrix import Matrix
     from paceline.backend.cuda.products import Product
 
-Operation = Literal["layers", "keys", "logits", "rows"]  # of a pass that ranks do together
+Operation = Literal["layers", "keys", "logits", "rows"]  # operations of a pass that ranks do together
 
 
 class Ranks(Protocol):
@@ -116,7 +116,7 @@ class GroupRanks:
         self._group.broadcast([as_bytes(tensor)], options).wait()
 
     def scatter(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor by this rank's of rank 0's parts; other ranks have none."""
+        """Overwrite a contiguous tensor by this rank's part. parts: at rank 0 only."""
         options = torch.distributed.ScatterOptions()
         options.rootRank = 0
         inputs = [[as_bytes(part) for part in parts]] if parts else []
@@ -146,10 +146,10 @@ class Followed:
     """Graph that followers have captured beside rank 0's."""
 
     followers: Followers
-    number: int = 0  # 0: they had nothing to do
+    number: int = 0  # number of the graph at followers; 0: they had nothing to do
 
 
-FOLLOWERS: WeakSet[Followers] = WeakSet()  # all there are
+FOLLOWERS: WeakSet[Followers] = WeakSet()  # all followers of this process
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def summed_product(x: torch.Tensor, m: Matrix, ranks: Ranks, *, fast: bool = Fal
     """Return the product of tokens and a matrix whose K ranks share.
 
     x: [T, K / ranks]. m: [N, K / ranks], with the bias of the whole. The product's parts are the segments of all
-    ranks, in order. Where a segment ends at each border of two ranks, they are one rank's, and so the bits are.
+    ranks, in order. Where a segment ends at each border of two ranks, segments and bits are those of one rank.
     """
     if ranks.size == 1:
         return multiply(x, m, fast=fast)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def begin_record(device: torch.device, draftings: Sequence[DeviceSpan] = ()) -> Record:
     """Return the record of a step that is about to be enqueued.
 
-    draftings: for it, on the device.
+    draftings: draftings for the step, on the device.
     """
     return Record() if device.type == "cpu" else StreamRecord(draftings)
 
@@ -41,7 +41,7 @@ class Record:
     """Record of a step that ran on the host: its tensors are there already."""
 
     def __init__(self) -> None:
-        self.taps: Mapping[int, Any] = {}  # stay on the device
+        self.taps: Mapping[int, Any] = {}  # taps, which stay on the device
         self.seconds = self.draft_s = 0.0  # of the step and its drafting on the device
         self._tensors: dict[str, torch.Tensor] = {}
         self._begun_s = perf_counter()

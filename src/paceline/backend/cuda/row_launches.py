@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.backend.cuda.row_tensors import RowTensors, StepRows
     from paceline.model.heads.block_format import BlockShape
 
-ROWS = 256  # whose tokens a program counts at once
+ROWS = 256  # rows whose tokens a program counts at once
 PLACES = 16  # tokens of one program
-FEW_ROWS = 32  # of one program that takes rows only
+FEW_ROWS = 32  # rows of one program that takes rows only
 _STEP = ("rows", "num_known", "max_drafts", "samples")  # slices of the step's block
 
 
@@ -93,12 +93,12 @@ class BegunRows(NamedTuple):
     """Numbers of rows that draft, int64, [n] unless noted."""
 
     length: torch.Tensor  # committed tokens
-    missing: torch.Tensor  # of these without entries, or 1
-    start: torch.Tensor  # where they begin
-    first_keys: torch.Tensor  # tokens before have no entries
+    missing: torch.Tensor  # committed tokens without entries, or 1
+    start: torch.Tensor  # where the missing tokens begin
+    first_keys: torch.Tensor  # tokens before these have no entries
     each: torch.Tensor  # [n + 1] offsets of one token a row
-    positions: torch.Tensor  # [deepest, n] of the choices
-    specs: ChoiceSpecs  # of the first choices
+    positions: torch.Tensor  # [deepest, n] positions of the choices
+    specs: ChoiceSpecs  # specs of the first choices
 
 
 def begin_by_kernel(

@@ -1,4 +1,4 @@
-"""State of rows on a device, and what it is told of a step's rows."""
+"""State of rows on a device, and what the device hears of a step."""
 
 from __future__ import annotations
 

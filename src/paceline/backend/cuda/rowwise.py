@@ -1,6 +1,6 @@
 """Operations over one token's row: embeddings, norms, rotary embedding, KV writes, gated activations.
 
-Those that take a `Product` finish it first: they add parts in order, then the bias, and round to the model's type.
+Operations on a `Product` finish it first: they add parts in order, then the bias, and round to the model's type.
 So the bits are the same for finished products and for parts.
 """
 
@@ -54,7 +54,7 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.T
 def _rounded(number: float, dtype: torch.dtype) -> float:
     """Round to float32, then to a type.
 
-    In Python: to read a tensor's value, a pass would wait for the device.
+    It is done in Python: to read a tensor's value, a pass would wait for the device.
     """
     for known in (torch.float32, dtype):
         unit = torch.finfo(known).eps * 2.0 ** (math.frexp(number)[1] - 1)
@@ -87,7 +87,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Add a product to the residual stream and norm the sum, all [T, H].
 
-    post_weight: of a norm over the product before it is added. Without a weight the sum is not normed.
+    post_weight: weight of a norm over the product before it is added. weight: None leaves the sum without a norm.
     """
     if not uses_kernels(residual):
         added = finished(p) if post_weight is None else _plain_norm(finished(p), post_weight, eps)
@@ -186,7 +186,7 @@ def _store(layer: LayerKV, which: int, slots: torch.Tensor, states: torch.Tensor
         layer.data[which].index_copy_(0, slots, states.to(layer.data.dtype))
         return
     rounded, scale = quantise_rows(states.reshape(-1, states.shape[-1]))
-    raw = layer.data[which].view(torch.uint8)  # PyTorch copies no rows of fp8
+    raw = layer.data[which].view(torch.uint8)  # as bytes, since PyTorch cannot copy rows of fp8
     raw.index_copy_(0, slots, rounded.view(torch.uint8).view(states.shape))
     layer.scales[which].index_copy_(0, slots, scale.view(states.shape[:-1]))
 
@@ -279,7 +279,7 @@ def _gate_variant(element: str, width: int, parts: int, bias: bool, activation: 
 def _heads_variant(
     element: str, kv_element: str, heads: tuple[int, int, int], parts: int, bias: bool, normed: bool
 ) -> Variant:
-    """heads: their number, that of keys, and D."""
+    """heads: number of query heads, of KV heads, and D."""
     num_heads, num_kv_heads, head_dim = heads
     quantised = kv_element == ELEMENTS[torch.float8_e4m3fn]
     marks = f"{' bias' * bias}{' normed' * normed}"

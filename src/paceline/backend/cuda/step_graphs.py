@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WHAT = "capturing graphs"
 _NO_ROWS = np.empty((4, 0), np.int64)
-FEW_WANTED = 64  # wanted places of a captured pass that is mostly prefill
+FEW_WANTED = 64  # wanted places of a captured pass that is mostly prefill tokens
 
 
 class StepParts(Protocol):
@@ -107,8 +107,8 @@ class StepGraphs:
         """capture: class of captured steps; None: the device has no graphs."""
         self._target, self._capture, self._buckets = target, capture, buckets
         self._made: dict[StepShape, CapturedStep] = {}
-        self._cut: Graph[torch.Tensor] | Uncaptured[torch.Tensor] | None = None  # once a step had a budget
-        self._of: object = None  # taps and all sinks when the steps were captured
+        self._cut: Graph[torch.Tensor] | Uncaptured[torch.Tensor] | None = None  # None until a step has a budget
+        self._of: object = None  # the taps and sinks that the captured steps have
 
     def capture_all(self, progress: Progress | None = None) -> None:
         """Capture every shape, the largest first, so that later ones fit into its memory."""
@@ -122,8 +122,8 @@ class StepGraphs:
     def run_longest(self, num_tokens: int) -> None:
         """Run a step of so many tokens of padding, where it is not captured.
 
-        Behind the captures, as each of these gives back all memory that is not in use. It compiles the kernels of
-        long steps, too.
+        It runs after the captures, as each capture gives back all unused memory. It compiles the kernels of long
+        steps, too.
         """
         if self._capture is not None and num_tokens > self._buckets[-1]:
             rows = self._target.rows
@@ -132,7 +132,7 @@ class StepGraphs:
     def run(self, block: NDArray[int64], num_tokens: int, num_wanted: int, num_pages: int) -> StepOutputs:
         """Enqueue a step.
 
-        block: [4, rows in the step] as `StepRows`. num_pages: of its longest row.
+        block: [4, rows in the step] as `StepRows`. num_pages: pages of its longest row.
         """
         rows, size = self._target.rows, bucket(num_tokens)
         if self._capture is None or num_tokens > self._buckets[-1]:
@@ -145,7 +145,7 @@ class StepGraphs:
         return replace(outputs, taps={layer: states.clone() for layer, states in outputs.taps.items()})
 
     def cut_to_budget(self, block: NDArray[int64], budget: int) -> torch.Tensor:
-        """Enqueue the choice of the drafts that the next step verifies. block: of that step."""
+        """Enqueue the choice of the drafts that the next step verifies. block: that step's."""
         rows, most = self._target.rows, np.array([budget], np.int64)
         if self._capture is None:
             there = (torch.from_numpy(each).to(rows.device, non_blocking=True) for each in (block, most))

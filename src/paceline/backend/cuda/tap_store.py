@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from paceline.core.nouns import Taps
 
-_LARGEST = 65504.0  # of half precision
+_LARGEST = 65504.0  # largest number of half precision
 
 
 class DeviceTapStore:
     """Hidden states by slot in half precision, see `TapStore`. The last page is scratch."""
 
     def __init__(self, num_pages: int, layers: Sequence[int], hidden_size: int, device: torch.device) -> None:
-        """layers: those tapped, in the order in which their states stand side by side."""
+        """layers: the tapped layers, in the order in which their states stand side by side."""
         self._layers = layers
         shape = (num_pages + 1) * PAGE_TOKENS, len(layers) * hidden_size
         self.data = lazy_zeros(shape, torch.float16, device)
@@ -80,7 +80,7 @@ def token_places(
 ) -> tuple[NDArray[int64], NDArray[int64]]:
     """Return the places of known tokens and of guesses in a pass.
 
-    Rows have known tokens first. pieces: (row, first token, known tokens), at most one of a row, in order.
+    Rows have known tokens first. pieces: (row, first token, known tokens), at most one piece per row, in order.
     """
     known = np.zeros(len(cu_len) - 1, np.int64)
     for row, _, count in pieces:

@@ -1,7 +1,7 @@
 """Products of many tokens by tiles that the device copies, on sm_90.
 
-The kernel is in `device_code/tile_kernels.py`. Bits are those of the blocks of `products`, so an estimate of its
-time alone chooses the tile.
+The kernel is in `device_code/tile_kernels.py`. Bits are those of the blocks of `products`, so the
+tile is chosen by estimated time alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from paceline.backend.cuda.matrix import SUM_BYTES
 if TYPE_CHECKING:
     from paceline.backend.cuda.matrix import Matrix
 
-Way = Literal["parts", "one", "in order"]  # of the kernel
-TILES_FROM = 65  # tokens; blocks of `products` are faster for fewer
-CAPABILITY = 90  # of devices that copy tiles and multiply as blocks do there
-STEP = 64  # of K
-START_CYCLES = 4000  # of a tile: its first copies, and its stores
-BYTES_PER_CYCLE = 2600  # that a device reads and writes
+Way = Literal["parts", "one", "in order"]  # way of the kernel, see `multiply_tiles`
+TILES_FROM = 65  # tokens from which on tiles are used: for fewer, blocks of `products` are faster
+CAPABILITY = 90  # capability of devices that copy tiles; blocks have the same bits there
+STEP = 64  # inputs K of one step
+START_CYCLES = 4000  # cycles of a tile's first copies and its stores
+BYTES_PER_CYCLE = 2600  # bytes per cycle that a device reads and writes
 
 
 class Tile(NamedTuple):
@@ -72,7 +72,7 @@ def takes_tiles(x: torch.Tensor, m: Matrix) -> bool:
 
 @lru_cache
 def _copies_tiles(device: torch.device) -> bool:
-    if interpreted() or device.type == "meta":  # no device, or none yet
+    if interpreted() or device.type == "meta":  # no device to ask
         return True
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor == CAPABILITY

@@ -50,7 +50,7 @@ def narrowed(whole: Decoder, token_ids: NDArray[int64]) -> NarrowDecoder:
     assert isinstance(whole, NativeDecoder)
     assert whole.compile_for is not None
     kind = whole.weight_type
-    head_type = kind if kind in DRAFT_WEIGHT_TYPES else "int8"  # one that takes rows one by one
+    head_type = kind if kind in DRAFT_WEIGHT_TYPES else "int8"  # a type that stores rows one by one
     vocabulary = DraftVocabulary(token_ids, whole, extensible=True)
     head = pack_head_rows(vocabulary, whole, head_type)
     compiled = whole.compile_for(output=Output(head, whole.tables.final_norm, vocabulary.mapped_ids))
@@ -61,7 +61,7 @@ class NarrowDecoder:
     """A `Decoder` that writes a draft vocabulary and tokens of requests."""
 
     name = NativeDecoder.name
-    capabilities = Capabilities(multi_step=True)  # its caller waits for drafts
+    capabilities = Capabilities(multi_step=True)  # not asynchronous: its caller waits for drafts
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class NarrowDecoder:
 
 
 class NativeCutModel(NarrowDecoder):
-    """A `Decoder` over own packed layers, the target's embedding and rows of its head."""
+    """A `Decoder` over packed layers of its own, the target's embedding and head rows."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ class NativeDecoder:
         self.team = team
         self.compiled, self.tables, self.compile_for = compiled, tables, compile_for
         self.weight_type, self.kv_type = weight_type, kv_type
-        self.alone = Lock()  # compiled layers have room for one pass: a drafter may use the target's own
-        self._begun: kernels.PendingPass | None = None  # the last one: it has all that a pass reads and writes
+        self.alone = Lock()  # compiled layers have room for one pass, and a drafter may use the target's
+        self._begun: kernels.PendingPass | None = None  # the last pass begun; it keeps what it reads and writes
 
     def describe(self) -> str:
         """Return what it is, for the user."""
@@ -70,9 +70,9 @@ class NativeDecoder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities: overlapping passes if the team has other threads; `wait` joins those."""
+        """Capabilities: overlapping passes if the team has further threads, which `wait` joins."""
         asynchronous = self.team.num_threads > 1
-        alone = self.num_ranks == 1  # other ranks are not told of copies
+        alone = self.num_ranks == 1  # other ranks are not told of `Packed.copies`
         return Capabilities(
             multi_step=True, masks=True, asynchronous=asynchronous, moves_pages=True, branches=alone
         )
@@ -88,12 +88,12 @@ class NativeDecoder:
         return kernels.KVStore(self.kv_type, num_pages, c.kv_heads(num_layers), c.sliding_kv(num_layers))
 
     def launch(self, request: PassRequest) -> Pending:
-        """Begin a one-step pass on the team's other threads, if any; others run in `wait`."""
+        """Begin a one-step pass on the team's other threads; other passes run in `wait`."""
         if request.steps or self.team.num_threads == 1:
             return Deferred(partial(self._run, request))
         prepared = prepare(self.compiled, request, self._num_choices(request), self._num_layers(request))
         with self.alone:
-            self.compiled.finish()  # of one begun before; to drop it would wait with Python's lock held
+            self.compiled.finish()  # a pass begun before; dropped unfinished it would wait with Python's lock held
             self._begun = None
             self._lead(request)
             self._begun = self.compiled.begin(*prepared.arguments)
@@ -102,7 +102,7 @@ class NativeDecoder:
     def _finish(self, request: PassRequest, result: PassResult) -> PassResult:
         with self.alone:
             self.compiled.finish()
-            self._begun = None  # or its KV would stay as long as the weights
+            self._begun = None  # otherwise its KV would live as long as the weights
             touched = self._touched()
         return self._padded(request, replace(result, touched=touched) if touched else result)
 
@@ -112,7 +112,7 @@ class NativeDecoder:
             with self.alone:
                 self._lead(request)
                 return self._padded(request, run_steps(self.compiled, request, vocab, num_layers))
-        prepared = prepare(self.compiled, request, vocab, num_layers)  # raises before other ranks are told
+        prepared = prepare(self.compiled, request, vocab, num_layers)  # may raise: other ranks are told after it
         with self.alone:
             self._lead(request)
             self.compiled.forward(*prepared.arguments)
@@ -163,7 +163,7 @@ def prepare(
     """Put together a pass of compiled layers, and room for its result.
 
     It chooses among the first `vocab` tokens of the head. features: [num_tokens, hidden] float32 where the layers
-    read them. taps: instead of the request's.
+    read them. taps: in place of the request's.
     """
     packed, specs = request.packed, request.specs
     assert isinstance(request.kv, kernels.KVStore)
@@ -231,7 +231,7 @@ def run_steps(
 
 
 def _stop_table(steps: Sequence[StepLimit]) -> NDArray[float64]:
-    """Return the stops of rows: odds, sureness, least; 0 without. [sum of depths, 3]"""
+    """Return rows' stop rules: odds, sureness, least; 0 without a rule. [sum of depths, 3]"""
     if not any(limit.stop for limit in steps):
         return np.empty((0, 3))
     odds, sureness, least = list[float](), list[float](), list[float]()

@@ -1,6 +1,6 @@
 """Some tokens of a whole model, as a drafter on the `native` backend writes them.
 
-That model is the target, or a draft model of which only part of the head is used.
+The whole model is the target, or a draft model of whose head only a part is used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class DraftVocabulary:
     """The tokens a drafter can write, ascending, so ties go to the lowest id.
 
-    Behind them there may be room for tokens of requests. The kernels choose by the owner's ids, as noise and
-    edits go by these; only rows of logits are spread here.
+    Behind them there may be room for request tokens. The kernels choose by the owner's token ids, which noise and
+    edits need; this class only spreads rows of logits over the owner's vocabulary.
     """
 
     def __init__(self, token_ids: NDArray[int64], owner: NativeDecoder, *, extensible: bool) -> None:
@@ -36,12 +36,12 @@ class DraftVocabulary:
         self._owner = owner
         self._vocab_size = owner.config.vocab_size
         self.num_fixed = len(token_ids)
-        self.order = np.argsort(token_ids)  # [num_fixed] where each of the ascending ids comes from
+        self.order = np.argsort(token_ids)  # [num_fixed] place of each ascending id among the given ids
         room = min(MAX_REQUEST_TOKENS, self._vocab_size - len(token_ids)) if extensible else 0
-        free = np.full(room, token_ids[0])  # a place's token until it has one: never one of a request
-        self.token_ids = np.concatenate([token_ids[self.order], free])  # of all places
-        self.is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the first ids, none left out
-        self.num_tokens = len(token_ids)  # that can be written now
+        free = np.full(room, token_ids[0])  # fills free places: no request adds this token, which is there already
+        self.token_ids = np.concatenate([token_ids[self.order], free])  # token ids of all places
+        self.is_lowest = not room and bool(token_ids.max() == len(token_ids) - 1)  # the lowest ids, none left out
+        self.num_tokens = len(token_ids)  # tokens that can be written now
 
     @property
     def mapped_ids(self) -> NDArray[int64] | None:

@@ -1,7 +1,7 @@
 """Process of a rank beside rank 0: shares every layer, follows every pass.
 
-`ranked` starts it as `python -m paceline.backend.native.follower LINE MEMORY WEIGHTS`: descriptors of its end
-of a line, of the memory that ranks share, and of its weights.
+`ranked` starts it as `python -m paceline.backend.native.follower LINE MEMORY WEIGHTS`. These are descriptors: of
+its end of a line, of the memory that ranks share, and of its weights.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CoreRank:
 
 
 def _copied(file: int, num_bytes: int) -> NDArray[np.uint8]:
-    """Return the bytes of a file, near this thread's cores; close the file."""
+    """Return a file's bytes in memory near this thread's cores; close the file."""
     found, done = own_memory(num_bytes), 0
     while done < num_bytes:
         piece = np.frombuffer(os.pread(file, _PIECE, done), np.uint8)

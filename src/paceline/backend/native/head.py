@@ -31,7 +31,7 @@ class NativeHead:
     """A head over packed weights, and KV of the target's type. `load.load_runner` makes it."""
 
     config: HeadConfig
-    weight_type: str  # of all matrices
+    weight_type: str  # type of all matrices
     weight_bytes: int  # of the packed matrices, without those that are the target's
     target: NativeDecoder
     team: kernels.ThreadPool
@@ -41,8 +41,8 @@ class NativeHead:
     fc: kernels.Matrix
     norms: NDArray[float32]  # [num_norms, part] right before `fc`, each for a part of the states
     vectors: Mapping[str, NDArray[float32]]  # norms and biases outside the layers
-    mask_taps: NDArray[floating] | None  # [tapped_size] that stand for those of tokens not known yet
-    capabilities: ClassVar = Capabilities(multi_step=True)  # its caller waits for drafts
+    mask_taps: NDArray[floating] | None  # [tapped_size] taps that stand for those of tokens not known yet
+    capabilities: ClassVar = Capabilities(multi_step=True)  # not asynchronous: its caller waits for drafts
 
     @cached_property
     def _mask_feature(self) -> NDArray[float32]:

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from paceline.model.heads.checkpoint import Head
     from paceline.model.heads.config import HeadConfig
 
-# Of drafters. Guesses are checked, so four bits, which are read in half the time, cost one now and then and no
-# text. Where the target keeps floats, so does the drafter.
+# Weights of drafters. Four bits are read in half the time. They cost a guess now and then, but change no text, as
+# guesses are checked. Where the target keeps floats, so does the drafter.
 DRAFT_WEIGHT_TYPES = ("int4_row", "int8", "bf16", "f32")
-_FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # target types whose drafters have four bits
+_FOUR_BIT_DRAFTS = ("int8", "int4", FILE)  # types of targets whose drafters get four bits
 
-_MIXES = ("gate", "joint")  # matrices of correctors, of which one has at most one
+_MIXES = ("gate", "joint")  # names of correctors' matrices; a corrector has at most one of them
 _TABLES = ("embed", "head", "input_embed")
-_TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # where four bits would cost too much of the choice
-_MAX_INT8_COLUMNS = 1 << 16  # as the border of the kernels has it, and the next
+_TABLE_TYPES = {"int4": "int8", "int4_row": "int8"}  # types of tables: four bits would change too many choices
+_MAX_INT8_COLUMNS = 1 << 16  # this and the next: the kernels' own bounds
 
 
 def load_decoder(
@@ -68,7 +68,7 @@ def pack_decoder(
 ) -> NativeDecoder:
     """Pack the tensors named by `tensor_shapes(config)`; `team` is shared by all decoders of a process.
 
-    packers: threads that pack, None for those of the team.
+    packers: threads that pack; None: the team's.
     Raises `ConfigError` for types that the model is too wide for.
     """
     parts = pack_parts(config, weights, packers or team, weight_type, kv_type)
@@ -84,8 +84,8 @@ class PackedParts(NamedTuple):
 
     tables: SharedTables
     layers: list[PackedLayer]
-    inputs: PackedLayer | None  # what makes each token's own inputs to the layers
-    factors: NDArray[floating] | None  # of the one RoPE that has them as a tensor
+    inputs: PackedLayer | None  # makes layer inputs of tokens
+    factors: NDArray[floating] | None  # tensor `rope_factors`, for the one RoPE that reads it
     wanted: dict[str, Wanted]
 
 
@@ -129,7 +129,7 @@ def repack(
 def pack_inputs(
     weights: Mapping[str, NDArray[floating]], wanted: Mapping[str, Wanted], team: kernels.ThreadPool
 ) -> PackedLayer:
-    """Return what makes each token's own inputs to the layers."""
+    """Return what makes layer inputs of tokens."""
     matrices = {n: pack(weights, n, wanted[n].dtype, team) for n in ("input_embed", "input_proj")}
     return matrices, {"input_norm": as_float32(weights["input_norm"])}
 
@@ -147,7 +147,7 @@ def wanted_matrices(
 
 
 def team_of(device: Device | None, threads: int | None = None) -> kernels.ThreadPool:
-    """Return the team for a device. Raises `ConfigError` if it is none of cores."""
+    """Return the team for a device. Raises `ConfigError` if it has no cores."""
     if device is not None and device.torch_name is not None:
         raise ConfigError(f"the native backend computes on cores, such as cpu:2-3, not on {device}")
     cores = frozenset[int]() if device is None else device.cores
@@ -226,9 +226,9 @@ def _pack_corrector(
     weight_type: str,
     team: kernels.ThreadPool,
 ) -> PackedLayer:
-    """Return what corrects a block's guesses and says how likely they are kept.
+    """Return what corrects a block's guesses and states how likely they are kept.
 
-    num_rows: of the matrix that writes tokens.
+    num_rows: rows of the matrix that writes tokens.
     """
     mixes = [name for name in _MIXES if f"corrector.{name}" in weights]
     matrices = {name: pack(weights, f"corrector.{name}", weight_type, team) for name in mixes}
@@ -247,7 +247,7 @@ def _pack_own_output(
 ) -> kernels.Matrix:
     """Pack a drafter's own output matrix.
 
-    table: [num_fixed, width], in the order of the given ids. num_rows: of the matrix, with zeros at the end; by
+    table: [num_fixed, width], in the order of the given ids. num_rows: rows of the matrix, zeros at the end; by
     default one for each place of the vocabulary.
     """
     rows = np.zeros((num_rows or len(vocabulary.token_ids), table.shape[1]), np.float32)
@@ -256,7 +256,7 @@ def _pack_own_output(
 
 
 def pack_head_rows(vocabulary: DraftVocabulary, owner: NativeDecoder, weight_type: str) -> kernels.Matrix:
-    """Return the owner's rows of a vocabulary, without a copy if fixed and lowest."""
+    """Return the owner's rows of a vocabulary; no copy if fixed and lowest."""
     if vocabulary.is_lowest:
         return owner.tables.head
     return kernels.pack_rows(owner.team, owner.tables.head, vocabulary.token_ids, weight_type)
@@ -265,7 +265,7 @@ def pack_head_rows(vocabulary: DraftVocabulary, owner: NativeDecoder, weight_typ
 def _head_matrices(
     config: HeadConfig, weights: Mapping[str, NDArray[floating]], weight_type: str
 ) -> dict[str, Wanted]:
-    """Return a head's own matrices, but no rows of its vocabulary: requests write there."""
+    """Return a head's own matrices, without output rows: requests write to these."""
     shapes = {name: shape for name, shape in head_shapes(config).items() if len(shape) == 2}
     own = {"fc", *(f"corrector.{name}" for name in _MIXES)}
     found = {
@@ -311,7 +311,7 @@ def own_bytes(decoder: kernels.Decoder, tables: Sequence[kernels.Matrix], target
 def draft_weight_type(asked: str | None, target: str, also: Sequence[str] = ()) -> str:
     """Return a drafter's type beside a target's. Raises `ConfigError` for an unknown one.
 
-    also: types that this drafter takes, too, for the message; others choose those.
+    also: further types that this drafter takes, named in the message; the caller chooses these.
     """
     if asked is None:
         return DRAFT_WEIGHT_TYPES[0] if target in _FOUR_BIT_DRAFTS else target
@@ -329,7 +329,7 @@ def table_type(weight_type: str) -> str:
 
 def check_types(config: ModelConfig, weight_type: str, kv_type: str) -> None:
     """Raise `ConfigError` for sizes whose integer sums could overflow, before any weight is read."""
-    widest = config.hidden_size  # columns of embedding and head, whatever the others' type
+    widest = config.hidden_size  # columns of embedding and head, whatever the layers' type
     if weight_type in ("int8", "int4_row"):
         widest = max(widest, config.intermediate_size, config.widest_feed)
         widest = max(widest, config.num_heads * max(view.heads.dim for view in config.views))
@@ -353,8 +353,8 @@ class Entry:
     """First part of a decoder: from tokens to hidden states."""
 
     embed: kernels.Matrix  # [vocab, hidden]
-    fusing: PackedLayer | None = None  # `fc` and what goes with it: one input of a token's embedding and feature
-    of_layers: PackedLayer | None = None  # what makes a token's own inputs to the layers
+    fusing: PackedLayer | None = None  # `fc` and its norms: make one input of a token's embedding and feature
+    of_layers: PackedLayer | None = None  # makes a token's layer inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -362,10 +362,10 @@ class Output:
     """Last part of a decoder: from hidden states to tokens."""
 
     head: kernels.Matrix  # [num_tokens, hidden]
-    norm: NDArray[float32] | None  # [hidden]; only a decoder that fuses features can do without
-    token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: their numbers
-    feeds_normed: bool = False  # with several steps, the next reads a state as the head does
-    corrector: PackedLayer | None = None  # of a block head, perhaps empty; None: it is none
+    norm: NDArray[float32] | None  # [hidden]; None only where the decoder fuses features
+    token_ids: NDArray[int64] | None = None  # [num_tokens] of the rows of `head`, ascending; None: row numbers
+    feeds_normed: bool = False  # True: with several steps, the next step reads the normed state
+    corrector: PackedLayer | None = None  # of a block head, perhaps empty; None: no block head
 
 
 def rotations_of(config: ModelConfig) -> list[tuple[Rope, int]]:
@@ -399,8 +399,8 @@ def compile_decoder(
 ) -> kernels.Decoder:
     """Assemble packed weights.
 
-    factors: the tensor `rope_factors`, for the one RoPE that reads it. ranks: memory of those that share the
-    layers, of which these are rank 0's share.
+    factors: the tensor `rope_factors`, for the one RoPE that reads it. ranks: memory of the ranks that
+    share the layers; these layers are then rank 0's share.
     """
     rotations = rotations_of(config)
     angles, sizes = turns(rotations, factors)
@@ -431,7 +431,7 @@ def compile_decoder(
 
 
 def settings_of(config: ModelConfig, num_ranks: int = 1) -> dict[str, Any]:
-    """Return the plain numbers of `kernels.Decoder`, for one of so many ranks."""
+    """Return the plain numbers of `kernels.Decoder`, for one of `num_ranks` ranks."""
     views, rotations = config.views, rotations_of(config)
     return {
         "vocab": config.vocab_size,

@@ -45,7 +45,7 @@ class _KnowsKinds(Protocol):
 
 
 class MappedWeights(Mapping[str, "NDArray[floating]"]):
-    """Weights whose matrices lie packed in a mapped file, and no other tensors."""
+    """Weights whose matrices, but no other tensors, lie packed in a mapped file."""
 
     def __init__(self, weights: Weights, file: PackedFile) -> None:
         self.file = file
@@ -103,7 +103,7 @@ def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool
     if isinstance(weights, MappedWeights) and (mapped := weights.file.matrix(name, weight_type)):
         return mapped
     blocks = weights.four_bit(name) if weight_type == "int4" and isinstance(weights, _KeepsBlocks) else None
-    if blocks is not None:  # of 32, whose values are kept
+    if blocks is not None:  # blocks of 32 numbers, whose values are kept
         return kernels.pack_int4(blocks.values, blocks.scales.view(np.uint16), blocks.minima.view(np.uint16))
     raw = weights.raw(name) if isinstance(weights, LazyWeights) else None
     if raw is None or (raw.kind != weight_type and raw.kind not in _block_names()):
@@ -114,17 +114,17 @@ def pack(weights: Weights, name: str, weight_type: str, team: kernels.ThreadPool
 
 # Types --------------------------------------------------------------------------------------------
 
-_EXACT = {"Q4_0": "int4", "Q4_1": "int4", "BF16": "bf16"}  # kinds that another type holds without a change
-_READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"), ("gate", "up"))  # share their activations
-ROUTER_TYPE = "f32"  # its rounding would send tokens to other experts; it is small
-_MIN_SHARE = 0.5  # of a model's weights, from which on `auto` keeps them
-_INT8_SHARE = 0.5  # of free memory, up to which `auto` takes int8 where tiles multiply
+_EXACT = {"Q4_0": "int4", "Q4_1": "int4", "BF16": "bf16"}  # kind in a file -> type that holds its values exactly
+_READ_ALIKE = (("attn_q", "attn_k", "attn_v"), ("mlp_gate", "mlp_up"), ("gate", "up"))  # these share activations
+ROUTER_TYPE = "f32"  # a rounded router would choose other experts; it is small
+_MIN_SHARE = 0.5  # least share of weights in kinds that kernels take, for `auto` to keep them
+_INT8_SHARE = 0.5  # most free memory that int8 may take for `auto` to choose it, on cores with tiles
 
 
 def matrix_type(weights: Weights, name: str, weight_type: str) -> str:
     """Return the kernels' type of a matrix for a type of weights.
 
-    Matrices that read the same activations, and whose kinds do not go together, become float32.
+    Matrices that read the same activations become float32 if their kinds cannot share activations.
     """
     prefix, _, short = name.rpartition(".")
     if short in ROUTER_NAMES:

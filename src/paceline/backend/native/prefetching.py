@@ -1,7 +1,7 @@
 """Prefetching of weights as suits the machine: measured at the first start, and kept.
 
 A pass over few tokens waits for memory. Its kernels fetch weights some bytes ahead, into L2 or past it, or leave
-that to the processor. The best depends on machine, threads and tokens. No number depends on the choice.
+that to the processor. The best depends on machine, threads and tokens. The choice changes times, never results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_AHEAD = 1 << 16
 class Prefetching(NamedTuple):
     """Prefetching of rows that are multiplied together."""
 
-    num_bytes: Annotated[int, Meta(ge=0, le=MOST_AHEAD)]  # ahead; 0: not at all
+    num_bytes: Annotated[int, Meta(ge=0, le=MOST_AHEAD)]  # bytes fetched ahead; 0: none
     past: bool  # into L1 alone, past the larger caches
 
 
@@ -38,11 +38,11 @@ CHOICES = (
     *(Prefetching(n, past=False) for n in (0, 6144, 10240, 24576, 49152)),
     *(Prefetching(n, past=True) for n in (6144, 10240)),
 )
-ROWS = (1, 2, 3, 4, 5, 6, 8)  # measured; 7 take the choice of 8, and so do up to `MOST_ROWS`
-MOST_ROWS = kernels.MOST_IN_PIECE  # that prefetch so: more are multiplied in several pieces
-LEAST_BYTES, PASS_BYTES = 64 << 20, 160 << 20  # of a model: fewer may lie in a cache; of the layers that are timed
-STAGES = ((3, 4), (3, 2), (6, 1))  # rounds, and choices that remain after them
-BUDGET_S, LOCK_WAIT_S = 4.0, 60.0  # then more tokens take the choice of fewer; for another engine that measures
+ROWS = (1, 2, 3, 4, 5, 6, 8)  # numbers of rows that are measured; 7, and 9 to `MOST_ROWS`, take the choice of 8
+MOST_ROWS = kernels.MOST_IN_PIECE  # most rows that prefetch like this: more are multiplied in several pieces
+LEAST_BYTES, PASS_BYTES = 64 << 20, 160 << 20  # smallest model: less may lie in a cache; layers that are timed
+STAGES = ((3, 4), (3, 2), (6, 1))  # (rounds, choices that remain after them)
+BUDGET_S, LOCK_WAIT_S = 4.0, 60.0  # time to measure; wait for another engine that measures
 KEPT = KeptData("prefetching")
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _Kept = Annotated[tuple[Prefetching, ...], Meta(min_length=len(ROWS), max_length
 def tune(decoder: NativeDecoder, progress: Progress | None = None) -> str:
     """Prefetch as suits this machine, and return how. progress: of measuring, in numbers of tokens."""
     if decoder.num_ranks > 1 or decoder.config.experts or decoder.weight_bytes < LEAST_BYTES:
-        return "as usual"  # which experts a pass reads is up to its texts
+        return "as usual"  # which experts a pass reads depends on its text
     key = f"{processor()} {decoder.team.num_threads} {decoder.describe()} {decoder.weight_bytes}"
     if (found := _kept(key)) is None:
         with file_lock(cache_folder() / "prefetching.lock", LOCK_WAIT_S, lambda _: None):
@@ -65,7 +65,7 @@ def tune(decoder: NativeDecoder, progress: Progress | None = None) -> str:
 
 
 def use(choices: tuple[Prefetching, ...]) -> None:
-    """Prefetch so. choices: for `ROWS`."""
+    """Prefetch by these choices, one for each of `ROWS`."""
     for number in range(1, MOST_ROWS + 1):
         at = next((i for i, rows in enumerate(ROWS) if rows >= number), -1)
         kernels.set_prefetching(number, *choices[at])
@@ -76,7 +76,7 @@ def measured(decoder: NativeDecoder, progress: Progress | None = None) -> tuple[
     all_layers, tables = decoder.config.num_layers, {decoder.tables.embed, decoder.tables.head}
     layer_bytes = (decoder.weight_bytes - sum(table.num_bytes for table in tables)) // all_layers
     num_layers = min(all_layers, -(-PASS_BYTES // max(layer_bytes, 1)))
-    kv, taps = decoder.new_kv(1, num_layers), (num_layers,)  # or nobody would need the last layer's end
+    kv, taps = decoder.new_kv(1, num_layers), (num_layers,)  # taps: they need the last layer whole
     requests = {n: PassRequest(_rows_of_tokens(n), kv, (), num_layers=num_layers, taps=taps) for n in ROWS}
     found, start = list[Prefetching](), monotonic()
     for n, request in requests.items():
@@ -88,7 +88,7 @@ def measured(decoder: NativeDecoder, progress: Progress | None = None) -> tuple[
 
 def _fastest(decoder: NativeDecoder, rows: int, request: PassRequest) -> Prefetching:
     left = list(CHOICES)
-    decoder.launch(request).wait()  # may read weights from a disk
+    decoder.launch(request).wait()  # untimed: it may read weights from a disk
     for num_rounds, num_left in STAGES:
         times = np.array([times_s(decoder, rows, request, left) for _ in range(num_rounds)])
         best = np.median(times / times.mean(axis=1, keepdims=True), axis=0).argsort()[:num_left]
@@ -117,6 +117,6 @@ def _kept(key: str) -> tuple[Prefetching, ...] | None:
 
 
 def _rows_of_tokens(count: int) -> Packed:
-    """Return a pass over the first tokens of a page, whose successors nobody asks for."""
+    """Return a pass over the first tokens of a page, which wants no logits."""
     at, ones, page = np.arange(count), np.ones(count, np.int64), np.zeros((1, 1), np.int64)
     return Packed(ones, at, slots=at, cu_len=np.array([0, count]), pages=page, wanted=np.zeros(0, np.int64))

@@ -1,7 +1,7 @@
 """A decoder on cores whose layers several processes share.
 
-Each is a rank, for example one for each socket. Rank 0 is the engine's process; it has the tables of tokens, and
-the drafters. The others follow its passes (`follower`). `shares` says what a rank has of a layer.
+Each process is a rank, for example one per socket. Rank 0 is the engine's process; it has the tables of tokens and
+the drafters. The other ranks follow its passes (`follower`). `shares` says what a rank has of a layer.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 FLAG = "--tensor-parallel"
 MODULE = "paceline.backend.native.follower"
 PANEL = 32  # rows of a matrix that lie together
-START_S = 120.0  # for a process to start and copy its share
-STORE_S = 60.0  # for a rank to make a store
-_ARRIVED, _ROUNDS = 0, 64  # places of numbers of uint32 in the memory, see `csrc/base/rank_memory.h`
-# Of `ModelConfig.needs`: what is computed from all heads or inner columns together, and experts.
+START_S = 120.0  # time for a process to start and copy its share
+STORE_S = 60.0  # time for a rank to make a store
+_ARRIVED, _ROUNDS = 0, 64  # indices of uint32 numbers in the memory, see `csrc/base/rank_memory.h`
+# Features of `ModelConfig.needs` that read all heads or inner columns together, and experts: ranks lack them.
 _UNSHARED = (
     "norms over all heads together",
     "a mixture of experts",
@@ -171,12 +171,12 @@ class CoreRanks:
         self.processes: list[RankProcess] = []
         self._file = anonymous_memory(kernels.RANK_MEMORY_BYTES)
         self.close = finalize(self, _end, self.processes, files := [self._file])
-        self._files = files  # that are open
+        self._files = files  # files that are open
         self.memory = kernels.RankMemory(self._file, 0, size)
         self._head = mmap.mmap(self._file, mmap.PAGESIZE)
         self._lock = RLock()
         self._next = 1
-        self._dropped: list[int] = []  # numbers that other ranks may forget
+        self._dropped: list[int] = []  # numbers of stores that other ranks may forget
 
     @property
     def pids(self) -> list[int]:
@@ -185,7 +185,7 @@ class CoreRanks:
 
     @property
     def awaited(self) -> int | None:
-        """Number of the meeting to which some ranks have come; None: nobody waits."""
+        """Number of the meeting at which some ranks wait for others; None: none waits."""
         arrived, rounds = (int.from_bytes(self._head[at : at + 4], sys.byteorder) for at in (_ARRIVED, _ROUNDS))
         return rounds if arrived else None
 
@@ -200,7 +200,7 @@ class CoreRanks:
             os.close(share)
 
     def answers(self, timeout_s: float) -> None:
-        """Wait until all ranks began. Raises what one says is wrong."""
+        """Wait until all ranks began. Raises the error of a rank that failed."""
         try:
             for one in self.processes:
                 one.answer(timeout_s)
@@ -219,7 +219,7 @@ class CoreRanks:
 
     def drop_kv(self, number: int) -> None:
         """Have the other ranks forget a store, before the next message."""
-        self._dropped.append(number)  # no lock: memory may be freed anywhere, even while a message is sent
+        self._dropped.append(number)  # no lock: stores are freed anywhere, even while a message is sent
 
     def tell(self, message: ToRank) -> None:
         """Send a message to every rank. Raises `EngineDied` if one is gone."""
@@ -264,7 +264,7 @@ class RankedKV(kernels.KVStore):
 
 
 class RankedDecoder(NativeDecoder):
-    """A decoder whose layers ranks share: every number is that of one rank."""
+    """A decoder whose layers ranks share; results have the same bits as with one rank."""
 
     def __init__(self, *parts: Any, ranks: CoreRanks) -> None:
         super().__init__(*parts)
@@ -277,7 +277,7 @@ class RankedDecoder(NativeDecoder):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities: those of one rank, but for several steps at once and pages that move."""
+        """Capabilities of one rank, without several steps in one call and pages that move."""
         return replace(super().capabilities, multi_step=False, moves_pages=False)
 
     @property

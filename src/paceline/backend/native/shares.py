@@ -1,8 +1,8 @@
 """Shares that ranks on cores have of layers, and what rank 0 tells them.
 
 A rank has rows of every packed matrix, in one piece of memory. Every product is split by its outputs, and each
-rank reads whole rows of activations. So a number comes from the same sum as with one rank, whatever the type of
-weights, and no sum goes across ranks.
+rank reads whole rows of activations. So every number comes from the same sum as with one rank, whatever the
+type of weights, and no sum goes across ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     WantedLayer = dict[str, Wanted]
     Tables = dict[str, NDArray[float32]]
 
-_SHARED_VECTORS = ("_bias", "_sinks")  # ends of names: of each row or head a number; norms have one per column
+_SHARED_VECTORS = ("_bias", "_sinks")  # ends of names: one number per row or head, not per column
 Ids = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]  # int64
 
 
@@ -43,7 +43,7 @@ class PlacedMatrix(Struct, array_like=True, forbid_unknown_fields=True, frozen=T
     dtype: Name
     num_outputs: Size
     num_inputs: Size
-    starts: Annotated[tuple[Number, ...], Meta(min_length=2, max_length=2)]  # of its buffers
+    starts: Annotated[tuple[Number, ...], Meta(min_length=2, max_length=2)]  # where its buffers begin
 
 
 class PlacedVector(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -68,8 +68,8 @@ class BeginShare(RankMessage, frozen=True):
     cores: Annotated[tuple[Number, ...], Meta(max_length=4096)]
     threads: Size
     kv_type: Name
-    weight_bytes: Size  # of the file of weights
-    settings: dict[str, Any]  # of `kernels.Decoder`, which checks them
+    weight_bytes: Size  # bytes of the file of weights
+    settings: dict[str, Any]  # settings of `kernels.Decoder`, which checks them
     tables: dict[str, PlacedVector]  # angles of RoPE
     layers: Annotated[tuple[PlacedLayer, ...], Meta(max_length=4096)]
 
@@ -172,7 +172,7 @@ def write_share(
 
 
 def own_memory(num_bytes: int) -> NDArray[uint8]:
-    """Return zeros, aligned to pages: who writes to them first has them near its cores."""
+    """Return page-aligned zeros: each page lies near the cores that first write it."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Rotation = tuple[torch.Tensor, torch.Tensor]  # angles per position and magnitudes, each [head_dim / 2] float32
 PRIVATE = system.MAP_PRIVATE | system.MAP_ANONYMOUS
 MADV_DONTNEED: int | None = getattr(system, "MADV_DONTNEED", None)  # not every system has it
-TILE_QUERIES = 128  # a longer run of queries is cut, each piece reading only the keys before its own end ...
-DEVICE_TILE_QUERIES = 2048  # ... and on a device a piece costs its launches, however short it is
+TILE_QUERIES = 128  # longer runs of queries are cut, and each piece reads only the keys before its end ...
+DEVICE_TILE_QUERIES = 2048  # ... longer on a device, where each piece costs launches, however short it is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +37,7 @@ class KVStore:
     """Keys and values of every layer, by slot."""
 
     data: Sequence[torch.Tensor]  # of each layer [2, num_pages * 16, num_kv_heads, head_dim] model dtype
-    sliding: Sequence[int] = ()  # layers for `drop_window`
+    sliding: Sequence[int] = ()  # layers whose pages `drop_window` drops
     memory: Mapping[int, mmap] = field(default_factory=dict)  # of each layer whose pages can drop: of all, or none
 
     @classmethod
@@ -152,7 +152,7 @@ def plan_tiles(packed: Packed, group: int, device: torch.device | str, window: i
             by_len[min(most, end - first)].append((row, first))
     planned: list[Tiles] = []
     for num_queries, tiles in by_len.items():
-        # Full tiles of long prefills see very different contexts: one by one they are not padded to the longest.
+        # Full tiles of long prefills see very different contexts. One by one, they need no padding to the longest.
         batches = [tiles] if num_queries < most else [[tile] for tile in tiles]
         planned += [_tiles(packed, batch, num_queries, group, device, window) for batch in batches]
     return planned

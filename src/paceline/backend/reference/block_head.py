@@ -1,7 +1,7 @@
 """Block heads on the `reference` backend: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
-The format's own facts are in `model/heads/block_format.py`. A request with features is of *context*: each token
-stores keys and values that every layer makes of its feature, and nothing else is computed. One without is of
+The format's own facts are in `model/heads/block_format.py`. A request with features stores *context*: keys and
+values that every layer makes of each token's feature; nothing else is computed. A request without features runs
 *blocks*: each token attends to all of its row, up to the block's last token. The functions below the class are
 also what training differentiates.
 """
@@ -76,7 +76,7 @@ class ReferenceBlockHead(ReferenceHead):
         logits = functional.linear(states, self._weights["head"])
         added, told = correction(block, self._weights, states, before, told)
         if added is not None:
-            logits[:, : added.shape[1]] += added  # tokens of requests are behind the others, and have none
+            logits[:, : added.shape[1]] += added  # request tokens come last, and nothing is added to them
         result = self._choose(logits, request.specs)
         if block.confidence:
             result = replace(result, margins=to_numpy(log_odds(block, self._weights, states, before)))
@@ -97,7 +97,7 @@ def context_keys(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield each layer's rotated keys and its values, [n, kv_heads, dim].
 
-    features: [n, width] that they are made of, as `fuse` returns them. positions: [n] int64, of these tokens.
+    features: [n, width], made by `fuse`; keys and values are made of them. positions: [n] int64, of these tokens.
     """
     layers = config.layers
     rotation = rotation_of(layers.rope, layers.head_dim, features.device)

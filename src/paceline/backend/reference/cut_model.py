@@ -51,7 +51,7 @@ class ReferenceNarrowDecoder:
     capabilities = Capabilities()
 
     def __init__(self, decoder: ReferenceDecoder, head: torch.Tensor, token_ids: NDArray[int64]) -> None:
-        """decoder: its own, whose `head` becomes rows of this one [vocab, hidden]. token_ids: [draft_vocab]."""
+        """decoder: gets rows of `head` [vocab, hidden] as its head. token_ids: [draft_vocab]."""
         self.config = decoder.config
         self.weight_type = str(decoder.dtype).removeprefix("torch.")
         self._decoder, self._table = decoder, head

@@ -1,6 +1,6 @@
 """The `reference` backend: readable PyTorch, any device and dtype, the definition of every fast path.
 
-In float64 it keeps promise 1; in float32, but for near-ties.
+In float64 it keeps promise 1; in float32 it does, except where two tokens are nearly equal.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def repack(
 
 
 def check_draft_type(asked: str | None) -> None:
-    """Raise `ConfigError` if a type is asked for: drafters have their target's on this backend."""
+    """Raise `ConfigError` if a type is asked for: drafters have the target's type here."""
     if asked is not None:
         raise ConfigError(f"drafters have the type of their target on this backend: leave out weights={asked}")
 
@@ -102,7 +102,7 @@ class _Places:
     cos: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     sin: torch.Tensor  # [num_tokens, 1, head_dim / 2] model dtype
     tiles: list[Tiles]
-    growth: torch.Tensor | None  # [num_tokens, 1, 1] of queries, if they grow with their position
+    growth: torch.Tensor | None  # [num_tokens, 1, 1] factor of queries, if they grow with their position
     copies: torch.Tensor | None  # `Packed.copies`
 
 
@@ -119,7 +119,7 @@ def linear(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor) -> t
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return what a feed-forward network multiplies with `down`. One activation bounds both sides."""
+    """Return what a feed-forward network multiplies with `down`. `clamped_silu` bounds both gate and up."""
     if activation in ACTIVATIONS:
         return ACTIVATIONS[activation](gate) * up
     limit, factor = SWIGLU
@@ -200,7 +200,7 @@ class ReferenceDecoder:
         hidden, tapped = self.forward(packed, request.kv, num_layers=request.num_layers, taps=request.taps)
         logits = self.logits(hidden) if len(packed.wanted) else hidden.new_empty(0, self.config.vocab_size)
         missing = (vocab_size or self.config.vocab_size) - self.config.vocab_size
-        if missing > 0:  # the target's padding rows
+        if missing > 0:  # padding rows of the target's vocabulary
             logits = functional.pad(logits, (0, missing), value=-torch.inf)
         result = choose_from(logits[:, :vocab_size].contiguous(), request.specs)
         return replace(result, taps={tap: to_numpy(states) for tap, states in tapped.items()})
@@ -243,7 +243,7 @@ class ReferenceDecoder:
         return functional.embedding(token_ids, self.embed) * scale
 
     def _layer_inputs(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
-        """Return each token's own input to each layer, None if there are none.
+        """Return each token's layer inputs, None if there are none.
 
         [num_tokens, num_layers, size]: the sum of a table's row and a projection of the token's embedding, divided
         by the root of 2.
@@ -259,7 +259,7 @@ class ReferenceDecoder:
     def _with_input(
         self, layer: Mapping[str, torch.Tensor], hidden: torch.Tensor, given: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return a layer's output after its own input and its factor, if any."""
+        """Return a layer's output with its layer input and factor applied, if it has them."""
         if given is not None:
             gate = ACTIVATIONS[self.config.facts.activation](linear(layer, "input_gate", hidden))
             hidden = hidden + self._norm(layer, "input_post_norm", linear(layer, "input_out", gate * given))
@@ -307,7 +307,7 @@ class ReferenceDecoder:
         dim = layer_kv.shape[-1]
         query = rotate(self._heads(layer, "attn_q", normed, dim), places.cos, places.sin)
         query = query if places.growth is None else query * places.growth
-        if "attn_k" in layer:  # else the keys and values are those of a layer before
+        if "attn_k" in layer:  # otherwise it reads keys and values of an earlier layer
             key = rotate(self._heads(layer, "attn_k", normed, dim), places.cos, places.sin)
             value = linear(layer, "attn_v", normed).view(key.shape)
             if c.facts.norms_values:
@@ -337,7 +337,7 @@ def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_se
     if wants_second:
         result = choose_from(logits, specs)
         return replace(result, second_ids=_second_ids(logits, specs, result.token_ids))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # no host chooses in 16 bits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least 32 bits, in which hosts choose
     kinds = np.array([c.kind for c in specs], dtype="U7")
     chosen = np.full(len(specs), UNCHOSEN, np.int64)
     margins = np.full(len(specs), np.nan) if any(c.margin for c in specs) else None
@@ -362,7 +362,7 @@ def choose_from(logits: torch.Tensor, specs: Sequence[SamplingSpec], *, wants_se
 
 
 def _second_ids(logits: torch.Tensor, specs: Sequence[SamplingSpec], chosen: NDArray[int64]) -> NDArray[int64]:
-    """Return what rows would choose without their choices, UNCHOSEN without any."""
+    """Return second choices: what rows would choose if their choices were banned."""
     known = torch.from_numpy(np.maximum(chosen, 0)).to(logits.device)[:, None]
     second = choose_from(logits.scatter(1, known, -torch.inf), specs).token_ids
     return np.where((chosen >= 0) & (second >= 0), second, UNCHOSEN)

@@ -9,7 +9,7 @@ feature and a mask token at the positions that are not known yet, and guesses al
 
 EAGLE-1 (arXiv 2401.15077): the feature is what the target's output matrix reads, and so is the layer's output.
 `fc` fuses feature and embedding to the input of a layer that norms nothing before its attention. An MTP layer
-(arXiv 2412.19437) is the same with norms, of feature and embedding, and a layer of the target's own kind.
+(arXiv 2412.19437) is the same, with norms of feature and embedding, and with a layer of the target's own kind.
 """
 
 from __future__ import annotations

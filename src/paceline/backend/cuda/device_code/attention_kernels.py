@@ -2,8 +2,8 @@
 
 The sums of one query row and head are a function of its own keys. Keys are cut into parts of PART at absolute
 positions. A part starts from nothing and takes blocks of KEYS in order, and parts are folded from the left. Blocks
-and parts that a token does not see leave its sums as they are, bit for bit: it does not matter which others share
-its tile, or whether one program folds all parts or `merge_parts` does.
+and parts that a token does not see leave its sums as they are, bit for bit. So it does not matter which others
+share its tile, or whether one program folds all parts or `merge_parts` does.
 """
 
 import triton
@@ -62,7 +62,7 @@ def plan_work(
     """Write the work list of a pass. One program.
 
     Tiles of QUERIES tokens become items: (row, first token, tokens, first part, parts, first unit, units of a
-    token, first key of the row). An item is all parts of a tile, unit -1, or one part whose sums go to scratch
+    token, first key of the row). An item is all parts of a tile, unit -1, or one part, whose sums go to scratch
     units, one for each token and part. A tile is split if its parts are more than half of the mean work of a
     program, while there are units. The pass's padding tokens are tiles without parts.
 
@@ -114,7 +114,7 @@ def plan_work(
 
 
 # Sums ---------------------------------------------------------------------------------------------
-# A matrix of keys and query rows has query rows first; if SWAP is set, keys or what else there is.
+# A matrix of keys and query rows has query rows on its first axis; if SWAP is set, on its second axis.
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _of_keys(x, SWAP: tl.constexpr):
 
 @triton.jit
 def _sum_of_keys(x, SWAP: tl.constexpr):
-    """Add along keys, half to half: no layout decides the order."""
+    """Add along keys, half to half, so that no layout decides the order."""
     keys: tl.constexpr = 0 if SWAP else 1
     for _ in tl.static_range(8):
         if x.shape[keys] > 1:
@@ -156,7 +156,7 @@ def _add_pairs(x, SWAP: tl.constexpr):
 
 @triton.jit
 def _number(chunk, offset, CHUNK: tl.constexpr):
-    """Return places in memory. Chunks stay 32 bits wide until then, which halves their registers."""
+    """Return places in memory. Chunks stay 32 bits wide until here, to halve their registers."""
     return chunk.to(tl.int64) * CHUNK + offset
 
 
@@ -168,7 +168,7 @@ def _part(
 ):  # fmt: skip
     """Return the sums of the keys lo..hi - 1.
 
-    They are weighted values [M, BLOCK_D], or [BLOCK_D, M] with SWAP, the largest scores [M] and the weights [M].
+    The sums are weighted values [M, BLOCK_D], or [BLOCK_D, M] with SWAP; largest scores [M]; weights [M].
     Slots that no token of the tile sees, below `lowest` or from `hi` on, are not read. With SWAP keys, then
     values, are the first side of the tensor cores' instruction, so that few rows take few registers. With BY_KEY
     weights of keys are added at the end of a part, pairs eight apart before, so that both ways have the same bits.
@@ -184,7 +184,7 @@ def _part(
     for k0 in range(lo, hi, KEYS):
         place = k0 + k
         read = (place >= lowest) & (place < hi)
-        if BLOCK_D > 128:  # no registers are left to know pages ahead
+        if BLOCK_D > 128:  # no registers are left to load page ids ahead
             page = tl.load(page_ids + place // PAGE, mask=read, other=0).to(tl.int32)
         slot = page * PAGE + place % PAGE
         if BLOCK_D <= 128:
@@ -250,7 +250,7 @@ def attend_parts(
 ):  # fmt: skip
     """Take the items of a work list in turns, each for every KV head.
 
-    A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of the scores, times log2(e).
+    A tile's M rows are its tokens times the GROUP query heads of a KV head. scale: of scores, times log2(e).
 
     query: [num_tokens, heads, D], tokens `query_stride` apart; keys, values: [slots, KV_HEADS, D];
     key_scales, value_scales: [slots, KV_HEADS] of fp8; out: [num_tokens, heads, D];
@@ -287,7 +287,7 @@ def attend_parts(
                 scale, KV_HEADS, D, BLOCK_D, M, PAGE, KEYS, SWAP, BY_KEY,
             )  # fmt: skip
             total, largest, weight = _fold(total, largest, weight, of_part, its_largest, its_weight, SWAP)
-        # Read again, these take no registers during the sums.
+        # These are read again here, so that they take no registers during the sums.
         first, size, unit, stride = tl.load(item + 1), tl.load(item + 2), tl.load(item + 5), tl.load(item + 6)
         ok = t < size
         some = ok[:, None] & (d < D)[None, :]

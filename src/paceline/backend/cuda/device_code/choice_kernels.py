@@ -1,14 +1,14 @@
 """Kernels of the choice of tokens: the best of tiles, then of rows.
 
-The noise is that of `core/noise.py`: the same integers, and float64 from there on.
+The noise is that of `core/noise.py`: the same integers, then float64.
 """
 
 import triton
 import triton.language as tl
 
 NO_ID = tl.constexpr(2147483647)  # above every token id
-NOISE_ERROR = tl.constexpr(1e-3)  # rough noise is off by less: by 4e-6, measured
-ROUNDING = tl.constexpr(2.4e-7)  # more than sums in float32 are off by, relatively
+NOISE_ERROR = tl.constexpr(1e-3)  # bound of the error of rough noise, which measured 4e-6
+ROUNDING = tl.constexpr(2.4e-7)  # bound of the relative error of sums in float32
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _contenders(scaled, ids, place, inside, k0, k1):
 
 @triton.jit
 def _two_best_of_few(scaled, ids, place, left, k0, k1):
-    """Return what `_two_best` does, from the exact noise of the tokens left alone."""
+    """Return what `_two_best` does, with exact noise of only the tokens in `left`."""
     top = tl.full([], float("-inf"), tl.float64)
     second = tl.full([], float("-inf"), tl.float64)
     top_id = tl.full([], NO_ID, tl.int32)
@@ -126,8 +126,8 @@ def score_tiles(
 ):  # fmt: skip
     """Write the two best scores of a row's tile, and the best one's id.
 
-    It is the lowest id on ties. Scores of rows with a temperature are scaled logits plus noise, others are the
-    logits. NaN counts as -inf.
+    Of ties it is the lowest id. Scores of rows with a temperature are scaled logits plus noise; of other rows
+    they are logits. NaN counts as -inf.
 
     logits: rows `stride` apart; draft_ids: [vocab_size] target ids of a draft vocabulary, negative where there is
     no token; hint_ids, hint_add: [num_rows]; best, second: [num_rows, num_tiles] float64; best_ids: int32.
@@ -157,7 +157,7 @@ def score_tiles(
         k0, k1 = _absorb(k0, k1, tl.full([], 0, tl.uint32))
         k0, k1 = _absorb(k0, k1, tl.load(position + row).to(tl.uint32))
         scaled = z * inverse
-        # Two or three tokens of a tile need exact noise: others cannot win, whatever is rounded.
+        # Only two or three tokens of a tile need exact noise: others cannot win, whatever the rounding.
         left = _contenders(scaled, ids, place, inside, k0, k1)
         top, next_top, top_id = _two_best_of_few(scaled, ids, place, left, k0, k1)
     else:

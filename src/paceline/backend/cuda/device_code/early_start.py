@@ -4,14 +4,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
+LINE = tl.constexpr(64)  # two-byte numbers in a cache line
 
 
 @triton.jit
 def after_kernels_before(PDL: tl.constexpr):
     """Wait for the kernels before this one, and let the next one begin.
 
-    Under PDL a program may run earlier. It must have read no more than weights.
+    Under PDL a program may run before they end. Before this call it may read weights only.
     """
     if PDL:
         gdc_wait()
@@ -22,7 +22,7 @@ def after_kernels_before(PDL: tl.constexpr):
 def fetch_first(w, n, left_n, k0, end, stride, NUMBERS: tl.constexpr):
     """Fetch the first weights of rows n into the second cache, before any wait.
 
-    NUMBERS: of two bytes, of each row.
+    NUMBERS: two-byte numbers to fetch of each row.
     """
     k = k0 + tl.arange(0, NUMBERS // LINE) * LINE
     at = w + n[:, None] * stride + k[None, :]

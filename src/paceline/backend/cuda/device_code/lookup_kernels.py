@@ -9,7 +9,7 @@ def match_places(
     token_ids, length, rows, match, stride, width, max_match,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write how many tokens before each of PLACES places are those at a text's end."""
+    """Write how many tokens before each of PLACES places match the end of the text."""
     row = tl.load(rows + tl.program_id(0))
     text = token_ids + row * stride
     num_tokens = tl.load(length + row)
@@ -62,7 +62,7 @@ def most_followed(
     token_ids, rows, ends, lengths, next_ids, levels, stride,
     MAX_PLACES: tl.constexpr, MAX_LEVELS: tl.constexpr, NONE: tl.constexpr,
 ):  # fmt: skip
-    """Write what followed most of a row's places, and their match's length."""
+    """Write the token that followed most of a row's places, and their match's length."""
     index = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, MAX_PLACES)
     match = tl.load(lengths + index * MAX_PLACES + place)

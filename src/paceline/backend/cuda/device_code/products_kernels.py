@@ -2,8 +2,8 @@
 
     out[t, n] = sum over segments s, in order, of (sum over k of segment s, ascending, of w[n, k] x[t, k])
 
-Sums are float32 and each segment's begins at 0. So the instructions of one element of `out` are the same with any
-number of tokens, and whether segments run in parallel programs or one after another in the same.
+Sums are float32, and the sum of each segment begins at 0. So one element of `out` takes the same instructions with
+any number of tokens, and whether segments run in parallel programs or one after another in one program.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from paceline.backend.cuda.device_code.early_start import after_kernels_before, fetch_first
 
-FP8_MAX = tl.constexpr(448.0)  # of e4m3
+FP8_MAX = tl.constexpr(448.0)  # largest number of e4m3
 GROUP = tl.constexpr(128)  # int4 weights that share a scale
 FETCHED = tl.constexpr(512)  # weights of a row that a program fetches before it waits
 TOKEN_BLOCKS = tl.constexpr(8)  # blocks of tokens that neighbouring programs take: they share weights in the cache
@@ -50,7 +50,7 @@ def _segment_sum(
     """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32, with its scales.
 
     Pointers begin at the program's block, and n and t count from there: left_n rows and left_t tokens are left.
-    KIND is that of `Matrix`.
+    KIND: see `Matrix`.
     """
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if KIND == "int4":
@@ -66,14 +66,14 @@ def _segment_sum(
             total += group_sum * scale[:, None]
     else:
         kk = tl.arange(0, BLOCK_K)
-        tl.assume(start < end)  # or the assembler makes products wait for each other
+        tl.assume(start < end)  # otherwise the assembler makes products wait for each other
         for k0 in range(start, end, BLOCK_K):
             k = k0 + kk
             inside = (n < left_n)[:, None] & (k < K)[None, :]
             block = tl.load(w + n[:, None] * K + k[None, :], mask=inside, other=0.0)
             tokens = _load_tokens(x, k, t, left_t, K)
             if KIND == "fp8":
-                # The units keep few bits of a long sum of fp8 products: they add no more than one block.
+                # Tensor cores keep few bits of a long sum of fp8 products, so they add up one block at most.
                 total = tl.dot(block, tokens, total, max_num_imprecise_acc=BLOCK_K)
             else:
                 total = tl.dot(block, tokens, total, input_precision="ieee")
@@ -109,8 +109,8 @@ def multiply_blocks(
 ):  # fmt: skip
     """Multiply a block of tokens by a block of weights.
 
-    Grid (blocks, segments) writes sums of segments, out [segments, num_tokens, N] float32, if PARALLEL; grid
-    (blocks, 1) writes out [num_tokens, N] in the model's type, with the bias.
+    If PARALLEL, grid (blocks, segments) writes sums of segments, out [segments, num_tokens, N] float32. Otherwise
+    grid (blocks, 1) writes out [num_tokens, N] in the model's type, with the bias.
     """
     n0, t0 = block_of_program(num_tokens, N, BLOCK_N, BLOCK_T)
     n = tl.arange(0, BLOCK_N)

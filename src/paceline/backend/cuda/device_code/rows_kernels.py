@@ -13,20 +13,20 @@ def _pieces_before(place, end, others, owner):
 
 @triton.jit
 def _latest(end, before, start):
-    """Return the last end among pieces before each place, at least `start`."""
+    """Return the end of the last piece before each place, at least `start`."""
     return tl.maximum(start, tl.max(tl.where(before, end[None, :], 0), 1))
 
 
 @triton.jit
 def _slot_of(pages, row, position, max_pages, real, PAGE: tl.constexpr):
-    """Return the slots of rows' positions; columns behind a table's end are its last one."""
+    """Return the slots of rows' positions; places behind a table's end get its last column."""
     page = tl.load(pages + row * max_pages + tl.minimum(position // PAGE, max_pages - 1), mask=real, other=0)
     return page * PAGE + position % PAGE
 
 
 @triton.jit
 def _write_rules(to, row, inside, sampling, temperature, seed_lo, seed_hi, choice, warmth):
-    """Write the rules of rows' choices but for their positions."""
+    """Write the rules of rows' choices, without their positions."""
     tl.store(seed_lo + to, tl.load(sampling + row * 4, mask=inside, other=0), mask=inside)
     tl.store(seed_hi + to, tl.load(sampling + row * 4 + 1, mask=inside, other=0), mask=inside)
     tl.store(choice + to, tl.load(sampling + row * 4 + 2, mask=inside, other=0), mask=inside)
@@ -72,14 +72,14 @@ def gather_rows(
 ):  # fmt: skip
     """Write a pass, the rules of its choices, and its rows' drafts; see `gather`.
 
-    A program takes PLACES tokens, wanted places and rows. Each counts the tokens of all rows, ROWS at once: none
-    waits for another.
+    A program takes PLACES tokens, wanted places and rows each. Every program counts all rows' tokens, ROWS at
+    once, so no program waits for another.
     """
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
     none = tl.zeros([PLACES], tl.int32)
-    owner, start = none, none  # row of a token, and that row's first one
-    asker, asked_from, its_start = none, none, none  # row of a wanted place, its first one, its first token
+    owner, start = none, none  # row of a token, and the row's first token
+    asker, asked_from, its_start = none, none, none  # row of a wanted place, its first place, its first token
     total = 0
     total_wanted = 0
     for first in range(0, num_rows, ROWS):
@@ -90,7 +90,7 @@ def gather_rows(
         tl.store(cu_len + 1 + r, end.to(tl.int64), mask=r < num_written)
         tl.store(counted + r, drafted, mask=r < num_written)
         tl.store(first_place + r, (wanted_end - wants).to(tl.int64), mask=r < num_written)
-        others = r < num_rows - 1  # what is behind all rows counts as the last one's
+        others = r < num_rows - 1  # places behind all rows count as the last row's
         before, owner = _pieces_before(place, end, others, owner)
         start = _latest(end, before, start)
         before, asker = _pieces_before(place, wanted_end, others, asker)
@@ -144,7 +144,7 @@ def advance_rows(
     written = column < gains[:, None]
     token = tl.load(gained_ids + r.to(tl.int64)[:, None] * WIDTH + column, mask=written, other=0)
     to = (row * max_len + size)[:, None] + column
-    tl.store(known_ids + to, tl.maximum(token, 0), mask=written)  # a broken row ends: its token is never read
+    tl.store(known_ids + to, tl.maximum(token, 0), mask=written)  # a broken row ends: nobody reads its token
     moves = inside & (here | (sampled == 0))
     done = tl.load(computed + row, mask=moves, other=0) + tl.load(num_known + r, mask=moves, other=0)
     tl.store(length + row, size + gains, mask=moves)
@@ -160,9 +160,9 @@ def allot_rows(
 ):  # fmt: skip
     """Count a row's drafts, and those within a budget, see `allot`.
 
-    A program takes one row. A draft is within the budget if fewer drafts than it has come before: likelier ones,
-    and of equal ones those less deep, then of earlier rows. Each program compares its drafts with those of all
-    rows, ROWS at once.
+    A program takes one row. A draft is within the budget if fewer drafts than the budget come before it: likelier
+    drafts, of equal drafts the less deep, then those of earlier rows. Each program compares its drafts with all
+    rows', ROWS at once.
     """
     own = tl.program_id(0)
     row = tl.load(rows + own)
@@ -199,7 +199,7 @@ def begin_drafting(
 ):  # fmt: skip
     """Write what drafting needs of its rows, see `BegunRows`. A program takes ROWS rows.
 
-    computed: of a drafter whose entries are the target's; others have `entries`.
+    computed: number of entries where these are the target's; other drafters have `entries`.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < num_rows
@@ -234,8 +234,8 @@ def pack_rows(
 ):  # fmt: skip
     """Write a draft pass over missing tokens and places behind them, see `Program._pack`.
 
-    counts: missing tokens of each row. depth and masked: of passes with places of unknown tokens. A program takes
-    PLACES tokens and counts those of all rows, as in `gather_rows`.
+    counts: missing tokens of each row. depth, masked: for passes with places of unknown tokens. A program takes
+    PLACES tokens and counts the tokens of all rows, as in `gather_rows`.
     """
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     num_written = tl.where(tl.program_id(0) == 0, num_rows, 0)  # rows whose counts this program writes
@@ -314,14 +314,14 @@ def pack_blocks(
 ):  # fmt: skip
     """Write a pass over blocks, see `BlockProgram._blocks`. A program takes one row.
 
-    row_pages: [n, num_pages] that rows hold. pages: [n, num_pages + num_spare] with spare ones behind the newest
-    token's. PLACES: at least the size of a block, and the drafts wanted.
+    row_pages: [n, num_pages] held pages. pages: [n, num_pages + num_spare] with spare pages behind the newest
+    token's page. PLACES: at least the size of a block, and the drafts wanted.
     """
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + r)
     anchor = tl.load(lengths + r) - 1
     own = anchor // PAGE
-    spare = first_spare + row * num_spare - own - 1  # and a column behind `own`: that column's page
+    spare = first_spare + row * num_spare - own - 1  # plus a column behind `own`: the page of that column
     width = num_pages + num_spare
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -355,8 +355,8 @@ def keep_guesses(
 ):  # fmt: skip
     """Make guesses the drafts of their rows, see `keep_drafts`. A program takes ROWS rows.
 
-    found: margins, of rows `found_stride` and of depths `found_step` apart. The chance of a guess is computed as
-    PyTorch computes it on the device, with one order of multiplications.
+    found: margins; rows are `found_stride` apart, depths `found_step`. The chance of a guess is computed as
+    PyTorch does it on the device, with the same order of multiplications.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = r < num_rows

@@ -1,6 +1,6 @@
 """Kernels over one token's row: norms, rotary embedding, KV writes, gated activations.
 
-They take a product as `finished_block` does and round wherever PyTorch's operations in the model's type would.
+They take products as `finished_block` does, and round wherever PyTorch would in the model's type.
 """
 
 import triton
@@ -60,7 +60,7 @@ def add_then_norm(
     inside = column < WIDTH
     DTYPE: tl.constexpr = residual.dtype.element_ty
     row = token.to(tl.int64) * WIDTH
-    # All loads come first: none may pass a store or waits for a sum.
+    # All loads come first: a load must not pass a store, nor wait for a sum.
     if weight is not None:
         scale = tl.load(weight + column, mask=inside, other=0.0)
     if post_weight is not None:

@@ -1,6 +1,6 @@
 """Products of many tokens by tiles that the device copies (TMA, sm_90).
 
-Sums are those of `products_kernels`: of each segment by itself, in order. Where there is nothing, 0 is read.
+Sums are those of `products_kernels`: of each segment by itself, in order. Beyond a matrix 0 is read.
 """
 
 import triton
@@ -18,9 +18,9 @@ def _sum_of(
 ):  # fmt: skip
     """Return the sum of one segment, [BLOCK_N, BLOCK_T] float32.
 
-    It is added to 0, as other ways do it.
+    The sum starts from 0, as in the other ways.
     """
-    tl.assume(start < end)  # or the assembler makes products wait for each other
+    tl.assume(start < end)  # otherwise the assembler makes products wait for each other
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for k0 in range(start, end, BLOCK_K):
         total = tl.dot(w.load([n0, k0]), x.load([t0, k0]).T, total)
@@ -34,7 +34,7 @@ def _sums_in_order(
 ):  # fmt: skip
     """Return the sum of segments' sums.
 
-    One loop is over all of K, so copies go on where a segment ends.
+    One loop goes over all of K, so that copies go on where a segment ends.
     """
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -66,7 +66,7 @@ def multiply_tiles(
     w, x, bias, out, num_tokens, N, K, segment,
     WAY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of tokens by one of weights.
+    """Multiply a tile of tokens by a tile of weights.
 
     w [N, K] and x [num_tokens, K] are descriptors.
     WAY "parts": grid (tiles, segments) writes sums of segments, out [segments, num_tokens, N] float32. "one": K is
