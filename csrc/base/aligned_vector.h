@@ -1,4 +1,4 @@
-// Arrays that start at a cache line: a vector of 64 bytes then never crosses two lines, which would cost a kernel a third.
+// Arrays that start at a cache line: a vector of 64 bytes then never crosses two lines, which would slow a kernel by a third.
 #pragma once
 
 #include <cstddef>

@@ -17,7 +17,7 @@ uint64_t mixed(uint64_t sum, uint64_t word) {
 }  // namespace
 
 uint64_t checksum(const uint8_t* data, size_t size) {
-    uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};  // zeros in another place are another text
+    uint64_t lanes[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};  // different starts, so that zeros in another place give another sum
     const auto add = [&](const uint8_t* block) {
         uint64_t words[kLanes];
         std::memcpy(words, block, sizeof words);

@@ -1,4 +1,4 @@
-// Checksums that notice a damaged file as fast as memory is read. They are no defence against someone who means harm.
+// Checksums that notice a damaged file as fast as memory is read. They do not protect against a forged file.
 #pragma once
 
 #include <cstddef>

@@ -14,7 +14,7 @@ inline float from_half(uint16_t h) {
     return std::bit_cast<float>(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
-// Rounded to nearest, ties to even; too large numbers become infinite.
+// x as float16, rounded to nearest, ties to even; too large numbers become infinite.
 inline uint16_t to_half(float x) {
     const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
     const float a = std::fabs(x);

@@ -18,11 +18,11 @@
 namespace paceline {
 namespace {
 
-constexpr std::chrono::microseconds kSpinning{200};  // before a rank sleeps: others come microseconds later, if they have their cores
+constexpr std::chrono::microseconds kSpinning{200};  // spinning before a rank sleeps: others come microseconds later, if they have their cores
 using Clock = std::chrono::steady_clock;
 
 #if defined(__linux__)
-// `std::atomic::wait` sleeps on an address of one process only.
+// `std::atomic::wait` works within one process only, so this calls the system itself.
 void sleep_while(std::atomic<uint32_t>& value, uint32_t old) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), FUTEX_WAIT, old, nullptr, nullptr, 0);
 }

@@ -9,8 +9,8 @@ namespace paceline {
 
 class RankMemory {
   public:
-    static constexpr size_t kRoom = size_t{1} << 21;  // numbers of one exchange
-    static constexpr size_t kHead = 4096;             // bytes before them
+    static constexpr size_t kRoom = size_t{1} << 21;  // most numbers of one exchange
+    static constexpr size_t kHead = 4096;             // bytes before the numbers
     static constexpr size_t kBytes = kHead + 2 * kRoom * sizeof(float);
 
     // Map a file of `kBytes`, zeros at first. Throws std::system_error.
@@ -22,8 +22,8 @@ class RankMemory {
     size_t rank() const { return rank_; }
     size_t size() const { return size_; }
 
-    // Wait until every rank is here. What a rank wrote to `next()` before, all read from `last()` behind it. Two areas take turns: who
-    // writes to one again has met the others since they read it.
+    // Wait until every rank is here. After it all ranks read from `last()` what each wrote to `next()` before it. Two areas take turns:
+    // a rank that writes to an area again has met the others since they read it.
     void meet();
     float* next() const { return area(head_->rounds.load(std::memory_order_acquire)); }
     const float* last() const { return area(head_->rounds.load(std::memory_order_acquire) - 1); }

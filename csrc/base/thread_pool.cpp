@@ -14,7 +14,7 @@ namespace paceline {
 namespace {
 
 // A waiting thread spins before it sleeps: a phase takes microseconds, the host's work between two runs tenths of a millisecond, and
-// waking up as long as a small product. Spinning is limited by the clock, as a pause takes 20 ns on one processor and 60 on another.
+// waking up takes as long as a small product. Spinning is limited by the clock, as a pause takes 20 ns on one processor and 60 on another.
 constexpr std::chrono::milliseconds kSpinning{1};
 constexpr int kPausesPerClock = 64;  // pauses between two readings of the clock
 using Clock = std::chrono::steady_clock;
@@ -49,7 +49,7 @@ thread_local uint32_t ThreadPool::next_phase_ = 0;
 ThreadPool::ThreadPool(size_t num_threads) : num_threads_(num_threads), ranges_(new Range[num_threads]), inside_(kClosed) {
     try {
         for (size_t thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
-    } catch (...) {  // no thread or memory left: those that run must end before they are forgotten
+    } catch (...) {  // no thread or memory left: threads that run already must end before their objects go
         stop();
         throw;
     }
@@ -130,7 +130,7 @@ bool ThreadPool::claim(size_t owner, uint32_t phase, size_t length, size_t share
     uint64_t seen = ticket.load(std::memory_order_acquire);
     for (;;) {
         if (phase_.load(std::memory_order_acquire) != phase) return false;  // finished
-        begin = seen >> 32 == phase ? seen & 0xFFFFFFFFu : 0;               // else nobody has claimed any yet
+        begin = seen >> 32 == phase ? seen & 0xFFFFFFFFu : 0;               // otherwise no thread has claimed a tile of this phase yet
         if (begin >= length) return false;
         end = begin + std::max<size_t>((length - begin) / share, 1);
         if (ticket.compare_exchange_weak(seen, uint64_t{phase} << 32 | end, std::memory_order_acquire)) return true;

@@ -1,5 +1,5 @@
-// Threads that run one function together, in phases. Threads claim the tiles of a phase, and the phase ends when its tiles are done,
-// whoever did them: a thread that the system suspends delays the tile it holds, not the step. The bits of a tile do not depend on
+// Threads that run one function together, in phases. Threads claim the tiles of a phase, and the phase ends when all its tiles are
+// done, by any thread: a thread that the system suspends delays the tile that it holds, not the step. The bits of a tile do not depend on
 // the thread that computes it.
 #pragma once
 
@@ -62,7 +62,7 @@ class ThreadPool {
     void stop();
 
     struct alignas(64) Range {
-        std::atomic<uint64_t> ticket{0};  // high half: the last phase that claimed tiles of this range; low half: how many
+        std::atomic<uint64_t> ticket{0};  // high half: the last phase in which tiles of this range were claimed; low half: their number
     };
 
     bool claim(size_t owner, uint32_t phase, size_t length, size_t share, size_t& begin, size_t& end);
@@ -81,8 +81,8 @@ class ThreadPool {
     std::unique_ptr<Range[]> ranges_;
     std::mutex one_at_a_time_;
     std::function<void(size_t)> work_;
-    bool begun_ = false;        // a run that nobody joined yet
-    uint32_t first_phase_ = 0;  // of this run
+    bool begun_ = false;        // true: a run was begun, and no caller has joined it yet
+    uint32_t first_phase_ = 0;  // first phase of this run
     std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<size_t> done_{0};      // tiles of this phase that are done
     alignas(64) std::atomic<uint32_t> phase_{0};   // finished phases

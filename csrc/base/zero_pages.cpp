@@ -40,7 +40,7 @@ ZeroPages zero_pages(size_t bytes) {
 void release([[maybe_unused]] const ZeroPages& all, [[maybe_unused]] size_t first, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
     if (!all.get_deleter().mapped) return;
-    const size_t page = page_bytes();  // madvise rounds a length up, into what comes next
+    const size_t page = page_bytes();  // madvise rounds a length up, which would reach into the next page
     const size_t from = (first + page - 1) / page * page, to = (first + bytes) / page * page;
     if (from < to) madvise(static_cast<char*>(all.get()) + from, to - from, MADV_DONTNEED);
 #endif
@@ -49,7 +49,7 @@ void release([[maybe_unused]] const ZeroPages& all, [[maybe_unused]] size_t firs
 void provide([[maybe_unused]] const ZeroPages& all, [[maybe_unused]] size_t first, [[maybe_unused]] size_t bytes) {
 #if defined(__linux__)
     constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, which older headers lack
-    setpriority(PRIO_PROCESS, 0, 5);  // of this thread: a quarter of a core that passes need, too
+    setpriority(PRIO_PROCESS, 0, 5);  // lower the priority of this thread: it takes a quarter of a core that passes need, too
     const size_t from = first / page_bytes() * page_bytes();
     if (all.get_deleter().mapped && bytes) madvise(static_cast<char*>(all.get()) + from, first + bytes - from, populate_write);
 #endif

@@ -1,5 +1,5 @@
-// Zeroed memory that the system provides at first touch, in huge pages where it has them: pages of keys and values lie scattered, and
-// with small pages looking up their addresses takes longer than reading them.
+// Zeroed memory that the system provides at first touch, in huge pages where it has them: pages of keys and values lie scattered. With
+// small pages of the system, looking up their addresses takes longer than reading them.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace paceline {
 
 struct Unmap {
-    size_t mapped = 0;  // bytes; 0: the memory came from the heap
+    size_t mapped = 0;  // mapped bytes; 0: the memory came from the heap
     void operator()(void* p) const;
 };
 
@@ -35,7 +35,7 @@ class PageMemory {
     explicit PageMemory(size_t num_pages) : num_pages_(num_pages) {}
     ~PageMemory() { wait(); }
     size_t num_pages() const { return num_pages_; }
-    // Add a region with so many bytes of each page. expected: `expect` provides it.
+    // Add a region with `bytes` bytes of each page. expected: `expect` provides its memory.
     uint8_t* add(size_t bytes, bool expected = true) {
         wait();
         regions_.push_back({zero_pages(num_pages_ * bytes), bytes, expected});
@@ -46,7 +46,7 @@ class PageMemory {
     // Give a page's part of a region back, until it is written again.
     void drop(size_t region, size_t page) { release(regions_[region].memory, page * regions_[region].bytes, regions_[region].bytes); }
     // Have the system provide the memory of pages from `first` on, beside the passes: some hosts take milliseconds for each huge page, and
-    // all regions begin one at the same page.
+    // all regions need a new huge page at the same page.
     void expect(size_t first) const {
         const size_t from = std::max(first, provided_), to = std::min(first + 2 * ahead_, num_pages_);
         if (from >= std::min(first + ahead_, num_pages_) || provides_.exchange(true)) return;
@@ -65,7 +65,7 @@ class PageMemory {
   private:
     struct Region {
         ZeroPages memory;
-        size_t bytes;  // of a page
+        size_t bytes;  // bytes of a page in this region
         bool expected;
     };
 
@@ -76,7 +76,7 @@ class PageMemory {
     mutable std::thread provider_;
     mutable std::atomic<bool> provides_ = false;
     mutable size_t provided_ = 0;  // pages whose memory is there, or on its way
-    size_t ahead_ = 128;           // pages of which at least so many more should be
+    size_t ahead_ = 128;           // pages from the expected one on whose memory should be there, or on its way
 };
 
 }  // namespace paceline

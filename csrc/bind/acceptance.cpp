@@ -19,7 +19,7 @@ Returned<double, 2> survival_probs(const Estimates& estimates, double largest_lo
     return returned(std::move(out), n, depth);
 }
 
-// drafters: of each outcome. indices: of each of the estimates among the drafters.
+// drafters: the drafter of each outcome. indices: of each of the estimates, its drafter's index.
 void observe_drafts(const AllEstimates& all, const Numbers& rates, const Ids& rows, const Ids& num_verified, const Ids& num_accepted,
                     const Ids& drafters, const std::vector<int64_t>& indices, const std::optional<Table<double>>& confidence) {
     const size_t n = rows.size();
@@ -43,8 +43,8 @@ double one_more_s(const double* half_s, size_t depth, size_t k, size_t half) {
     return (price(high) - price(low)) / static_cast<double>(high - low) / static_cast<double>(half);
 }
 
-// How far rows may draft, the drafter of each, -1 where it drafts nothing, and where the drafts stop of rows whose drafter heeds stops.
-// honours_stops: estimates of the drafters that do. half_s: [drafters, depth] seconds of 1, 2, ... drafts of half of the rows.
+// How far rows may draft; each row's drafter, -1 where it drafts nothing; and stop rules of rows whose drafter takes stop rules.
+// honours_stops: estimates of the drafters that take them. half_s: [drafters, depth] seconds of 1, 2, ... drafts of half of the rows.
 nb::tuple stop_drafts(const AllEstimates& honours_stops, const Table<double>& half_s, size_t half, double tokens_per_s, const Ids& rows,
                       const Ids& max_drafts, const Ids& ks, const Ids& drafters, int64_t left_alone) {
     const size_t n = rows.size(), depth = half_s.shape(1);

@@ -1,4 +1,4 @@
-// What the files that bind control share.
+// What the bindings of csrc/control share.
 #pragma once
 
 #include <nanobind/stl/optional.h>
@@ -14,7 +14,7 @@
 
 namespace paceline {
 
-using State = OutArray<double>;  // changes as it learns
+using State = OutArray<double>;  // state that changes as it learns
 using Numbers = Array<double>;
 
 inline constexpr size_t kMaxDepth = 1024;

@@ -1,5 +1,5 @@
-// What the files of the binding share. They are the border to Python: they check everything that comes in, and nothing behind
-// them checks again.
+// What the files of the binding share. They are the border to Python: they check all arguments, and no code
+// behind them checks again.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -39,8 +39,8 @@ template <class T>
 using Out = nb::ndarray<T, nb::c_contig, nb::device::cpu>;  // of any number of dimensions
 using Ids = Array<int64_t>;
 
-constexpr size_t kMaxIds = size_t{1} << 31;   // so that a token id fits 32 bits
-constexpr size_t kMaxSide = size_t{1} << 24;  // of a matrix
+constexpr size_t kMaxIds = size_t{1} << 31;   // most token ids: each fits 32 bits
+constexpr size_t kMaxSide = size_t{1} << 24;  // longest side of a matrix
 
 // An array on its way to Python, which then owns it.
 template <class T, size_t dims>
@@ -67,7 +67,7 @@ T named(std::string_view name, std::initializer_list<std::pair<std::string_view,
     throw std::invalid_argument(message + (", not " + std::string(name)));
 }
 
-// True if a run of numbers lies within the first `size`.
+// True if `count` numbers from `start` on lie within the first `size`.
 inline bool within(int64_t start, int64_t count, size_t size) {
     const auto end = static_cast<int64_t>(std::min<size_t>(size, INT64_MAX));
     return 0 <= start && start <= end && 0 <= count && count <= end - start;

@@ -5,11 +5,11 @@
 
 #include "bind/arrays.h"
 
-#include <structmember.h>  // wants Python.h before it
+#include <structmember.h>  // needs Python.h before it
 
 namespace paceline {
 
-// An attribute. Of classes with slots it is read where it lies in an object, which takes a tenth of looking it up.
+// An attribute. In classes with slots it is read at its place in the object, which takes a tenth of the time of a look-up.
 class Attribute {
   public:
     Attribute(const char* name) : name_(attribute(name)) {}
@@ -57,7 +57,7 @@ class Attribute {
         return offset ? reinterpret_cast<PyObject**>(reinterpret_cast<char*>(of.ptr()) + offset) : nullptr;
     }
 
-    static constexpr size_t kMaxTypes = 64;  // they are kept for good
+    static constexpr size_t kMaxTypes = 64;  // most types that are remembered, for as long as the process lives
     nb::object name_;
     mutable std::vector<Place> known_;
 };

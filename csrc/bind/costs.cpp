@@ -14,7 +14,7 @@ using Work = std::tuple<int64_t, int64_t, int64_t, int64_t>;  // `PassWork`
 using StateTally = std::tuple<State, Tally>;
 using PriceTables = std::tuple<Prices, Prices, Prices>;
 
-constexpr int64_t kMaxLength = int64_t{1} << 48;  // of all rows together
+constexpr int64_t kMaxLength = int64_t{1} << 48;  // longest sum of lengths over all rows
 
 PassWork work_of(const Work& work) {
     const auto [tokens, unscored, kv_tokens, pairs] = work;
@@ -22,7 +22,7 @@ PassWork work_of(const Work& work) {
     return {tokens, unscored, kv_tokens, pairs};
 }
 
-// Lengths of some rows, 0 for one that is not among the known.
+// Lengths of some rows; 0 for a row that is not among `known_rows`.
 std::vector<int64_t> lengths_of(const Ids& rows, const Ids& known_rows, const Ids& known_lengths) {
     require(known_rows.size() == known_lengths.size(), "a length for each row");
     std::vector<int64_t> lengths(rows.size());
@@ -141,7 +141,7 @@ struct Previews {
     }
 };
 
-// The tokens that drafts of a row are worth: the highest gain of any number of them, less their time at `tokens_per_s`.
+// What drafts of a row are worth, in tokens: the highest gain over all numbers of drafts, less the tokens that their time is worth.
 double worth(const double* survival, const double* prices, size_t depth, double tokens_per_s) {
     double highest = 0, tokens = 0;
     for (size_t d = 0; d < depth; ++d) {
@@ -151,7 +151,7 @@ double worth(const double* survival, const double* prices, size_t depth, double 
     return highest;
 }
 
-// assigned: the drafter of every row there is. requested: -1, or a drafter that is assigned to the rows of this step.
+// assigned: the drafter of every row. requested: -1, or a drafter that is assigned to the rows of this step.
 nb::tuple plan_drafts(const CostTables& tables, const AllEstimates& all, double largest_logit, const nb::tuple& previews,
                       const Table<double>& prices, double tokens_per_s, const Ids& rows, const Ids& lengths, const Ids& max_drafts,
                       const Tally& assigned, int64_t requested, const Work& prefill) {
@@ -221,7 +221,7 @@ Returned<int64_t, 1> trim_drafts(const CostTables& tables, const Work& base, con
     return copied(best.ks);
 }
 
-// Learn from a step, see control/online_cost.py. Returns the seconds it took, was to take, and would have taken without drafts.
+// Learn from a step, see control/online_cost.py. Returns the seconds that it took, that were predicted, and predicted without drafts.
 std::tuple<double, double, double> learn_cost(const CostTables& tables, const Ids& known_rows, const Ids& known_lengths, const Ids& rows,
                                               const Ids& num_verified, const Ids& num_accepted, const Ids& num_drafted, const Ids& drafters,
                                               const Work& prefill, const std::tuple<double, double, double>& seconds, bool settled,

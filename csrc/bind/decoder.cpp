@@ -26,7 +26,7 @@ std::vector<float> vector_of(nb::handle array, size_t size, const char* what) {
     return {values.data(), values.data() + size};
 }
 
-// A matrix by its name; Python's None is none.
+// A matrix by its name; null for Python's None.
 std::shared_ptr<Matrix> matrix_at(const nb::dict& found, const char* name) {
     auto matrix = found.contains(name) ? nb::cast<std::shared_ptr<Matrix>>(found[name]) : nullptr;
     require(matrix != nullptr, std::string("a layer lacks the matrix ") + name);
@@ -118,7 +118,7 @@ Layer layer_of(const Shape& shape, const HeadShape& heads, const nb::dict& matri
     return layer;
 }
 
-// What makes the tokens' own inputs to the layers, and reads them there.
+// The weights that make layer inputs of tokens, and those that read them in the layers.
 LayerInputs inputs_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors, const nb::list& layers, std::vector<Layer>& to) {
     require(vectors.contains("input_norm"), "inputs of layers lack their norm");
     const size_t size = nb::cast<Array<float>>(vectors["input_norm"]).size(), width = size * to.size();
@@ -147,7 +147,7 @@ std::vector<HeadShape> heads_of(const Shape& shape, const std::vector<std::pair<
     return found;
 }
 
-// Set the layer of a store that each layer reads. Those without keys of their own come last and read one of the others.
+// Set the layer of a store that each layer reads. Layers without keys of their own come last and read another layer's.
 void set_kv_layers(std::vector<Layer>& layers, const std::vector<size_t>& given) {
     require(given.size() == layers.size(), "every layer needs its keys and values");
     size_t stored = 0;
@@ -158,7 +158,7 @@ void set_kv_layers(std::vector<Layer>& layers, const std::vector<size_t>& given)
     }
 }
 
-// What corrects the guesses of a block head; `mix` and `state` by kind.
+// The corrector of a block head; its kind says whether it has `mix` and a state.
 Corrector corrector_of(const Shape& shape, const nb::dict& matrices, const nb::dict& vectors) {
     Corrector found;
     if (matrices.contains("out")) {

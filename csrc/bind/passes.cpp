@@ -95,7 +95,7 @@ Pass checked_inputs(const Decoder& decoder, const KVStore& kv, const PassInputs&
     pass.copies = in.copies.data(), pass.num_copies = in.copies.shape(0), pass.branched = in.branched;
     require(pass.branched || !pass.num_copies, "copies are for the rows of branches");
     check_tokens(shape, kv, pass);
-    int64_t newest = 0;  // of rows' first tokens: branches and guesses may have pages behind all others
+    int64_t newest = 0;  // highest slot of rows' first tokens: branches and guesses may have pages behind all others
     for (size_t row = 0; row < num_rows; ++row)
         if (pass.cu_len[row] < pass.cu_len[row + 1]) newest = std::max(newest, pass.slots[pass.cu_len[row]]);
     kv.expect(static_cast<size_t>(newest) / kPageTokens + 1);
@@ -157,7 +157,7 @@ struct PendingPass {
     PendingPass(PendingPass&&) = default;
     ~PendingPass() {
         if (!decoder.is_valid()) return;
-        if (!masks.is_none()) nb::cast<MaskInputs&>(masks).open();  // or its end would never come
+        if (!masks.is_none()) nb::cast<MaskInputs&>(masks).open();  // otherwise the pass would wait for ever
         nb::cast<Decoder&>(decoder).finish();
     }
 };
@@ -229,7 +229,7 @@ void forward_steps(Decoder& decoder, const KVStore& kv, const PassInputs& inputs
     pass.reads_rows ? run_block_steps(decoder, pass, steps, kv) : run_steps(decoder, pass, steps, kv);
 }
 
-// Of a block head: keys and values of known tokens, which have features.
+// For a block head: store keys and values of known tokens, made of their features.
 void store_context(Decoder& decoder, const KVStore& kv, const PassInputs& inputs) {
     require(decoder.shape().reads_rows, "this decoder has no context");
     const Pass pass = checked_inputs(decoder, kv, inputs, 1, decoder.shape().num_layers, true);

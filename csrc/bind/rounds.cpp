@@ -1,5 +1,5 @@
-// The outcome of a step as the arrays that control learns from, see control/policy.py. Each is one call, since every attribute
-// that Python reads after a pass is cold.
+// The outcome of a step as the arrays that control learns from, see control/policy.py. Each is one call: after a pass every attribute
+// that Python reads is out of the caches.
 #include <algorithm>
 #include <cmath>
 #include <vector>

@@ -1,5 +1,5 @@
 // Token rows and features, gathered for a pass and written back in one call each: numpy takes a call for every array, and after a
-// pass every call is cold.
+// pass the code and data of each call are out of the caches.
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>

@@ -101,7 +101,7 @@ void bind_rows_of(nb::module_& m) {
     m.def("logprobs", &logprobs<T>, "logits"_a.noconvert(), "token_id"_a, "num_top"_a);
 }
 
-// From arrays with one entry for each wanted token, the edits of all one after another.
+// Make specs from arrays with one entry for each wanted token; the edits of all tokens lie one after another.
 void make_specs(SamplingSpecs* self, const Array<uint8_t>& kinds, const Array<double>& temperatures, const Table<double>& filters,
                 const Table<uint32_t>& keys, const Ids& edit_offsets, const Ids& edit_ids, const Array<float>& edit_scale,
                 const Array<float>& edit_add) {
@@ -218,7 +218,7 @@ void bind_sampling(nb::module_& m) {
         .def("__init__", &make_specs, "kinds"_a, "temperatures"_a, "filters"_a, "keys"_a, "edit_offsets"_a, "edit_ids"_a, "edit_scale"_a,
              "edit_add"_a);
     m.def("read_specs", [](const nb::list& specs, int64_t vocab) {
-        static SpecReader* reader = new SpecReader;  // its strings outlive the interpreter, as other caches of a process do
+        static SpecReader* reader = new SpecReader;  // never freed: its strings are needed until the process ends
         return reader->read(specs, vocab);
     }, "specs"_a, "vocab"_a);
 }

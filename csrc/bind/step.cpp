@@ -1,5 +1,5 @@
 // The rows of a step that simply go on, planned and taken in for all rows in one call each: what the scheduler and the engine do row
-// by row in Python, for rows that need nothing else. Others are left to Python, which is also the readable twin (tests/oracles/step.py).
+// by row in Python, for rows that need nothing else. Other rows are left to Python; tests/oracles/step.py is the same in readable Python.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -101,7 +101,7 @@ nb::object batch_row(const Going& one, const nb::type_object& type, const nb::tu
 }
 
 // Schedule all rows that decode, each with at most `ks[row]` drafts; None, and nothing is done, if `free` pages do not suffice.
-// take(count): hands out pages. type: of a row of the batch.
+// take(count): hands out pages. type: class of a row of the batch.
 nb::object decode_rows(const nb::list& running, const nb::object& group, const nb::dict& ks, int64_t free, const nb::callable& take,
                        const nb::type_object& type) {
     const std::vector<Going> all = going_on(running, group, ks);
@@ -125,7 +125,7 @@ nb::object decode_rows(const nb::list& running, const nb::object& group, const n
     return rows;
 }
 
-// True if an answer takes these tokens without being read: none may end it, and its first ones are told at once.
+// True if an answer takes these tokens unread: none of them can end it, and they are not its first ones, which are told at once.
 bool only_grows(nb::handle checker, const nb::object& tokens, int64_t written, int64_t count) {
     const StepNames& name = names();
     if (!count || !written || written + count >= number(checker, name.most_tokens) || length(checker, name.unread)) return false;
@@ -159,7 +159,7 @@ void reveal(nb::handle r, nb::handle state, const nb::object& tokens, int64_t co
 }
 
 // Take in the outcomes of rows that decoded and whose answers only grow; see `Verbs.commit`. drafts: what was verified of `proposed`.
-// gains: of the answers. Returns (rows left to Python, pages that filled, states with spare pages, passes without drafts, tokens,
+// gains: `OutputQueue.gains`. Returns (rows left to Python, pages that filled, states with spare pages, passes without drafts, tokens,
 // rows taken in that had drafts).
 nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tuple& drafts, const nb::tuple& verdicts, nb::handle no_draft,
                   const nb::dict& states, const nb::dict& responses, nb::list gains) {
@@ -198,14 +198,14 @@ nb::tuple take_in(const nb::tuple& rows, const nb::tuple& proposed, const nb::tu
     return nb::make_tuple(left.rows, left.filled, left.spare, left.passes, left.tokens, left.drafted);
 }
 
-// The text of tokens, as `Detokenizer.push` makes it. Nothing if it holds bytes back before or behind them, or fails: Python says why.
+// The text of tokens, as `Detokenizer.push` makes it. Nothing if bytes are held back before or behind them, or if it fails: Python raises.
 nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
     const StepNames& name = names();
     if (length(detokenizer, name.held_bytes) || !name.at_start.get(detokenizer).is(nb::handle(Py_False))) return {};
     const nb::object pieces = name.pieces.get(detokenizer);
     std::string data;
     for (nb::handle token : tokens) {
-        const nb::object piece = nb::steal(PyObject_GetItem(pieces.ptr(), token.ptr()));  // it may look bytes up
+        const nb::object piece = nb::steal(PyObject_GetItem(pieces.ptr(), token.ptr()));  // this may call Python, which looks the bytes up
         if (!piece.is_valid()) {
             if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();  // such as Ctrl-C
             PyErr_Clear();
@@ -220,7 +220,7 @@ nb::object text_of(nb::handle detokenizer, const nb::object& tokens) {
     return static_cast<size_t>(num_read) == data.size() ? text : nb::object();
 }
 
-// What a response cost, to be told with any outcome but its first: nothing where counting its tokens tells, see `Response.spent`.
+// What a response cost, to be told with any outcome but its first: nothing where a count of its tokens tells it, see `Response.spent`.
 nb::object spent(nb::handle response, int64_t count) {
     const StepNames& name = names();
     const bool told_by_tokens = number(response, name.decode_passes) == number(response, name.told_passes) + count &&
@@ -252,7 +252,7 @@ nb::list make_outcomes(const nb::list& gains, nb::list outcomes, const nb::type_
     return left;
 }
 
-// What a device is told of a step's rows, [4, n], and the longest that one may become: see `DeviceRows.step_block`.
+// What a device is told of a step's rows, [4, n], and the length that the longest may reach: see `DeviceRows.step_block`.
 nb::tuple step_block(const nb::tuple& rows, const nb::list& num_drafts) {
     const StepNames& name = names();
     const size_t n = nb::len(rows);

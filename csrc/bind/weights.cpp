@@ -18,7 +18,7 @@ namespace paceline {
 namespace {
 
 constexpr size_t kMaxLayers = 4096;
-constexpr size_t kMaxTimed = size_t{1} << 28;  // products of a matrix
+constexpr size_t kMaxTimed = size_t{1} << 28;  // most products of a matrix that are timed
 
 WeightType weight_type(const std::string& name) {
     using enum WeightType;
@@ -57,7 +57,7 @@ std::shared_ptr<Matrix> pack_int4(const Table<uint8_t>& values, const Table<uint
     return std::make_shared<Matrix>(Matrix::pack_int4(values.data(), scales.data(), minima.data(), out, in));
 }
 
-// A type of blocks is kept as it is stored.
+// Pack stored blocks. A type of weights that is a type of blocks keeps them as they are stored.
 std::shared_ptr<Matrix> pack_blocks(ThreadPool& pool, const Array<uint8_t>& data, const std::string& stored, size_t out, size_t in,
                                     const std::string& type) {
     const BlockFormat* format = block_format(stored);
@@ -162,7 +162,7 @@ void make_store(KVStore* self, const std::string& type, size_t num_pages, const 
         shapes.push_back({num_kv, dim});
     }
     require(KVStore::fits(chosen, num_pages, shapes), "a KV store of this many pages is larger than any memory");
-    const HeadShape* beside = nullptr;  // of a layer that does not slide
+    const HeadShape* beside = nullptr;  // heads of a layer that does not slide
     for (size_t i = 0; i < shapes.size() && !sliding.empty(); ++i) {
         if (std::find(sliding.begin(), sliding.end(), i) != sliding.end()) continue;
         require(!beside || shapes[i] == *beside, "layers beside sliding ones have equal heads");

@@ -21,7 +21,7 @@ void drift(const LogitTables& t, const Spread& spread, const FilterRates& rates)
     for (size_t r = 0; r < t.num_rows; ++r) t.row_var[r] = std::min(t.row_var[r] + rates.row_drift * spread.row_var, spread.row_var);
 }
 
-// Learn the usual confidence. Returns how much each one differs from it, 0 where unknown. [indices, depth]
+// Learn the usual confidence. Returns how much each confidence differs from it, 0 where unknown. [indices, depth]
 std::vector<double> learn_usual(const LogitTables& t, const FilterRates& rates, const Confidence& confidence,
                                 const std::vector<size_t>& indices, size_t depth) {
     std::vector<double> delta(indices.size() * depth);
@@ -77,7 +77,7 @@ size_t find_stops(const LogitTables& t, double confidence_weight, size_t row, do
 
 Spread observe(const LogitTables& t, Spread spread, const FilterRates& rates, const Confidence& confidence, const DraftOutcomes& o) {
     drift(t, spread, rates);
-    std::vector<size_t> indices;  // of this drafter's outcomes
+    std::vector<size_t> indices;  // indices of this drafter's outcomes
     int64_t deepest = 0;
     for (size_t i = 0; i < o.n; ++i) {
         if (o.drafters[i] != o.drafter) continue;
@@ -99,7 +99,7 @@ Spread observe(const LogitTables& t, Spread spread, const FilterRates& rates, co
             const double chance = sigmoid(t.depth_logit[d] + old_logit + spread.confidence_weight * s);
             const double error = (static_cast<int64_t>(d) < o.num_accepted[i] ? 1.0 : 0.0) - chance;
             const double weight = chance - chance * chance;
-            const double for_row = 1 / (1 + weight * t.depth_var[d]);  // the part that the depth's own variance does not explain
+            const double for_row = 1 / (1 + weight * t.depth_var[d]);  // the part of the error that the depth does not explain
             const double for_depth = 1 / (1 + weight * old_var);
             row_weight += weight * for_row;
             row_error += error * for_row;

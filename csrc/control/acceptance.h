@@ -7,7 +7,7 @@
 
 namespace paceline {
 
-// Logits of acceptance, by depth and by row, with variances. Arrays are the caller's, and change as it learns.
+// Logits of acceptance, by depth and by row, with variances. The arrays are the caller's, and change as the filter learns.
 struct LogitTables {
     double* depth_logit;       // [depth]
     double* depth_var;         // [depth]
@@ -24,7 +24,7 @@ struct Spread {
     double confidence_weight, confidence_weight_var;
 };
 
-// In the order in which Python hands them over: `FilterRates` in control/acceptance.py.
+// Fields in the order in which Python hands them over: `FilterRates` in control/acceptance.py.
 struct FilterRates {
     double depth_drift, row_drift, spread, min_spread, max_spread, confidence_drift, max_usual, largest_logit, max_depth_var;
 };
@@ -36,7 +36,7 @@ struct Confidence {
     const double* line(size_t index) const { return values ? values + index * depth : nullptr; }
 };
 
-// Verified drafts of some rows, of which those of one drafter count.
+// Verified drafts of some rows; only one drafter's count.
 struct DraftOutcomes {
     const int64_t *rows, *num_verified, *num_accepted, *drafters;  // [n]
     int64_t drafter;
@@ -46,7 +46,7 @@ struct DraftOutcomes {
 struct SurvivalQuery {
     size_t depth;
     double optimism;   // standard deviations that are added to a logit
-    bool assume_usual;  // an unknown confidence counts as usual; else no draft is there
+    bool assume_usual;  // true: an unknown confidence counts as the usual one; false: it means that there is no draft
 };
 
 // Write the probability that a row's drafts are accepted up to each depth. confidence: [confidence_depth] of the row's drafts, NaN
@@ -57,8 +57,8 @@ void survival(const LogitTables& tables, double confidence_weight, double larges
 Spread observe(const LogitTables& tables, Spread spread, const FilterRates& rates, const Confidence& confidence, const DraftOutcomes& outcomes);
 
 // Write where drafting stops for a row: where the next draft is accepted with a probability below `min_survival`.
-// odds, least: [tables.depth], see `Stop` in core/nouns.py. Returns the depth it can reach: behind one where even a certain draft
-// is not worth its time, there is nothing.
+// odds, least: [tables.depth], see `Stop` in core/nouns.py. Returns the depth that it can reach: it ends where even a
+// certain draft is not worth its time.
 size_t find_stops(const LogitTables& tables, double confidence_weight, size_t row, double min_survival, double* odds, double* least);
 
 }  // namespace paceline

@@ -13,7 +13,7 @@ struct Candidate {
     size_t row, depth;  // depth from 1
 };
 
-// The likeliest first; of equally likely ones the shallower, then the earlier row.
+// Candidates, the likeliest first; of equally likely ones the less deep, then the earlier row's.
 std::vector<Candidate> in_order(const Candidates& c) {
     std::vector<Candidate> found;
     for (size_t d = 0; d < c.depth; ++d)

@@ -13,10 +13,10 @@ namespace paceline {
 struct PriceLadder {
     const Costs& costs;
     size_t base_tokens;           // token rows of the pass without drafts
-    double besides_s;             // of the pass without drafts, see `Costs::besides_s`
-    double scale;                 // of the machine's drift
+    double besides_s;             // seconds of the pass without drafts, see `Costs::besides_s`
+    double scale;                 // factor of the machine's drift
     double host_s, draft_host_s;  // host time of any step, and what any draft adds to it
-    bool with_drafting;           // false: drafting has happened, and is not priced
+    bool with_drafting;           // false: drafting is done already, and is not priced
 
     PriceLadder(const Costs& costs, const PassWork& base, size_t rows, bool drafted)
         : costs(costs), base_tokens(static_cast<size_t>(base.tokens)), besides_s(costs.besides_s(base)), scale(std::exp(*costs.drift)),

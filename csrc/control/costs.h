@@ -7,10 +7,10 @@
 
 namespace paceline {
 
-// Corrections of measured pass times, by size: a class of token counts.
+// Corrections of measured pass times, by size. A size is a class of token counts.
 struct Corrections {
-    double* own;           // [sizes] log of the factor that a size alone is off by
-    int64_t* seen;         // [sizes] passes of it without prefill
+    double* own;           // [sizes] log of the factor by which this size's passes are off
+    int64_t* seen;         // [sizes] passes of the size without prefill
     size_t sizes;
     const int64_t* size;   // [tokens] size of a pass with this number of token rows
     const double* measured_s;  // [tokens]
@@ -26,7 +26,7 @@ struct PassWork {
     }
 };
 
-// Seconds against a count, see `Curve` in control/cost.py.
+// Seconds as a function of a count, see `Curve` in control/cost.py.
 struct PriceCurve {
     const double *counts, *seconds;
     size_t size;
@@ -35,7 +35,7 @@ struct PriceCurve {
     double operator()(double count) const;
 };
 
-// In the order in which Python hands them over: `CostRates` in control/online_cost.py.
+// Fields in the order in which Python hands them over: `CostRates` in control/online_cost.py.
 struct CostRates {
     double drift, rare, max_surprise, min_rate, first_rate, rows_of_a_step, key_noise, key_drift, min_key_share;
 };
@@ -60,7 +60,7 @@ struct StepAccount {
     double measured_s, predicted_s, plain_s;
 };
 
-// Arrays are the caller's, and change as it learns.
+// The arrays are the caller's, and change as it learns.
 struct Costs {
     Corrections passes;
     int64_t *last, *num_passes;  // [sizes] number of the last pass of each size; [1] passes so far
@@ -70,22 +70,22 @@ struct Costs {
     double* keys;  // [2] seconds of reading a key, and their variance in units of `key_s` squared
     double key_s;  // measured seconds of a key and its first query
     const double *added, *deepening, *whole;  // [drafters, max_rows + 1, width], see `DraftTables`
-    double* factors;                          // [drafters] how much slower each one is than it was measured
+    double* factors;                          // [drafters] how much slower each is than when it was measured
     int64_t* drafted;                         // [drafters] steps of each
     size_t drafters, max_rows, width;
     double* host;        // [2] host seconds per row, in steps without and with drafts
     int64_t* host_seen;  // [2] steps of each kind
     CostRates rates;
 
-    double table_s(size_t tokens) const;            // of a pass by its token rows alone, before drift
-    double besides_s(const PassWork& work) const;   // what keys, pairs and unscored tokens add to it
+    double table_s(size_t tokens) const;            // seconds of a pass by its token rows alone, before drift
+    double besides_s(const PassWork& work) const;   // seconds that keys, pairs and unscored tokens add
     double pass_s(const PassWork& work) const;
     double host_s(size_t rows, bool drafts) const;
     double draft_host_s(size_t rows) const;         // host time that any draft adds to a step
     std::vector<double> drafting_s(const StepRows& rows) const;  // [drafters]
 
-    // Price steps in which all of n rows draft 0, 1, ... tokens with one drafter, as seen by the `paying` rows among them: drafting
-    // of these alone, and their share of what all drafts add to the pass. out: [drafters, depth + 1]
+    // Price steps in which all of n rows draft 0, 1, ... tokens with one drafter, as seen by the `paying` rows among them: the price is
+    // the drafting of these alone, and their share of what all drafts add to the pass. out: [drafters, depth + 1]
     void prices(const PassWork& base, size_t n, int64_t sum_of_lengths, size_t paying, size_t num_drafters, size_t depth,
                 double* out) const;
 

@@ -1,4 +1,4 @@
-// Tokens that a drafter should favour: what followed in the text before, and what its target chose behind dropped drafts.
+// Tokens that a drafter should favour: tokens that followed the same text before, and the target's choices behind dropped drafts.
 #pragma once
 
 #include <array>
@@ -18,12 +18,12 @@ struct Hint {
 
 // Logits for recycled tokens, see draft/hints.py.
 struct RecycledGains {
-    double pair;      // seen behind the same two tokens, at most `kNear` tokens from here
+    double pair;      // logits of a token seen behind the same two tokens, at most `kNear` tokens from here
     double far_pair;  // seen behind the same two tokens, anywhere else
     double token;     // seen behind the same one token, at most `kNear` tokens from here
 };
 
-// What a target chose behind drafts that were dropped, by the token or two before it; of colliding entries the newest.
+// What a target chose behind drafts that were dropped, by the one or two tokens before it; of colliding entries the newest is kept.
 class RecycledTokens {
   public:
     // `next` was chosen at a position of the text. No token is negative.
@@ -37,9 +37,9 @@ class RecycledTokens {
         int64_t before = -1, last = -1, next = -1, position = 0;
     };
 
-    static constexpr size_t kEntries = 512;  // of one request; a pass adds at most one per draft
+    static constexpr size_t kEntries = 512;  // entries of one request; a pass adds at most one per draft
     static constexpr int64_t kNear = 3;
-    static constexpr int64_t kAny = -2;  // in place of `before`, where the last token alone counts
+    static constexpr int64_t kAny = -2;  // stands for any `before`, where only the last token counts
 
     static size_t slot(int64_t before, int64_t last);
     const Entry* entry(int64_t before, int64_t last) const;
@@ -59,7 +59,7 @@ class TokenHints {
         recycled_ = &recycled, gains_ = gains, length_ = length;
     }
 
-    // The hint for the token after these guesses. If both sources name the same token their logits add up, else the larger wins.
+    // The hint for the token after these guesses. If both sources name the same token their logits add up, otherwise the larger counts.
     std::optional<Hint> next(const int64_t* guesses, size_t count) const;
 
   private:

@@ -19,7 +19,7 @@ double seconds_of(const auto& work) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// The highest rate of several runs. work(): returns how much it did.
+// The highest rate of several runs. work(): returns the amount of work that it did.
 double best_rate(int repeats, const auto& work) {
     double best = 0.0;
     for (int repeat = 0; repeat < repeats; ++repeat) {

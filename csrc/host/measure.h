@@ -1,4 +1,4 @@
-// The limits of this machine, which kernels are compared with.
+// Limits of this machine, to compare kernels with.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace paceline {
 // Bytes per second that all threads together read from `bytes` of memory, best of several runs.
 double read_bandwidth(ThreadPool& pool, size_t bytes);
 
-// Products of bytes per second of all threads together, with the dot-product instruction and registers alone.
+// Byte products per second of all threads together, by the dot-product instruction on registers alone.
 double dot_peak(ThreadPool& pool);
 
 // Seconds to multiply `num_tokens` rows by all matrices, one after another. [repeats]

@@ -7,9 +7,9 @@ namespace paceline {
 namespace {
 
 constexpr int32_t kBorder = -1;
-constexpr size_t kMaxOccurrences = 64;  // the latest
-constexpr size_t kMaxSteps = 512;       // back through pairs of the same slot, to find them
-constexpr size_t kMaxMatches = 6;       // lengths of match that are followed, the longest
+constexpr size_t kMaxOccurrences = 64;  // most occurrences that are looked at: the latest
+constexpr size_t kMaxSteps = 512;       // most steps back through pairs of the same slot, to find them
+constexpr size_t kMaxMatches = 6;       // most lengths of match that are followed: the longest
 
 }  // namespace
 
@@ -62,7 +62,7 @@ std::vector<TextIndex::Occurrence> TextIndex::find(const int64_t* tail, size_t l
     return found;
 }
 
-// Follow the occurrences with at least this match: at each token the majority, on ties the latest.
+// Follow the occurrences with at least this match: at each token go with the majority, on ties with the latest.
 Proposal TextIndex::follow(const std::vector<Occurrence>& all, size_t match, const LookupLimits& limits) const {
     std::vector<uint64_t> path;
     for (const Occurrence& o : all)
@@ -72,7 +72,7 @@ Proposal TextIndex::follow(const std::vector<Occurrence>& all, size_t match, con
     const double began = static_cast<double>(path.size());
     const auto max_tokens = std::min(limits.max_tokens, static_cast<size_t>(limits.tokens_per_match * static_cast<double>(match)));
     for (size_t i = 0; i < max_tokens && !path.empty(); ++i) {
-        const auto token_of = [&](uint64_t next) {  // behind the end of the text: as proposed
+        const auto token_of = [&](uint64_t next) {  // behind the end of the text, the proposed tokens
             return next + i < end_ ? at(next + i) : out.token_ids[next + i - end_];
         };
         int32_t best = kBorder;

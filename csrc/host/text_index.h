@@ -7,18 +7,18 @@
 
 namespace paceline {
 
-// draft/lookup/suffix.py says what is proposed and why.
+// Limits of a proposal. draft/lookup/suffix.py says what is proposed and why.
 struct LookupLimits {
-    size_t max_tokens;        // of a proposal
+    size_t max_tokens;        // most tokens of a proposal
     size_t min_match;         // tokens; shorter matches do not count
     size_t max_match;         // tokens; longer matches are cut
     double tokens_per_match;  // tokens proposed per token matched
-    double min_share;         // a path stops when fewer of its first occurrences are still on it
+    double min_share;         // a path stops when a smaller share of its first occurrences is still on it
 };
 
 struct Proposal {
     std::vector<int32_t> token_ids;
-    std::vector<double> shares;  // of the occurrences on the path, those that continue with each token
+    std::vector<double> shares;  // for each token, the share of the occurrences on the path that continue with it
     size_t match = 0;
 };
 

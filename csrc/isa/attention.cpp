@@ -1,5 +1,5 @@
 // Attention of a few queries to one span of a row's keys. Spans are cut at absolute positions, and a query's result does not depend on
-// the queries beside it: so it depends on neither batch nor chunk nor thread. A page holds, for each KV head, keys as [head_dim][16]
+// the queries beside it: so it does not depend on batch, chunk or thread. A page holds, for each KV head, keys as [head_dim][16]
 // and values as [16][head_dim]: the scores of sixteen keys, and sums over sixteen values, take whole vectors.
 #include "attention.h"
 #include "quantise.h"
@@ -11,7 +11,7 @@ PACELINE_INLINE f32v load_kv(const float* p) { return load(p); }
 PACELINE_INLINE f32v load_kv(const uint16_t* p) { return load_half(p); }
 
 // Scores of R queries and the sixteen keys of each of P pages. A score is one sum over dimensions in order. More pages at once only hide
-// the latency of its additions.
+// the latency of additions.
 template <int R, int P, class T>
 void score_rows(const T* const* pages, size_t head_dim, const float* queries, float* scores) {
     const size_t stride = query_stride(head_dim);
@@ -75,7 +75,7 @@ PACELINE_INLINE void mix(const T* const* pages, size_t hidden, size_t count, siz
 
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const float* queries, float* scores) {
-    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // at least twelve independent sums, as far as registers allow
+    constexpr int many = R <= 3 ? 4 : R <= 6 ? 2 : 1;  // enough for twelve independent sums, as far as registers allow
     constexpr int at_once = many * R <= kMaxQueries ? many : 1;
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
@@ -150,9 +150,9 @@ void attend(const AttentionSpan& span) {
         if (const float most = bound(span.mixed + r * head_dim, head_dim); most != most) mix_alone(span, pages, r);
 }
 
-void prepare(float*, size_t, size_t, float*) {}  // nothing to convert
+void prepare(float*, size_t, size_t, float*) {}  // floating-point kernels read queries as they are
 
-// Add the result of a span to that of earlier spans. top_so_far = -inf: there are none.
+// Add the result of a span to that of earlier spans. top_so_far = -inf: there are no earlier spans.
 void merge(float top, float total, const float* mixed, size_t head_dim, float* top_so_far, float* total_so_far, float* mixed_so_far) {
     if (top <= *top_so_far) {
         const f32v now = exp(splat(top - *top_so_far));

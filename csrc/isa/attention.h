@@ -1,4 +1,4 @@
-// What attention with floating-point and with integer keys and values share.
+// Code that attention with floating-point and with integer keys and values shares.
 #pragma once
 
 #include "kernels.h"
@@ -7,12 +7,12 @@
 namespace paceline::PACELINE_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kMaxQueries = 12;  // this number of queries has accumulators for one vector of scores or two of values
+constexpr int kMaxQueries = 12;  // most queries at once: registers hold their sums for one vector of scores or two of values
 #else
 constexpr int kMaxQueries = 4;
 #endif
-constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // of keys or values; a page has 2 KiB at a head of 64 numbers
-constexpr int kVectors = kPageTokens / kLanes;  // of one page's scores
+constexpr size_t kPagesAtOnce = kKeysAtOnce / kPageTokens;  // pages of keys or values; one has 2 KiB for a head of 64 numbers
+constexpr int kVectors = kPageTokens / kLanes;  // vectors of one page's scores
 
 template <int R, class Kernel>
 PACELINE_INLINE void run_of(size_t num_queries, size_t& first, Kernel kernel) {
@@ -31,8 +31,8 @@ PACELINE_INLINE void by_queries(size_t num_queries, Kernel kernel) {
     run_of<1>(num_queries, first, kernel);
 }
 
-// Addresses of the pages of a span, and behind them of what is read next. Pages lie anywhere, so that hardware cannot predict them: while
-// a kernel reads one page, it prefetches the one `kPagesAtOnce` further.
+// Addresses of the pages of a span, then of the pages that are read next. Pages lie anywhere, so hardware cannot predict them: while a
+// kernel reads one page, it prefetches the page `kPagesAtOnce` further on.
 template <class T>
 struct Pages {
     size_t count;
@@ -41,7 +41,7 @@ struct Pages {
     Pages(const AttentionSpan& span, size_t page_bytes)
         : count((span.end + kPageTokens - 1) / kPageTokens - span.start / kPageTokens) {
         const int64_t* const ids = span.pages + span.start / kPageTokens;
-        const size_t after = span.num_pages - span.start / kPageTokens;  // of the row, from this span on
+        const size_t after = span.num_pages - span.start / kPageTokens;  // pages of the row, from this span on
         const auto at = [&](const void* store, size_t page) {
             const size_t offset = (static_cast<size_t>(ids[page]) * span.heads_per_page + span.kv_head) * page_bytes;
             return reinterpret_cast<const T*>(static_cast<const uint8_t*>(store) + offset);

@@ -1,5 +1,5 @@
 // Attention to integer keys and values, with a scale for each token and head. Each 32-bit lane takes two exact products of 16 bits: twice
-// as many as in floating point, without widening. The limits below keep every sum within 31 bits, over 256 dimensions or 64 keys.
+// as many products as in floating point, without widening. The limits below keep every sum within 31 bits, over 256 dimensions or 64 keys.
 // Probabilities have 14 bits, relative to the largest of their span: they lose less than the activations around them.
 #include "attention.h"
 #include "dot.h"
@@ -96,7 +96,7 @@ PACELINE_APART void score_rows(const T* const* pages, size_t head_dim, const int
 template <int R, class T>
 PACELINE_INLINE void score_pages(const T* const* pages, size_t num_pages, size_t head_dim, const int16_t* queries,
                                  const float* units, float* scores) {
-    constexpr int at_once = 4 * R <= 2 * kMaxQueries ? 4 : 2 * R <= 2 * kMaxQueries ? 2 : 1;  // as registers allow
+    constexpr int at_once = 4 * R <= 2 * kMaxQueries ? 4 : 2 * R <= 2 * kMaxQueries ? 2 : 1;  // as many as registers allow
     size_t page = 0;
     for (; page + at_once <= num_pages; page += at_once)
         score_rows<R, at_once, T>(pages + page, head_dim, queries, units, scores + page * kPageTokens);
@@ -167,7 +167,7 @@ PACELINE_INLINE f32v exp_below(f32v x, float top) {
 }
 
 // Replace scores by weights: probabilities times the scales of the values. Returns the largest weight. This and the total are NaN if a
-// key that the query attends to, or its value, is not finite: the bits of weights are compared, of which those of NaN are the largest.
+// key that the query attends to, or its value, is not finite: weights are compared by their bits, and the bits of NaN are the largest.
 template <class T>
 PACELINE_INLINE float weigh(float* scores, size_t count, const Pages<T>& pages, size_t head_dim, float top, float* total) {
     const f32v none = splat(-__builtin_inff());  // the score of a slot without a key, whose scales may be anything
@@ -217,7 +217,7 @@ PACELINE_APART void weigh_queries(const AttentionSpan& span, const Pages<T>& pag
 
 void prepare(float* queries, size_t num_queries, size_t head_dim, float* units) {
     for (size_t r = 0; r < num_queries; ++r) {
-        float* query = queries + r * kQueryStride;  // in place, in the first half of its floats
+        float* query = queries + r * kQueryStride;  // the integers take the first half of the query's floats
         units[r] = quantise(query, head_dim, kQueryLimit, reinterpret_cast<int16_t*>(query));
     }
 }

@@ -1,5 +1,5 @@
-// A panel in a file's blocks (blocks.h) times a few token rows. Sums within a superblock are integers where groups have integer scales,
-// so that they have one value on every instruction set; superblocks are added in their order.
+// A panel in a file's blocks (blocks.h) times a few token rows. Where groups have integer scales, sums within a superblock are integers,
+// which have one value on every instruction set. Superblocks are added in their order.
 #include <cstddef>
 #include <type_traits>
 
@@ -19,7 +19,7 @@ constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
 #endif
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
-constexpr size_t kFar = 49152;  // bytes ahead that suit weights which are not read in order
+constexpr size_t kFar = 49152;  // bytes to prefetch ahead where weights are not read in order
 constexpr int kQuads = kStretch / 4;
 constexpr size_t kStretches = kSuper / kStretch;
 static_assert(sizeof(SuperFacts::stretches) / sizeof(StretchFacts) == kStretches);
@@ -39,7 +39,7 @@ PACELINE_INLINE i32v coded(const uint8_t* codes, i32v bytes) {
 #endif
 }
 
-// Shift words left, each by that of `by`, at most kMaxExponent.
+// Shift each word left by the number in the same word of `by`, at most kMaxExponent.
 PACELINE_INLINE i32v shift_words(i32v words, i32v by) {
 #if defined(__AVX512F__)
     return (i32v)_mm512_sllv_epi16((__m512i)words, (__m512i)by);
@@ -93,7 +93,7 @@ PACELINE_INLINE i32v load_values(const uint8_t* stretch, int quad) {
     return x;
 }
 
-// Where R rows of bytes lie that are equally far apart; with AVX-512 only every fourth row has an address of its own.
+// Addresses of R rows of bytes that are equally far apart; with AVX-512 only every fourth row has an address of its own.
 template <int R>
 struct Bases {
 #if defined(__AVX512F__)
@@ -121,8 +121,8 @@ struct Bases {
     }
 };
 
-// What the sum of a group begins with: -offset times the sum of its activations. Without offset scales have one sign, so that what is
-// dropped would add up: then half of it, or of one bit all for every other group. part: which group of the stretch.
+// What the sum of a group begins with: -offset times the sum of its activations. Without an offset all scales have one sign, so that
+// dropped bits would add up: then it is half of what is dropped, or, for one bit, all in every other group. part: group of the stretch.
 template <BlockForm F, int R>
 PACELINE_INLINE i32v start_of(const Bases<R>& facts, int r, int part, bool odd) {
     if constexpr (F.offset == 0) return splat(F.dropped() == 1 ? odd : 1 << F.dropped() >> 1);
@@ -137,14 +137,14 @@ PACELINE_INLINE f32v load_scales(const uint8_t* scales) {
     return F.scales == Scales::halves ? load_half((const uint16_t*)scales) : load_bfloat((const uint16_t*)scales);
 }
 
-// Prefetch `Count` lines, of fewer than four for each 256 bytes the same ones again.
+// Prefetch `Count` lines. With fewer than four lines for each 256 bytes it prefetches some lines twice.
 template <Level To, size_t Count>
 PACELINE_INLINE void fetch_some(Prefetch& ahead) {
     const size_t step = ahead.lines * 16;
     PACELINE_UNROLL for (size_t i = 0; i < Count; ++i) fetch<To>(ahead.from), ahead.from += step;
 }
 
-// Prefetch beside half a stretch its share of what a piece prefetches.
+// Prefetch, beside half a stretch, this half's share of what a piece prefetches.
 template <BlockForm F>
 PACELINE_INLINE void fetch_half(Prefetch& ahead) {
     constexpr size_t lines = (F.stretch_bytes() + F.header_bytes() * kStretch / kSuper + 127) / 128;
@@ -174,7 +174,7 @@ using Rows = i32v[R][kVectors];
 // Where a stretch of a panel lies, and its rows.
 template <int R>
 struct Place {
-    const uint8_t *scales, *weights;  // from the first output on that is computed
+    const uint8_t *scales, *weights;  // from the first computed output on
     Bases<R> values, facts;
 
     template <BlockForm F>
@@ -185,8 +185,8 @@ struct Place {
 };
 
 // Sums of the products of groups. A group's first quad of inputs is multiplied for each row right after `finish(row)`, which takes the sums
-// of the group before: so products go on beside the many small operations at the end of a group. part: which group of a stretch; odd: of
-// every two groups the second one.
+// of the group before: so products go on beside the many small operations at the end of a group. part: which group of a stretch; odd:
+// the second of every two groups.
 template <BlockForm F, int R, class Finish>
 PACELINE_INLINE void first_quad(const Place<R>& at, int part, bool odd, Rows<R>& dots, Finish finish) {
     constexpr int quads = F.group / 4;
@@ -324,7 +324,7 @@ PACELINE_INLINE void add_super(const uint8_t* header, size_t start, const SuperF
 
 // Some superblocks of a panel.
 struct Part {
-    const uint8_t* header;  // of the first
+    const uint8_t* header;  // header of the first superblock
     size_t super, num_stretches;
 };
 
@@ -343,7 +343,7 @@ PACELINE_APART void block_rows(const Part& part, const BlockRows& rows, size_t f
             PACELINE_UNROLL for (int v = 0; v < kVectors; ++v) {
                 float* const to = out + r * stride + start + v * kLanes;
                 if (part.super > 0) totals[r][v] = load(to);
-                else if (R > 2) __builtin_prefetch(to, 1);  // or stores would wait for memory, and stores of sums behind them
+                else if (R > 2) __builtin_prefetch(to, 1);  // otherwise these stores, and stores of sums behind them, would wait for memory
             }
         for (size_t left = part.num_stretches; left > 0; ++facts) {
             const size_t count = left < kStretches ? left : kStretches;
@@ -387,7 +387,7 @@ void block_panel(const uint8_t* panel, const BlockRows& rows, size_t first, size
     }
 }
 
-// The smallest exponent with which a stretch up to `top` keeps to 127 steps, where its superblock goes up to `super_top`.
+// The smallest exponent with which a stretch, of numbers up to `top`, stays within 127 steps. super_top: largest of its superblock.
 int exponent_of(float top, float super_top) {
     int exponent = kMaxExponent;
     while (exponent > 0 && top * (float)(2 << (kMaxExponent - exponent)) <= super_top) --exponent;

@@ -2,7 +2,7 @@
 // Forms differ in bits, in inputs of a group and in the kind of its scale; one kernel serves them all. A superblock is:
 //   32 scales and, with minima, 32 of these (float16), unless groups have float scales
 //   for each group 32 scales: 16-bit floats, or signed bytes; of groups of 32 with bytes for each two 32 lanes of both scales
-//   with minima: for each quad of groups 32 lanes of 4 bytes
+//   with minima: for each quad of groups 32 lanes of 4 bytes, the groups' minima
 //   for each stretch of 32 inputs: low bits, for each pair of quads of inputs 32 lanes of 4 bytes, the first quad in the low 4 bits; then
 //   high bits, for each vector of quads 32 lanes of 4 bytes, the first quad in the lowest bits.
 //   Of whole bytes 32 lanes for each quad
@@ -17,17 +17,17 @@ namespace paceline {
 
 constexpr size_t kSuper = 256;    // inputs of a superblock
 constexpr size_t kStretch = 32;   // inputs that one step of a kernel takes
-constexpr size_t kStartUnit = 32; // sums of activations are stored minus 32 times
-constexpr int kMaxExponent = 4;   // of a stretch of activations
+constexpr size_t kStartUnit = 32; // sums of activations are stored times -32
+constexpr int kMaxExponent = 4;   // largest exponent of a stretch of activations
 
-enum class Scales { integers, halves, bfloats };  // of groups
-enum class Codes { none, normal, fp4 };           // what 4 bits stand for, if not for a number
+enum class Scales { integers, halves, bfloats };  // kinds of group scales
+enum class Codes { none, normal, fp4 };           // tables of what 4 bits stand for; none: they are the number
 
 // Facts of a form.
 struct BlockForm {
     size_t high_bits;  // 0, 1, 2 or 4, above the low 4
     size_t group;      // inputs: 16 or 32
-    size_t offset;     // stands for zero
+    size_t offset;     // the stored value that stands for zero
     size_t most = 0, most_scale = 0;  // where groups have integer scales: the largest distance from zero, and the largest scale
     Scales scales = Scales::integers;
     bool minima = false;
@@ -82,7 +82,7 @@ static_assert([] {
     return fit;
 }());
 
-// Their names in GGUF, which are also those of types of weights.
+// The forms' names in GGUF, which are also names of types of weights.
 inline constexpr std::string_view kBlockNames[kNumBlockForms] = {"Q4_K", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ4_NL", "MXFP4", "Q5_0", "Q8_0"};
 
 // What a value of 4 bits stands for, plus the offset: IQ4's are quantiles of a normal distribution, FP4's are doubled.

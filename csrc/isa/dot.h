@@ -27,7 +27,7 @@ PACELINE_INLINE void dot(i32v& sums, i32v weights, i32v activations) {
 
 #if defined(PACELINE_SANITIZE)
 
-// As below, for sanitizers: they see no reads of assembly, and in their code `bytes` is no constant, as an immediate operand must be.
+// The function below for sanitizers: these do not see reads of assembly, and in their code `bytes` is no constant, as assembly needs.
 PACELINE_INLINE i32v broadcast(const int8_t* base, int times, size_t width, int bytes) {
     return splat_bytes(base + times * width + bytes);
 }

@@ -21,7 +21,7 @@ constexpr int kMaxSpreadRows = 12;
 #else
 constexpr int kVectors = 1;
 constexpr int kMaxRows = 4;
-constexpr int kMaxSpreadRows = 8;  // their sums take half the registers
+constexpr int kMaxSpreadRows = 8;  // most spread rows at once: their sums take half the registers
 #endif
 static_assert(kMaxSpreadRows <= kMostInPiece);
 constexpr size_t kStep = kVectors * kLanes;  // outputs computed together
@@ -74,13 +74,13 @@ PACELINE_INLINE PageFetch take_page(PagesAhead& pages, size_t weight_bytes) {
     return {pages.keys + at, pages.values + at, step < 128 ? step : 128};
 }
 
-// The inputs of a panel that are multiplied at once: all.
+// Inputs of a panel that are multiplied at once: all of them.
 struct AllInputs {
     static constexpr size_t begin = 0;
     static constexpr size_t end_of(size_t width) { return width; }
 };
 
-// Or a part. Sums of the inputs before it lie in `out`, as integers.
+// Inputs of a panel that are multiplied at once: some. Sums of the inputs before lie in `out`, as integers.
 struct SomeInputs {
     size_t begin, end;
     size_t end_of(size_t) const { return end; }
@@ -274,7 +274,7 @@ PACELINE_INLINE void spread_inputs(const SpreadPanel& panel, const SpreadRows& r
 }
 
 // Up to twice as many rows as one piece takes read a panel in parts that the L1 cache keeps for all pieces: on a Zen 5 (48 kB) 16 and 24
-// rows take 2 to 6 % less time, more rows lose. Pieces have at most 8 rows: two of twelve would fetch what is next in bursts, too late.
+// rows take 2 to 6 % less time, more rows lose time. Pieces have at most 8 rows: two of twelve would fetch what is next in bursts, too late.
 template <class Form>
 void spread_panel(const SpreadPanel& panel, const SpreadRows& rows, size_t first, size_t end, float* out, size_t stride) {
     if (end - first <= kMaxSpreadRows || end - first > 2 * kMaxSpreadRows)

@@ -1,6 +1,6 @@
 // Kernels, compiled once per instruction set: each .cpp in this folder is built several times, with PACELINE_ISA as its namespace.
 // `kernels()` returns the best table that this machine can run. Functions here must not call templates or inline functions of the
-// standard library that may become symbols: the linker keeps one copy for all, perhaps of an instruction set that the machine lacks.
+// standard library that may become symbols: the linker keeps one copy for all, perhaps one for instructions that the machine lacks.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ constexpr size_t kInt8Group = 64;   // inputs of one tile; rows that are multipl
 constexpr size_t hadamard_block(size_t width) { return width & (~width + 1); }  // the largest power of two that divides it
 constexpr size_t kInt4Group = 32;   // inputs of a block of int4 weights, which share an activation scale
 constexpr size_t kInt4BlockBytes = kPanel * 4 + kPanel * kInt4Group / 2;  // of a block of a panel, with scales and minima
-constexpr size_t kPageTokens = 16;  // KV slots of one page, as core/nouns.py
+constexpr size_t kPageTokens = 16;  // KV slots of one page, as in core/nouns.py
 constexpr size_t kKeysAtOnce = 64;  // keys whose values a kernel sums up at once
 constexpr size_t kSpan = 256;       // keys that share a softmax pass; spans start at its multiples
 
@@ -41,7 +41,7 @@ struct FloatRows {
     size_t width;
 };
 
-// Int8 with a scale for each group of 32 inputs, for int4 weights.
+// Activations as int8 with a scale for each group of 32 inputs, for int4 weights.
 struct QuantisedRows {
     const int8_t* values;
     size_t width, num_groups;
@@ -49,7 +49,7 @@ struct QuantisedRows {
     const int32_t* sums;  // [num_rows, num_groups] sum of the values
 };
 
-// Int8, spread by `hadamard`, with one scale per row, for int8 and int4_row weights, which are spread alike. The products of a row and
+// Activations as int8, spread by `hadamard`, with one scale per row, for int8 and int4_row weights, spread alike. The products of a row and
 // an output are then summed up exactly, as integers, and scaled once.
 struct SpreadRows {
     const int8_t* values;  // [num_rows, width]
@@ -57,7 +57,7 @@ struct SpreadRows {
     const float* scales;   // [num_rows]
     const int32_t* sums;   // [num_rows, 16] -128 times the sum of the values, as weights are stored plus 128; 16 copies, for tiles
 };
-constexpr size_t kMaxInputs = size_t{1} << 16;  // of a row, so that every sum fits 32 bits
+constexpr size_t kMaxInputs = size_t{1} << 16;  // most inputs of a row, so that every sum fits 32 bits
 
 struct SpreadPanel {
     const uint8_t* weights;
@@ -71,10 +71,10 @@ constexpr size_t kSoon = 6144;
 // up to an eighth by it; a Zen 4 loses as much, as its L1 waits for fewer lines at once.
 extern const bool kFetchesPastCaches;
 
-// How rows that are one piece prefetch weights, by their number. The best differs from machine to machine, also of
-// one processor, so the target's is measured at the first start.
+// How one piece of rows prefetches weights, by its number of rows. The best differs between machines, even of the same
+// processor, so the target's is measured at the first start.
 struct Prefetching {
-    size_t bytes = kSoon;  // ahead; 0: the processor's own prefetching does better
+    size_t bytes = kSoon;  // bytes to prefetch ahead; 0: none, where the processor's own prefetching is better
     bool past = kFetchesPastCaches;
 };
 constexpr size_t kMostInPiece = 12;
@@ -100,15 +100,15 @@ struct GemmKernels {
     void (*leave)();  // releases tile registers of this thread; the thread pool calls it at the end of each run
 };
 
-// What lies beside 32 inputs of activations, a stretch. They are its bytes times 2**exponent times the unit of their superblock.
+// Facts of a stretch, 32 inputs of activations. An activation is its byte times 2**exponent times the unit of its superblock.
 struct StretchFacts {
     int32_t exponent;
-    int32_t exponent_pair;  // the same as a word of 16 bits, and above it the next stretch's
+    int32_t exponent_pair;  // the exponent as a word of 16 bits, and above it the next stretch's
     int32_t start;          // -32 times the sum of the bytes
-    int32_t starts[2];      // and of the first and last 16
+    int32_t starts[2];      // the same for the first and the last 16
 };
 
-// And beside 256 inputs, a superblock.
+// Facts of a superblock, 256 inputs.
 struct SuperFacts {
     StretchFacts stretches[8];
     float unit;
@@ -127,7 +127,7 @@ constexpr size_t kNumBlockForms = 9;
 struct BlockKernels {
     // By form, as `GemmKernels` for one panel.
     void (*multiply[kNumBlockForms])(const uint8_t* panel, const BlockRows& rows, size_t first, size_t end, float* out, size_t stride);
-    // One row of `BlockRows`; width: a multiple of 64. Values behind it stay.
+    // Make one row of `BlockRows`; width: a multiple of 64. Values behind the width stay.
     void (*quantise)(const float* x, size_t width, int8_t* values, SuperFacts* facts);
 };
 
@@ -149,17 +149,17 @@ struct LayerKernels {
     void (*from_halves)(const uint16_t* x, size_t n, float* out);
 };
 
-// Floats between queries. A constant, as a kernel has no registers for twelve addresses, and not a power of two, as queries would
-// then compete for the same cache lines.
+// Floats between queries. It is a constant, as a kernel has no registers for twelve addresses. It is no power of two, as queries
+// would then compete for the same cache lines.
 constexpr size_t kQueryStride = 272;
 constexpr size_t query_stride(size_t head_dim) { return head_dim <= 256 ? kQueryStride : head_dim; }
 
-// Some queries of one row and KV head, and keys start..end of the row, all in one span.
+// Some queries of one row and KV head, and the keys start..end of the row, which lie in one span.
 struct AttentionSpan {
     const void *keys, *values;  // of one layer
     const int64_t* pages;       // [num_pages] of the row
     size_t num_pages;
-    size_t heads_per_page, kv_head, head_dim;  // a page begins so many heads behind the one before
+    size_t heads_per_page, kv_head, head_dim;  // heads_per_page: heads from a page's begin to the next page's
     size_t num_queries, start, end;
     const float* queries;   // [num_queries, query_stride(head_dim)], as `prepare` left them
     const float* query_units;  // [num_queries] of `prepare`
@@ -203,7 +203,7 @@ struct Kernels {
     LimitKernels limits;
 };
 
-// The table for this machine, chosen once. The environment variable PACELINE_ISA selects a lesser one.
+// The table for this machine, chosen once. The environment variable PACELINE_ISA selects one for fewer instructions.
 const Kernels& kernels();
 
 }  // namespace paceline

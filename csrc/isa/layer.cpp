@@ -109,7 +109,7 @@ PACELINE_INLINE void across(f32v (&v)[R]) {
             }
 }
 
-// The same in place between numbers at distances apart, 2 * apart, ..., in each stretch of R * apart.
+// The same in place, between numbers that are apart, 2 * apart, ... from each other, in each stretch of R * apart.
 template <int R>
 PACELINE_INLINE void across(float* y, size_t block, size_t apart) {
     for (size_t stretch = 0; stretch < block; stretch += R * apart)
@@ -121,8 +121,8 @@ PACELINE_INLINE void across(float* y, size_t block, size_t apart) {
         }
 }
 
-// Neighbours first, then numbers two apart, and so on: the same sums in the same order for every length of vector. As many steps at
-// once as registers allow.
+// Neighbours first, then numbers two apart, and so on: the same sums in the same order for every length of vector. It does as many steps
+// at once as registers allow.
 void hadamard(const float* x, size_t width, float* out) {
     constexpr size_t kFirst = 64;  // numbers; the width is a multiple
     const size_t block = hadamard_block(width);

@@ -35,7 +35,7 @@ size_t dot_products(size_t rounds) {
 
 #else
 
-// More chains than both units have stages: fewer sums would wait for each other. Variables, as an array would lie in memory.
+// More sums than both units have stages, as fewer would wait for each other. Single variables, as an array would lie in memory.
 size_t dot_products(size_t rounds) {
     const i32v w = splat(0x01020304), a = splat(0x04030201);
     i32v s0 = w, s1 = w, s2 = w, s3 = w, s4 = w, s5 = w, s6 = w, s7 = w, s8 = w, s9 = w, s10 = w, s11 = w;

@@ -1,4 +1,4 @@
-// Rows in pieces, and what a piece prefetches. Few rows are one piece, which fetches the weights that it will soon read. More rows come
+// Rows in pieces, and what a piece prefetches. Few rows are one piece, which prefetches the weights that it will soon read. More rows come
 // in several pieces: the first reads the panel from memory, the others from the cache, and together they fetch the next panel, so
 // that memory is never idle.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace paceline::PACELINE_ISA {
 
-constexpr size_t kPartBytes = 29000;  // of a panel that several pieces read: with the rows of a piece they fit the L1 cache
+constexpr size_t kPartBytes = 29000;  // bytes of a panel that several pieces read in turn: with the rows of a piece they fit the L1 cache
 
 struct Prefetch {
     const uint8_t* from;

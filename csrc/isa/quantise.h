@@ -5,7 +5,7 @@
 
 namespace paceline::PACELINE_ISA {
 
-// The number of these bits without a sign; NaN if it is infinite.
+// The float with these bits, whose sign bit is 0; NaN if it is infinite.
 PACELINE_INLINE float finite(int32_t bits) { return bits >= 0x7F800000 ? __builtin_nanf("") : ((f32v)splat(bits))[0]; }
 
 // max |x| of n numbers, n a multiple of the vector; NaN if any is NaN or infinite. Compared as integers: the bits of floats without a

@@ -9,8 +9,8 @@
 #endif
 
 #define PACELINE_INLINE static inline __attribute__((always_inline))
-#define PACELINE_APART __attribute__((noinline))  // so that it has all registers
-#define PACELINE_UNROLL _Pragma("GCC unroll 32")  // whole loops, so that arrays of vectors become registers
+#define PACELINE_APART __attribute__((noinline))  // not inlined, so that it has all registers
+#define PACELINE_UNROLL _Pragma("GCC unroll 32")  // unrolls whole loops, so that arrays of vectors become registers
 
 #if defined(__AVX512F__)
 #define PACELINE_VECTOR_BYTES 64
@@ -36,7 +36,7 @@ PACELINE_INLINE f32v load(const float* p) {
 
 PACELINE_INLINE void store(float* p, f32v v) { __builtin_memcpy(p, &v, sizeof v); }
 
-enum class Level { second, past };  // cache to prefetch into: L2, or L1 alone, past the larger ones
+enum class Level { second, past };  // cache to prefetch into: L2, or only L1, past the larger caches
 
 // Prefetch a cache line.
 template <Level To>

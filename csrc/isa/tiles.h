@@ -8,7 +8,7 @@
 namespace paceline::PACELINE_ISA {
 
 constexpr size_t kTile = kTileLanes;    // rows of a tile, and outputs
-constexpr size_t kMinTileRows = 3;  // fewer rows wait for memory in any kernel
+constexpr size_t kMinTileRows = 3;  // with fewer rows every kernel waits for memory
 static_assert(kInt8Group == 64 && kPanel == 2 * kTile, "the panels are packed as tiles read them");
 
 // The eight registers, as macros because the assembler needs numbers. With rows for two tiles every load serves two products.
@@ -35,8 +35,8 @@ PACELINE_INLINE void load_shapes(size_t rows) {
     _tile_loadconfig(&config);
 }
 
-// Registers keep their shapes until the run of the thread pool ends, as shaping takes as long as ten products. Not longer: other
-// libraries in the process shape a thread's registers for themselves.
+// Registers keep their shapes until the run of the thread pool ends, as shaping takes as long as ten products. They keep them no longer:
+// other libraries in the process shape a thread's registers, too.
 static thread_local size_t shaped_rows = 0;
 
 PACELINE_INLINE void shape_tiles(size_t rows) {
@@ -53,10 +53,10 @@ struct alignas(64) TileSums {
     int32_t of[4][kTile * kTile];
 };
 
-// Where sums belong.
+// Place of the sums in the result.
 struct TileOut {
-    const float* scales;  // of the outputs
-    size_t first;         // row
+    const float* scales;  // scales of the outputs
+    size_t first;         // first row
     float* out;
 };
 
@@ -131,7 +131,7 @@ PACELINE_INLINE void int8_in_pieces(const SpreadPanel& panel, size_t num_panels,
     const size_t num_rows = end - first, num_pieces = (num_rows + max_rows - 1) / max_rows, bytes = rows.width * kPanel;
     const size_t size = (num_rows + num_pieces - 1) / num_pieces;
     const Piece piece{size, Two ? (size + 1) / 2 : size};
-    const size_t lines = (all_lines + num_pieces - 1) / num_pieces;  // of a piece
+    const size_t lines = (all_lines + num_pieces - 1) / num_pieces;  // lines that a piece prefetches
     const uint8_t* ahead = panel.weights + (num_pieces == 1 ? kSoon : bytes);
     TileSums sums;
     TileOut out_of[2];

@@ -42,7 +42,7 @@ PACELINE_INLINE u32v lowbias(u32v x) {
 }
 
 // An upper bound of the noise: gumbel = -log(-log(1 - v)) <= -log(v) <= 32 log 2 - log(h1). No logarithm is taken: between powers of two
-// the bits of a float32, read as an integer, are a straight line below log2. 1e-4 outweighs every rounding.
+// the bits of a float32, read as an integer, are a straight line below log2. 1e-4 is more than all rounding errors.
 PACELINE_INLINE f32v ceiling(u32v h1) {
     constexpr float ln2 = 0.6931471805599453f;
     return to_float((i32v)to_float(h1)) * (-ln2 * 0x1p-23f) + ln2 * (32 + 127 + 1e-4f);

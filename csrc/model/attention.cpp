@@ -18,7 +18,7 @@ void Decoder::attend(const Pass& pass, const KVStore& kv, size_t layer, size_t t
     scratch_->tilings[weights_.layers[layer].tiling].parts.empty() ? attend_tiles(pass, kv, layer, thread) : attend_parts(pass, kv, layer, thread);
 }
 
-// Each tile as a whole, its spans one after another.
+// Compute each tile as a whole, its spans one after another.
 void Decoder::attend_tiles(const Pass& pass, const KVStore& kv, size_t layer, size_t thread) {
     Scratch& s = *scratch_;
     auto& own = s.threads[thread];
@@ -37,7 +37,7 @@ void Decoder::attend_tiles(const Pass& pass, const KVStore& kv, size_t layer, si
     });
 }
 
-// The spans of few, long tiles apart, then their merged results.
+// Compute the spans of few, long tiles apart, then merge their results.
 void Decoder::attend_parts(const Pass& pass, const KVStore& kv, size_t layer, size_t thread) {
     const Layer& own = weights_.layers[layer];
     Tiling& s = scratch_->tilings[own.tiling];
@@ -103,7 +103,7 @@ void Decoder::gather_queries(const Pass& pass, const KVStore& kv, size_t index, 
     kv.kernels().prepare(&own.queries[first * query_stride(padded)], tile.count * group - first, padded, &own.query_units[first]);
 }
 
-// One span of a tile, whose queries from token `from` on are in this thread's scratch.
+// Compute one span of a tile. Its queries from token `from` on are in this thread's scratch.
 void Decoder::attend_span(const Pass& pass, const KVStore& kv, size_t index, const Tile& tile, size_t span, size_t from, size_t thread,
                           float* tops, float* totals, float* mixed) {
     auto& own = scratch_->threads[thread];

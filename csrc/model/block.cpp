@@ -60,8 +60,8 @@ void Decoder::correct_step(const BlockStep& step, const Pass& pass) {
     for (size_t i = 0; i < n && step.log_odds; ++i) pass.margins[i] = step.log_odds[i];
 }
 
-// Scratch here: `delta` has the corrector's rows of the tokens before, `up` what the mixing matrix makes of them, `hidden_q` first its
-// inputs and then states, `attn_q` what is multiplied with `out`.
+// Use of scratch: `delta` has the corrector's rows of the tokens before, `up` the mixing matrix' outputs, `hidden_q` first its inputs
+// and then states, `attn_q` what is multiplied with `out`.
 void Decoder::run_corrector(const BlockStep& step, const Pass& pass, size_t thread) {
     Scratch& s = *scratch_;
     const Corrector& corrector = weights_.corrector;
@@ -95,7 +95,7 @@ void Decoder::run_corrector(const BlockStep& step, const Pass& pass, size_t thre
     });
 }
 
-// Read the corrector's row of the token before; quantise it beside what else is mixed; and say how likely the guess is kept.
+// Read the corrector's row of the token before; quantise it beside the other inputs of the mix; state how likely the guess is kept.
 // row: all of this thread's `normed`.
 void Decoder::read_previous(const BlockStep& step, size_t index, float* row) {
     Scratch& s = *scratch_;

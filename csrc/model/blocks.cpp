@@ -9,7 +9,7 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kSmall = 32, kSuper = 256;  // weights of a block; those ending in K have a block of blocks
+constexpr size_t kSmall = 32, kSuper = 256;  // weights of a block; formats ending in K have blocks of small blocks
 
 float half_at(const uint8_t* at) {
     uint16_t bits;
@@ -43,7 +43,7 @@ void unpack_q4_1(const uint8_t* block, float* to) {
     }
 }
 
-// The 32 numbers of 5 bits: their fifth bits stand before the others.
+// Read 32 numbers of 5 bits: the fifth bits of all stand before the other bits.
 void read_fives(const uint8_t* at, int* to) {
     uint32_t fifths;
     std::memcpy(&fifths, at, sizeof fifths);

@@ -21,7 +21,7 @@ Decoder::Decoder(const Shape& shape, Weights weights, std::shared_ptr<ThreadPool
         if (layer.tiling == found.size()) found.push_back({layer.heads});
     }
     auto& ids = weights_.token_ids;
-    if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // tiles of logits are padded alike
+    if (!ids.empty()) ids.resize(round_up(ids.size(), kHeadTile), ids.back());  // padded as tiles of logits are
 }
 
 size_t Decoder::weight_bytes() const {
@@ -127,7 +127,7 @@ void Decoder::run(const Pass& pass, const KVStore& kv, size_t thread) {
 }
 
 // Give every rank the rows of all. Each rank has made `part` numbers of a row, which lie at its beginning. num_parts: 1 if only rank 0
-// has made some.
+// has made numbers.
 void Decoder::gather(AlignedVector<float>& rows, size_t stride, size_t part, size_t count, size_t num_parts) {
     if (!ranks_) return;
     const size_t at_once = RankMemory::kRoom / stride, own = ranks_->rank() * part;
@@ -141,7 +141,7 @@ void Decoder::gather(AlignedVector<float>& rows, size_t stride, size_t part, siz
     }
 }
 
-// True if nobody reads the output of a layer, and layers behind it store nothing. Ranks other than 0 do not know it.
+// True if nobody reads the output of a layer, and layers behind it store nothing. Ranks other than 0 cannot tell.
 bool Decoder::only_stores(const Pass& pass, size_t index) const {
     if (ranks_) return false;
     for (size_t i = index + 1; i < pass.num_layers; ++i)
@@ -187,7 +187,7 @@ bool Decoder::run_attention(const Pass& pass, const KVStore& kv, size_t index, s
     gather(s.mixed, mixed_stride, q_size, n, shape_.num_ranks);
     pool_->each(n, [&](size_t t) {
         float* const mixed = &s.mixed[t * mixed_stride];
-        pad(mixed, mixed_size);  // layers with larger heads write there
+        pad(mixed, mixed_size);  // layers with larger heads have written there
         s.attn_q.set(t, mixed, layer.o->type(), mixed_size);
     });
     multiply_all(*pool_, {{layer.o.get(), &s.attn_q, s.delta.data(), delta_stride, &layer.o_bias}}, n);
@@ -213,7 +213,7 @@ void Decoder::run_ffn(const Pass& pass, size_t index, size_t thread) {
 // Run the feed-forward network that all tokens share, from `hidden_q` to `delta`.
 void Decoder::run_dense(const Layer& layer, size_t n) {
     Scratch& s = *scratch_;
-    const size_t size = layer.gate->out(), whole = layer.down->in();  // of a rank, of all
+    const size_t size = layer.gate->out(), whole = layer.down->in();  // widths: of this rank, of all ranks
     const size_t stride = round_up(whole, kInt8Group), delta_stride = round_up(shape_.hidden, kPanel);
     const Product gates{layer.gate.get(), &s.hidden_q, s.gate.data(), stride, &layer.gate_bias};
     multiply_all(*pool_, {gates, {layer.up.get(), &s.hidden_q, s.up.data(), stride, &layer.up_bias}}, n);
@@ -310,7 +310,7 @@ void Decoder::apply_rope(const Layer& layer, const float* head, const std::vecto
     kernel.rotate(norm.empty() ? head : to, &scratch_->cosines[at], &scratch_->sines[at], dim, scale, to);
 }
 
-// What multiplies the queries of a token.
+// The factor of the queries of a token.
 float Decoder::query_scale(int64_t position) const {
     if (shape_.query_growth == 0.0f) return shape_.query_scale;
     const float contexts = std::floor(static_cast<float>(position) / shape_.query_context);
@@ -334,7 +334,7 @@ void Decoder::store(const Pass& pass, const KVStore& kv, size_t index, size_t to
         if (static_cast<size_t>(pass.copies[2 * i]) == token) write(static_cast<size_t>(pass.copies[2 * i + 1]));
 }
 
-// Store the keys and values of all tokens. One thread takes sixteen tokens, as those of a page share cache lines.
+// Store the keys and values of all tokens. One thread takes sixteen tokens, as the tokens of a page share cache lines.
 void Decoder::store_all(const Pass& pass, const KVStore& kv, size_t layer) {
     const size_t n = pass.num_tokens, num_groups = (n + kPageTokens - 1) / kPageTokens, num_kv = weights_.layers[layer].heads.num_kv;
     pool_->each(num_groups * num_kv, [&](size_t j) {

@@ -34,12 +34,12 @@ class Decoder {
     // Start a pass and return. It ends with `finish`, or when another pass starts. `kv` and the arrays of the pass must stay.
     void begin(Pass pass, const KVStore& kv);
     void finish();
-    // Of the last pass that has ended, summed over layers: distinct experts of all tokens, then the mean number of those of one token,
-    // of 2 neighbours, of 4, and so on. Layers that did not run count as the mean of those that did.
+    // Experts of the last pass that has ended, summed over layers: distinct experts of all tokens, then the mean number of distinct experts
+    // of one token, of 2 neighbours, of 4, and so on. Layers that did not run count as the mean of those that did.
     std::vector<double> touched_experts() const;
     void norm_last(float* state) const;  // apply `final_norm` in place, [hidden]
 
-    // Of a block head: store keys and values of tokens that are known, made of the pass's features.
+    // For a block head: store keys and values of known tokens, made of the pass's features.
     void store_context(const Pass& pass, const KVStore& kv);
     // Choose the next guesses. `pass` holds the specs and outputs of its rows.
     void correct_step(const BlockStep& step, const Pass& pass);
@@ -73,7 +73,7 @@ class Decoder {
     void store(const Pass& pass, const KVStore& kv, size_t layer, size_t token, size_t kv_head);
     void store_all(const Pass& pass, const KVStore& kv, size_t layer);
     bool only_stores(const Pass& pass, size_t layer) const;
-    size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // of a token
+    size_t num_angles() const { return weights_.inverse_frequencies.size(); }  // angles of a token
     // layer_inputs.cpp
     void plan_inputs(const Pass& pass);
     void make_inputs(const Pass& pass, size_t thread);
@@ -116,7 +116,7 @@ class Decoder {
     std::shared_ptr<ThreadPool> pool_;
     std::shared_ptr<RankMemory> ranks_;
     std::unique_ptr<Scratch, void (*)(Scratch*)> scratch_;
-    std::optional<Pass> begun_;  // not finished
+    std::optional<Pass> begun_;  // the pass that was begun and not finished
 };
 
 }  // namespace paceline

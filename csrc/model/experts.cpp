@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kWordBits = 64;
 constexpr float kTiny = 1e-20f;      // keeps the sum of sigmoids above 0
 constexpr size_t kRowsAtOnce = 48;  // rows of an expert that are multiplied with some panels before the next rows
-constexpr size_t kPanelsAtOnce = 2;  // of many rows, so that the weights stay in a cache
+constexpr size_t kPanelsAtOnce = 2;  // panels at once for many rows, so that the weights stay in a cache
 constexpr size_t kClaims = 4;        // a thread claims a quarter of what is left: experts have different numbers of rows
 
 // The experts with the highest scores, best first; of equal scores the lower number.

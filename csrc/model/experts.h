@@ -1,6 +1,6 @@
 // Mixture of experts: each token's router sends it to a few of many feed-forward networks. The rows of a pass are grouped by expert,
 // so that each expert's weights are read once for all of its rows; a token's sum is in the order of its own experts, best first,
-// whatever else is in the pass.
+// whatever other tokens are in the pass.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ struct Expert {
 
 // How a token's experts are chosen and weighed.
 struct Routing {
-    bool normed = true;    // the shares of a token's experts sum to 1; else those of all experts do, or their sigmoids stay
+    bool normed = true;    // the shares of a token's experts sum to 1; otherwise the shares of all experts do, or sigmoids stay as they are
     bool sigmoid = false;  // shares are sigmoids of the router's scores; else a softmax
     float scale = 1.0f;    // multiplies all shares
 };
@@ -55,7 +55,7 @@ struct ExpertScratch {
     Activations inputs, middle;           // [slots]
     AlignedVector<float> gate, up;        // [slots, size to 64]
     AlignedVector<float> out;             // [slots, hidden to 32]
-    std::vector<uint64_t> masks;          // [num_tokens] sets of experts, while they are counted
+    std::vector<uint64_t> masks;          // [num_tokens] set of experts of each token, while experts are counted
     size_t num_counted = 0;               // layers in the counts
     std::vector<double> counts;           // see `Decoder::touched_experts`
 };

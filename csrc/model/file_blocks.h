@@ -1,4 +1,4 @@
-// Rows of a GGUF file in blocks, brought into panels without a change of any value.
+// Rows of a GGUF file in blocks, put into panels without a change of any value.
 #pragma once
 
 #include "isa/blocks.h"
@@ -7,7 +7,7 @@ namespace paceline {
 
 // A superblock of one row in any file's form. Groups of 16 have 16 scales, groups of 32 have 8.
 struct FileBlock {
-    uint8_t values[kSuper];  // plus the form's offset; 4 bits with codes are not looked up
+    uint8_t values[kSuper];  // values plus the form's offset; 4-bit codes are kept as codes
     int8_t scales[16];
     uint16_t float_scales[8];  // in 16 bits, as the form has them
     uint8_t minima[8];
@@ -20,7 +20,7 @@ size_t file_block(size_t form);  // inputs: 32 or 256
 
 // Write row `lane` of a panel. row: as the file has it.
 void put_file_row(size_t form, const uint8_t* row, size_t width, uint8_t* panel, size_t lane);
-// Read it as float32 [width].
+// Read row `lane` of a panel as float32 [width].
 void read_block_row(size_t form, const uint8_t* panel, size_t lane, size_t width, float* to);
 
 }  // namespace paceline

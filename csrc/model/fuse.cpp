@@ -5,7 +5,7 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kTokensAtOnce = 128;  // more make no token cheaper, and the scratch would leave the cache
+constexpr size_t kTokensAtOnce = 128;  // with more, tokens get no cheaper and the scratch leaves the cache
 
 // Fill a row [fc in, padded with zeros] with the normed states of a token.
 void gather(const float* states, const Fusing& f, float* row) {

@@ -1,4 +1,4 @@
-// The features that draft heads read: hidden states of a token after several layers, normed, times one matrix.
+// The features that draft heads read: a token's hidden states after several layers, normed, times one matrix.
 #pragma once
 
 #include "model/matrix.h"

@@ -20,17 +20,17 @@ struct HeadShape {
     bool operator==(const HeadShape&) const = default;
 };
 
-// Memory is taken only as pages are written, but for the first one. Where some layers have a window, what these hold of a page lies side
-// by side, and so does what the others hold of it: each can be dropped without the other.
+// Except the first page's, memory is taken only as pages are written. Where some layers have a window, their parts of a page lie side
+// by side, and so do the other layers' parts: each of the two can be dropped without the other.
 class KVStore {
   public:
-    // heads: of each layer; sliding: layers whose part of a page can be dropped. They have equal heads, and so have the others beside them
+    // heads: of each layer; sliding: layers whose part of a page can be dropped. Sliding layers have equal heads, and so have the others
     KVStore(KVType type, size_t num_pages, std::vector<HeadShape> heads, const std::vector<size_t>& sliding = {})
         : type_(type), heads_(std::move(heads)), places_(heads_.size()), memory_(num_pages) {
         for (size_t layer : sliding) places_[layer].slides = true, window_bytes_ += 2 * part_bytes(layer);
         rest_bytes_ = sliding.empty() ? 0 : page_bytes() - window_bytes_;
-        uint8_t* const sides[] = {memory_.add(rest_bytes_), memory_.add(window_bytes_, false)};  // few pages have what sliding layers hold
-        size_t of_rest = 0, of_windows = 0;  // bytes before a layer's, within a page
+        uint8_t* const sides[] = {memory_.add(rest_bytes_), memory_.add(window_bytes_, false)};  // few pages hold a window part
+        size_t of_rest = 0, of_windows = 0;  // bytes before a layer's part, within a page
         for (size_t layer = 0; layer < heads_.size(); ++layer) {
             const size_t part = part_bytes(layer);
             Place& place = places_[layer];
@@ -44,7 +44,7 @@ class KVStore {
         }
         expect(0);
     }
-    // True if the bytes of such a store can be counted: a size that wraps around would be allocated too small.
+    // True if the bytes of such a store fit size_t: a size that wraps around would be allocated too small.
     static bool fits(KVType type, size_t num_pages, const std::vector<HeadShape>& heads) {
         constexpr size_t most = size_t{1} << 56;
         size_t total = 0;
@@ -77,10 +77,10 @@ class KVStore {
         for (size_t layer = 0; layer < num_layers(); ++layer) bytes += 2 * part_bytes(layer);
         return bytes;
     }
-    size_t window_bytes() const { return window_bytes_; }  // of those, what `drop_window` gives back
+    size_t window_bytes() const { return window_bytes_; }  // bytes of a page that `drop_window` gives back
     // Give back the memory of what sliding layers hold of a page, until it is written again.
     void drop_window(size_t page) { memory_.drop(1, page); }
-    void drop_rest(size_t page) { memory_.drop(0, page); }  // likewise of the layers beside them
+    void drop_rest(size_t page) { memory_.drop(0, page); }  // the same for the other layers
     void read_page(size_t page, uint8_t* to) const {
         each_part(page, [&](uint8_t* part, size_t bytes) { std::memcpy(to, part, bytes), to += bytes; });
     }
@@ -124,7 +124,7 @@ class KVStore {
     std::vector<HeadShape> heads_;
     size_t window_bytes_ = 0, rest_bytes_ = 0;  // of a page, in sliding layers and in those beside them
     std::vector<Place> places_;
-    PageMemory memory_;  // of layers beside sliding ones, of these; then of each layer's keys and values where none slides
+    PageMemory memory_;  // regions: of layers that do not slide, of sliding layers; then of each layer's keys and values where none slides
 };
 
 }  // namespace paceline

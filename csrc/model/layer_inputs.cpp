@@ -1,4 +1,4 @@
-// A token's own inputs to the layers, which they read beside the residual stream (Gemma 4).
+// Layer inputs: numbers of a token that layers read beside the residual stream (Gemma 4).
 #include <algorithm>
 #include <cmath>
 

@@ -49,7 +49,7 @@ bool allows_some(const uint32_t* allowed, size_t start, size_t count) {
 }
 
 // Offer the best token of one tile of logits [kHeadTile], padded with -inf: the same choice as `Sampler` makes for a whole row.
-// z, bounds: scratch [kHeadTile]. margins: the second best is offered too. allowed: a row's mask.
+// z, bounds: scratch [kHeadTile]. margins: the second best is offered, too. allowed: a row's mask.
 void offer_tile(const SamplingSpec& spec, const float* logits, const TileIds& ids, const uint32_t* allowed, float* z, float* bounds,
                 bool margins, Best& best) {
     constexpr size_t blocks = kHeadTile / kBlock;
@@ -125,7 +125,7 @@ void Decoder::choose_in_tiles(const Pass& pass, size_t thread, const FillTile& f
     pool_->each(pass.wanted.size(), [&](size_t i) { choose_sampled(pass, i, thread); });
 }
 
-// A tile in which no row may choose a token is not multiplied: inside the syntax of an answer few tokens are allowed.
+// A tile in which no row may choose a token is not multiplied: where a grammar fixes the syntax, few tokens are allowed.
 void Decoder::choose_in_tile(const Pass& pass, size_t tile, size_t thread, const FillTile& fill) {
     Scratch& s = *scratch_;
     auto& own = s.threads[thread];

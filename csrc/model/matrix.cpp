@@ -125,7 +125,7 @@ std::vector<size_t> Matrix::buffer_bytes(WeightType type, size_t out, size_t in)
 
 Matrix Matrix::empty(WeightType type, size_t out, size_t in) {
     const std::vector<size_t> sizes = buffer_bytes(type, out, in);
-    const uint8_t zero = type == WeightType::int8 ? 128 : 0;  // how a 0 is stored, in the padding too
+    const uint8_t zero = type == WeightType::int8 ? 128 : 0;  // how a 0 is stored, also in the padding
     return Matrix(type, out, in, {Buffer(sizes[0], zero), Buffer(sizes[1])});
 }
 
@@ -312,7 +312,7 @@ void multiply_all(ThreadPool& pool, std::initializer_list<Product> products, siz
         }
     };
     if (chunks == 1) return pool.each_run(num_panels, [&](size_t panel, size_t end) { multiply_some(panel, end, 0); });
-    const size_t num_pairs = (num_panels + 1) / 2;  // of panels: a task of one would be short against its claim
+    const size_t num_pairs = (num_panels + 1) / 2;  // pairs of panels: a task of one panel would be short beside its claim
     pool.each(num_pairs * chunks, [&](size_t i) {
         const size_t panel = i / chunks * 2;
         multiply_some(panel, std::min(panel + 2, num_panels), i % chunks);

@@ -42,7 +42,7 @@ class Buffer {
     size_t bytes_ = 0;
     bool writable_ = true;
 };
-constexpr size_t kAlignment = 64;                 // of buffers
+constexpr size_t kAlignment = 64;                 // alignment of buffers
 constexpr size_t kBytesBehind = size_t{1} << 13;  // kernels fetch a little beyond a matrix
 
 // Token rows in the form that matrices of one type and width read.
@@ -73,12 +73,12 @@ class Matrix {
   public:
     // From float32 [out, in]. int8 and int4_row have one scale per output; int4 has a scale and a minimum for each 32 inputs.
     static Matrix pack(const float* weights, size_t out, size_t in, WeightType type);
-    // The same with rows from `read(index, to)`, [in], on all threads: their float32 is never there as a whole.
+    // The same with rows from `read(index, to)`, [in], on all threads, so that the whole matrix is never in memory as float32.
     static Matrix pack_rows(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<void(size_t, float*)>& read);
     // From 4-bit blocks of GGUF: values 0..15 [out, in], one per byte, scales and minima float16 [out, in / 32].
     static Matrix pack_int4(const uint8_t* values, const uint16_t* scales, const uint16_t* minima, size_t out, size_t in);
 
-    // From rows in a file's blocks, which are kept. row_at: the bytes of one.
+    // From rows in a file's blocks, which are kept as they are. row_at: bytes of a row.
     static Matrix keep_blocks(ThreadPool& pool, size_t out, size_t in, WeightType type, const std::function<const uint8_t*(size_t)>& row_at);
     // Bytes of the buffers that a matrix consists of, in their order.
     static std::vector<size_t> buffer_bytes(WeightType type, size_t out, size_t in);

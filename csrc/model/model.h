@@ -29,7 +29,7 @@ struct Shape {
     bool norms_residual = false;  // the residual stream of a draft head starts from the normed feature
     size_t experts_per_token = 0;
     Routing routing{};
-    bool reads_rows = false;   // a block head: its tokens attend to all of their row, and features are of the context
+    bool reads_rows = false;   // a block head: tokens attend to all of their row, and only context has features
     bool feeds_normed = false;    // the feature of the next draft pass is the last hidden state after `final_norm`
 };
 
@@ -38,7 +38,7 @@ struct Layer {
     size_t rope = 0;    // row of `Weights::inverse_frequencies`
     HeadShape heads;
     size_t kv = 0;        // layer of a store whose keys and values it reads; it writes there if it has a matrix `k`
-    size_t tiling = 0;    // of the scratch: layers with the same heads share one
+    size_t tiling = 0;    // index of its tiling in the scratch: layers with the same heads share one
     float scale = 1.0f;   // multiplies the residual stream behind the layer
     std::vector<float> v_norm;  // [head_dim], or empty
     std::vector<float> attn_norm, mlp_norm;            // attn_norm empty: the layer reads its input as it is
@@ -56,7 +56,7 @@ struct Layer {
     WeightType feed_type() const { return (gate ? gate : mixture->experts[0].gate)->type(); }
 };
 
-// What corrects each guess of a block head by the one before, see `correction` in backend/reference/block_head.py.
+// Corrects each guess of a block head by the guess before, see `correction` in backend/reference/block_head.py.
 struct Corrector {
     size_t rank = 0;                         // numbers of a token's row; 0: nothing is corrected
     size_t state_size = 0;                   // numbers handed from guess to guess: `rank` or 0
@@ -68,7 +68,7 @@ struct Corrector {
     float confidence_bias = 0.0f;
 };
 
-// What makes a token's own inputs to the layers, `size` numbers for each: a table's row and a projection of the token's embedding.
+// Makes a token's layer inputs, `size` numbers for each layer, of a table's row and a projection of the token's embedding.
 struct LayerInputs {
     std::shared_ptr<const Matrix> embed, project;  // [vocab, num_layers * size], [num_layers * size, hidden], or null
     std::vector<float> norm;                       // [size] of each projection
@@ -78,7 +78,7 @@ struct Weights {
     std::shared_ptr<const Matrix> embed, head;  // the same object where tied; null at ranks other than 0
     std::vector<float> final_norm;              // [hidden], or empty
     std::vector<float> inverse_frequencies;     // [num_ropes, head_dim / 2], zeros behind those of smaller heads
-    std::vector<float> magnitudes;              // likewise: factors of their cosines and sines
+    std::vector<float> magnitudes;              // [num_ropes, head_dim / 2] factors of cosines and sines
     std::vector<Layer> layers;
     std::shared_ptr<const Matrix> fuse;        // [hidden, 2 * hidden] from embedding and feature to the first layer's input, or null
     std::vector<float> fuse_bias, embed_norm, feature_norm;  // bias of `fuse`, norms of what it reads: [hidden], or empty

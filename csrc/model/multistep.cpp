@@ -6,12 +6,12 @@
 namespace paceline {
 namespace {
 
-constexpr double kMaxMargin = 6.0;  // as core/nouns.py
+constexpr double kMaxMargin = 6.0;  // as in core/nouns.py
 
 struct ActiveRow {
-    size_t index;      // among the rows of the first pass
-    size_t first;      // of its steps
-    int64_t position;  // of its newest token
+    size_t index;      // index among the rows of the first pass
+    size_t first;      // first of its steps
+    int64_t position;  // position of its newest token
     double survival;   // probability that all its choices so far are accepted
 };
 

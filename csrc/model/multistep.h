@@ -21,7 +21,7 @@ struct DraftSteps {
 };
 
 // Run `first`, whose wanted tokens are the last of its rows, and then passes over one token of each row. A row's pages must
-// reach as far as its passes. A decoder that reads features reads what the last pass made of the token before.
+// reach as far as its passes. A decoder that reads features reads those that the last pass made of the token before.
 void run_steps(Decoder& decoder, const Pass& first, const DraftSteps& steps, const KVStore& kv);
 
 // Run `first` of a block head, a block of each row. Its wanted tokens are the queries of each row's guesses, which are then chosen one

@@ -22,7 +22,7 @@ struct SamplingSpec {
     bool wants_logits() const { return kind == SamplingKind::logits || kind == SamplingKind::sampled; }
 };
 
-// Which tokens a pass may choose, a bit each. The host fills them in beside the pass; nothing is read before the gate is open.
+// Which tokens a pass may choose, a bit each. The host fills them in beside the pass, which reads them once the gate is open.
 struct Masks {
     const std::atomic_flag* gate = nullptr;  // null: no masks
     const uint32_t* words = nullptr;         // [wanted, num_words]

@@ -11,7 +11,7 @@ namespace paceline {
 namespace {
 
 constexpr double kMinTemperature = 1e-5;  // as core/sampling.py
-// Distances below the largest, in nats, within which the most likely tokens are searched: the first that finds enough is used.
+// Distances below the largest logit, in nats, within which likely tokens are searched: the first that finds enough tokens is used.
 constexpr double kCuts[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16, 20, 24, 32, 64};
 constexpr size_t kFewCandidates = 128;  // at most this number get their noise one by one
 
@@ -107,7 +107,7 @@ void Sampler<T>::forbid(const uint32_t* allowed) {
 
 template <class T>
 void Sampler<T>::view(const T* logits, size_t vocab) {
-    if (vocab % kBlock) return load(logits, vocab, 0.0, {});  // it pads the row
+    if (vocab % kBlock) return load(logits, vocab, 0.0, {});  // `load` pads the row
     vocab_ = vocab, values_ = logits;
     maxima_.assign(round_up(blocks(), kBlock), -limit());
     for (size_t b = 0; b < blocks(); ++b) maxima_[b] = maximum(logits + b * kBlock, kBlock);
@@ -134,7 +134,7 @@ int64_t Sampler<T>::choose(const Filters& filters, Key key, double* ahead) {
     if (!filters.active() && !few_) return noisy_argmax(key, ahead);
     if (filters.active()) filter(filters);
     else gather(std::numeric_limits<T>::lowest());
-    if (kept_.size() > kFewCandidates) {  // a pass over all is faster than this many logarithms
+    if (kept_.size() > kFewCandidates) {  // a pass over all tokens is faster than so many logarithms
         std::fill(z_.begin(), z_.end(), -limit());
         for (const auto& c : kept_) z_[c.id] = c.value;
         return noisy_argmax(key, ahead);

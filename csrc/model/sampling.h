@@ -66,10 +66,10 @@ class Sampler {
     // Use logits as they are, without a copy: they must outlive the calls that follow.
     void view(const T* logits, size_t vocab);
 
-    // The id of the largest, the lowest id on ties.
+    // The id of the largest logit, the lowest id on ties.
     int64_t argmax() const;
 
-    // The difference between the largest and the second; infinite if there is no second.
+    // The difference between the largest logit and the second; infinite if there is no second.
     double lead();
 
     // A sample of softmax(z) among what the filters keep. ahead: out, its noisy score less the second.
@@ -78,7 +78,7 @@ class Sampler {
     // The candidates that top_k, then top_p, then min_p leave, most likely first. Empty for a broken row.
     const std::vector<Candidate<T>>& filter(const Filters& filters);
 
-    // The `count` most likely, most likely first.
+    // The `count` most likely tokens, most likely first.
     const std::vector<Candidate<T>>& leaders(size_t count);
 
     // log(sum(exp(z))).
@@ -98,7 +98,7 @@ class Sampler {
     int64_t noisy_argmax(Key key, double* ahead);
 
     size_t vocab_ = 0;
-    bool few_ = false;                      // a mask leaves so few that each gets its noise by itself
+    bool few_ = false;                      // a mask leaves so few tokens that each gets its noise by itself
     T top_ = 0;
     const T* values_ = nullptr;             // z_, or the logits in view
     std::vector<T> z_, bounds_;             // [blocks * 64], z padded with -inf

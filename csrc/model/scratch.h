@@ -13,8 +13,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr size_t kQueryTokens = 8;  // tokens of a row whose attention is one tile
 constexpr size_t kHeadPanels = 8;   // panels of one tile of the LM head
 constexpr size_t kHeadTile = kHeadPanels * kPanel;
-constexpr size_t kTokensAhead = 10;  // of each thread: passes of fewer need all bandwidth for weights, and prefetch no pages
-constexpr size_t kHeadRows = 48;  // wanted tokens that are multiplied with such a tile at once
+constexpr size_t kTokensAhead = 10;  // tokens per thread from which on pages are prefetched: smaller passes need all bandwidth for weights
+constexpr size_t kHeadRows = 48;  // wanted tokens that are multiplied with a tile of the LM head at once
 
 // The best token so far of one wanted token, as one thread has seen it, and the second.
 struct Best {
@@ -73,7 +73,7 @@ struct Decoder::Scratch {
     std::vector<Best> best;                       // [threads, wanted]
 
     struct ThreadScratch {
-        AlignedVector<float> normed;                                               // one row that a product is to read
+        AlignedVector<float> normed;                                               // a row that a product will read
         AlignedVector<float> table_row;                                            // of `LayerInputs::embed`
         AlignedVector<float> queries, query_units, scores, units;                  // of a tile, see `AttentionSpan`
         AlignedVector<float> tops, totals, mixed;                                  // results of one span
@@ -84,7 +84,7 @@ struct Decoder::Scratch {
         Sampler<float> sampler;
     };
     std::vector<ThreadScratch> threads;
-    std::vector<int64_t> pages;  // that the pass reads, if it has enough tokens to prefetch them
+    std::vector<int64_t> pages;  // pages that the pass reads; empty if it has too few tokens to prefetch them
 };
 
 inline void grow(AlignedVector<float>& v, size_t size) {

@@ -6,9 +6,9 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kMinTilesPerThread = 4;  // with fewer, rows of few tokens are cut
-constexpr size_t kPartsPerThread = 4;     // of long tiles
-constexpr size_t kManyTiles = 8;          // for each thread; then the first that is done helps the others, and no order matters
+constexpr size_t kMinTilesPerThread = 4;  // with fewer tiles per thread, rows of few tokens are cut
+constexpr size_t kPartsPerThread = 4;     // parts per thread into which long tiles are cut
+constexpr size_t kManyTiles = 8;          // tiles per thread with which no order matters: threads that are done help the others
 
 // Order tasks so that the ranges that threads start with take about as long: they are dealt out like cards, the longest first.
 template <class Task, class Length>
@@ -67,7 +67,7 @@ void Decoder::plan_tiling(const Pass& pass, Tiling& tiling) {
 }
 
 // Order few tiles so that no thread waits long. If one takes half of a thread's share or more, cut all into parts.
-// num_queries: of all spans of the tiles.
+// num_queries: queries of all spans of the tiles.
 void Decoder::balance_tiles(const Pass& pass, Tiling& s, size_t num_queries) {
     s.parts.clear();
     if (s.tiles.size() >= kManyTiles * pool_->size()) return;
