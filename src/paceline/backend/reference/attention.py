@@ -38,7 +38,7 @@ class KVStore:
 
     data: Sequence[torch.Tensor]  # of each layer [2, num_pages * 16, num_kv_heads, head_dim] model dtype
     sliding: Sequence[int] = ()  # layers whose pages `drop_window` drops
-    memory: Mapping[int, mmap] = field(default_factory=dict)  # of each layer whose pages can drop: of all, or none
+    memory: Mapping[int, mmap] = field(default_factory=dict)  # of each layer if pages can be dropped; else empty
 
     @classmethod
     def of(
