@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--drafter",
         metavar="NAME",
-        help="of a profile with several, the one whose costs drafts have (default: the only one that takes time)",
+        help="drafter of the profile whose times drafts take (default: the only one with times)",
     )
     add("--policy", action="append", metavar="NAME", help=f"one of {POLICIES}; may be repeated (default: all)")
     add("--rows", default=USUAL_ROWS, metavar="N[,N...]", help="requests that run at once, on each replica")
@@ -57,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--prompt-tokens", type=int, default=1, metavar="N")
     add("--output-tokens", type=int, default=256, metavar="N")
-    add("--tail", type=float, default=0.0, metavar="S", help="spread of the logs of the answers' lengths")
+    add("--tail", type=float, default=0.0, metavar="S", help="standard deviation of the log of answers' lengths")
     add(
         "--acceptance",
         default="",
