@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MAX_REPLICAS = 256
 RESUMES = ("on", "off", "any")
 HEDGES = ("off", "p95")
+WRITE_TWICE = ("--hedge", "--audit")  # flags by which two replicas write one answer
 PLACES = ("here", "ray")  # values of --on
 AUTO = "auto"
 EXACT_LAW = "coupled"
@@ -69,7 +70,7 @@ class ReplicaOptions:
     @property
     def _writes_twice(self) -> str | None:
         """The first flag given by which two replicas write one answer."""
-        return next((flag for flag in self.of_several if flag != "--tail"), None)
+        return next((flag for flag in self.of_several if flag in WRITE_TWICE), None)
 
     @property
     def crowded(self) -> bool:

@@ -36,10 +36,10 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens scored", lambda s: sum(c.verified for c in _counts(s))),
     ("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept", lambda s: sum(c.accepted for c in _counts(s))),
 )
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[Metrics], Histogram]], ...] = (
-    ("vllm:time_to_first_token_seconds", "Arrival to first token", lambda m: m.ttft),
-    ("vllm:request_time_per_output_token_seconds", "Mean time per token after the first", lambda m: m.tpot),
-    ("vllm:e2e_request_latency_seconds", "Arrival to last token", lambda m: m.e2e),
+_HISTOGRAMS: tuple[tuple[str, Callable[[Metrics], Histogram]], ...] = (
+    ("vllm:time_to_first_token_seconds", lambda m: m.ttft),
+    ("vllm:request_time_per_output_token_seconds", lambda m: m.tpot),
+    ("vllm:e2e_request_latency_seconds", lambda m: m.e2e),
 )
 _LABELS = ["model_name", "engine"]
 _ENGINE = "0"  # replicas are told apart by names of ours
@@ -79,8 +79,8 @@ class VllmNames(Collector):
 
     def _observed(self, own: list[str]) -> Iterator[Metric]:
         """Yield the server's own observations."""
-        for name, about, histogram in _HISTOGRAMS:
-            yield _renamed(histogram(self._metrics), name, about, own)
+        for name, histogram in _HISTOGRAMS:
+            yield _renamed(histogram(self._metrics), name, own)
         ended = CounterMetricFamily("vllm:request_success", "Answers ended", labels=[*_LABELS, "finished_reason"])
         for family in self._metrics.answers.collect():
             for sample in family.samples:
@@ -98,11 +98,11 @@ def _kept_by_position(own: list[str], stats: Stats) -> Metric:
     return kept
 
 
-def _renamed(histogram: Histogram, name: str, about: str, own: list[str]) -> Metric:
+def _renamed(histogram: Histogram, name: str, own: list[str]) -> Metric:
     """Return a histogram without labels under another name."""
     [family] = histogram.collect()
     buckets = [(s.labels["le"], s.value) for s in family.samples if s.name.endswith("_bucket")]
     [total] = [s.value for s in family.samples if s.name.endswith("_sum")]
-    made = HistogramMetricFamily(name, about, labels=_LABELS)
+    made = HistogramMetricFamily(name, family.documentation, labels=_LABELS)
     made.add_metric(own, buckets, total)
     return made
