@@ -81,6 +81,7 @@ class Commands:
         args = parser_of(f"train {name}").parse_args(options)
         if name == "features":
             return
+        assert (args.start_from / "config.json").is_file()
         assert not args.out.exists(), "a run of other settings would refuse to go on there"
         args.out.mkdir(parents=True)
         rows = [{"step": n, "wall_s": n * self.step_s} for n in (0, args.steps // 2, args.steps)]

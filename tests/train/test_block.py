@@ -89,7 +89,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 
 def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    started = [*SMALL, "--copy", "2,5", "--steps", "30", "--eval-every", "30"]
+    started = [*SMALL, "--steps", "30", "--eval-every", "30"]
     assert main(command("block", toy, first, *started)) == 0
     again = [*SMALL, "--start-from", str(first), "--steps", "1", "--eval-every", "1", "--optimizer", "adamw"]
     assert main(command("block", toy, second, *again, "--vocab", "250")) == 0
@@ -113,9 +113,31 @@ def test_a_block_head_goes_on_from_another(toy: Path, tmp_path: Path) -> None:
     assert load_head(second, toy_config()).config.mask_token_id == heads[0].config.mask_token_id
 
 
+def test_a_block_head_begins_as_good_as_a_draft_model(toy: Path, tmp_path: Path, capsys: Any) -> None:
+    """Only its first draft: a draft model knows no mask tokens."""
+    small, head = tmp_path / "small", tmp_path / "head"
+    once = ["--steps", "1", "--eval-every", "1"]
+    assert main(command("draft-model", toy, small, "--steps", "60", "--eval-every", "60", "--layers", "0,5")) == 0
+    assert main(command("block", toy, head, *SMALL, *once, "--start-from", str(small))) == 0
+    drafted, first = read_metrics(small)[-1]["accepted"][0], read_metrics(head)[0]["accepted"]
+    assert first[0] > 0.8 * drafted > 0.5
+    assert max(first[1:]) < 0.1
+    provenance = json.loads((head / "provenance.json").read_text())
+    assert provenance["settings"]["started_from"] == hash_of(small)
+    assert (
+        main(
+            command(
+                "block", toy, tmp_path / "none", *SMALL[:-4], *once, "--start-from", str(small), "--layers", "3"
+            )
+        )
+        == 2
+    )
+    assert "this draft model has 2 layers, and the head to be trained has 3" in capsys.readouterr().err
+
+
 def test_a_block_head_may_write_every_token(toy: Path) -> None:
     target = load_target(str(toy / "target"), torch.device("cpu"))
-    choices = BlockHeadChoices(copied=(), num_layers=1, size=4, taps=(1, 3, 5), mask_token_id=7, rank=8)
+    choices = BlockHeadChoices(num_layers=1, size=4, taps=(1, 3, 5), mask_token_id=7, rank=8)
     size = target.config.vocab_size
     config = read_config(config_json(choices, target, size), target.config)
     assert not config.own_output
@@ -188,9 +210,6 @@ def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> N
         (["--taps", ",".join("1" * 17)], "17 layers; a head reads at most 16"),
         (["--d-pace", "1.5"], "--d-pace must be above 0"),
         (["--anchors", "0"], "--anchors must be above 0"),
-        (["--copy", "1"], "--copy must be 3 of the target's 6 layers"),
-        (["--copy", "a,b,c"], "'a,b,c'"),
-        (["--copy", "1,2,6"], "layers"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

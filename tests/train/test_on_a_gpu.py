@@ -49,7 +49,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> TrainMaterial:
 
 def block(corrector: str, material: TrainMaterial) -> Recipe:
     choices = BlockHeadChoices(
-        copied=(), num_layers=2, size=4, taps=TAPS, mask_token_id=9, corrector=corrector, rank=4, own_tokens=True
+        num_layers=2, size=4, taps=TAPS, mask_token_id=9, corrector=corrector, rank=4, own_tokens=True
     )
     return BlockHeadRecipe(choices, material, 0, shares_head=False)
 

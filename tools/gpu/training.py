@@ -46,6 +46,7 @@ LONG_PROMPT, KEPT_SHARE = 700, 0.2  # of prompts with more tokens this share is 
 PIECE_MIB = 20.0
 RESULT_BYTES = 15 << 20  # of a piece of the trained head
 MAX_LEN, TAPS = 1280, "2,8,15,21,27"
+START = "draft-model"  # the shipped drafter whose weights the head begins with, and its part of a pack
 PACKED = "paceline-training"  # folder under the machine's temporary one
 KEEP = """set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)" to="${{TMPDIR:-/tmp}}/{packed}"
@@ -61,7 +62,7 @@ export PYTHONPATH="$here/site:$here" PYTHONUNBUFFERED=1
 exec python3 -P -m tools.gpu.training --pieces "$here/.." --answers "$here/training" "$@"
 """
 SETTINGS = (
-    *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 3, "--copy", "0,15,29", "--k", 7, "--rank", 64),
+    *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 4, "--k", 7, "--rank", 64, "--lr", 1e-3),
     *("--anchors", 0.25, "--vocab", 8192, "--held-out", 0.02, "--batch-tokens", 4096),
     *("--eval-tokens", 16384, "--type", "int8", "--share-head"),
 )
@@ -117,6 +118,7 @@ def pack_training(folder: Path, mib: float) -> None:
     for path in sorted((ROOT / "training").glob("answers*.jsonl.xz")):
         shutil.copy2(path, first / "training")
     (first / "run").write_text(RUN, encoding="utf-8")
+    shutil.copytree(start_folder(None), folder / START)
     model = resolve("default")
     (first / "SHA256").write_text(hashlib.sha256(model.read_bytes()).hexdigest(), encoding="utf-8")
     for number, piece in enumerate(pieces_of(model, int(mib * (1 << 20)))):
@@ -127,6 +129,13 @@ def pack_training(folder: Path, mib: float) -> None:
         size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
         sys.stdout.write(f"{size / 2**20:8.2f} MiB  {part.name}\n")
     sys.stdout.write(f'There: bash DIR/PART/keep for each, then bash "${{TMPDIR:-/tmp}}/{PACKED}/first/run"\n')
+
+
+def start_folder(pieces: Path | None) -> Path:
+    """Return the folder of the drafter that the head begins with, in a pack or in this checkout."""
+    if pieces is not None:
+        return pieces / START
+    return next((ROOT / "src" / "paceline" / "drafters").glob(f"*/{START}"))
 
 
 def pieces_of(path: Path, size: int) -> Iterator[bytes]:
@@ -151,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
         join_model(args.pieces)
     same = ["--data", write_data(args.answers, work / "data", args.tokens), "--device", args.device]
     read_texts(same, READING_SHARE * args.seconds)
-    settings = [*same, *SETTINGS, *args.settings]
+    settings = [*same, *SETTINGS, "--start-from", start_folder(args.pieces), *args.settings]
     steps = steps_until(end - RESERVE_S, settings, fresh(work / "probe"))
     every, head = max(1, steps // SAVES), fresh(work / "head")
     run = ["block", *settings, "--out", head, "--steps", steps, "--eval-every", every, "--save-every", every]

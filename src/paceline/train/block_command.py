@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.flags import listed
 from paceline.model.heads.block_format import MAX_BLOCK, MAX_RANK
 from paceline.model.heads.config import BLOCK_HEAD
 from paceline.train.block_recipe import BlockHeadChoices, BlockHeadRecipe
@@ -32,7 +31,6 @@ from paceline.train.train_options import (
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from paceline.train.target_model import TrainTarget
 
 CORRECTORS = ("rnn", "gated", "vanilla", "none")
 MAX_LAYERS = 5
@@ -45,12 +43,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(lr=LEARNING_RATE)
     parser.add_argument("--k", type=int, default=8, metavar="K", help="drafts of a block")
     parser.add_argument("--layers", type=int, default=3, metavar="N", help=f"of the head, at most {MAX_LAYERS}")
-    parser.add_argument(
-        "--copy",
-        default="",
-        metavar="I,J,...",
-        help="layers of the target whose weights the head's layers start from (default: none)",
-    )
     parser.add_argument(
         "--anchors",
         type=float,
@@ -103,14 +95,12 @@ def run(args: Namespace) -> int:
     target = open_target(args)
     check_start(args, target, BLOCK_HEAD)
     taps = chosen_taps(args, target)
-    copied = _copied(args, target)
     if not args.dflash and args.corrector != "none" and args.rank > target.config.hidden_size:
         raise ConfigError(
             f"--rank must be at most {target.config.hidden_size}, the target's width, not {args.rank}"
         )
     material = gather(args, target, taps)
     choices = BlockHeadChoices(
-        copied=copied,
         num_layers=args.layers,
         size=args.k,
         taps=taps,
@@ -123,16 +113,3 @@ def run(args: Namespace) -> int:
     config = train_config(args, material, keep=1.0, eval_steps=args.k, muon=args.optimizer == "muon")
     recipe = BlockHeadRecipe(choices, material, args.seed, shares_head=args.share_head)
     return train_and_report(args, material, recipe, asdict(choices), config)
-
-
-def _copied(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
-    """Return the target's layers whose weights the head's layers start from. Raises `ConfigError`."""
-    if not args.copy:
-        return ()
-    layers = listed(args.copy, int)
-    if len(layers) != args.layers or not all(0 <= n < target.config.num_layers for n in layers):
-        raise ConfigError(
-            f"--copy must be {args.layers} of the target's {target.config.num_layers} layers, such as "
-            f"{','.join(map(str, range(args.layers)))}; not {args.copy!r}"
-        )
-    return layers

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from paceline.model.config import layer_shapes
 from paceline.model.heads.block_format import TENSOR_NAMES
 from paceline.model.heads.checkpoint import load_head
 from paceline.model.heads.config import OWN_TOKENS, head_shapes, read_config
+from paceline.model.heads.cut_model import shares_tables
 from paceline.train.block_drafts import draft_blocks
+from paceline.train.block_start import weights_from_draft_model
 from paceline.train.feature_store import SCALE
 from paceline.train.head_recipe import DEVIATION, FIRST_NORM, file_name, layer_json, vocabulary_tensors
 from paceline.train.recipe import hash_of, inherit
@@ -39,7 +40,6 @@ _FILE_NAMES = {ours: theirs for theirs, ours in TENSOR_NAMES.items()}
 class BlockHeadChoices:
     """Settings of a block head that the user chooses."""
 
-    copied: tuple[int, ...]  # layers of the target whose weights its layers start from; empty: none
     num_layers: int
     size: int  # drafts of a block
     taps: tuple[int, ...]
@@ -63,7 +63,7 @@ class BlockHeadRecipe:
     ) -> None:
         """shares_head: leave the output rows out of the files."""
         self._shares_head = shares_head
-        self._target = target = material.target
+        self._material, self._target = material, (target := material.target)
         self._vocabulary = material.vocabulary
         self._values = config_json(choices, target, len(material.vocabulary))
         self._config = read_config(self._values, target.config)
@@ -88,10 +88,15 @@ class BlockHeadRecipe:
         return draft_blocks(self._config, self.weights, self._target.embed, scaled, depths)
 
     def start_from(self, folder: Path) -> str:
-        """Copy the weights of equal name and shape from a trained head, see `Recipe`.
+        """Copy a trained head's weights of equal name and shape, or take a draft model's, see `Recipe`.
 
         `fc` is copied only from a head with the same taps, as its columns belong to taps.
         """
+        if shares_tables(folder):
+            made = weights_from_draft_model(folder, self._config.layers.num_layers, self._material, self._scales)
+            self.weights |= made
+            self.inherited = set(made)
+            return hash_of(folder)
         trained = load_head(folder, self._target.config)
         found = dict(trained.weights)
         fc = found.pop("fc")
@@ -158,19 +163,12 @@ def tap_scales(material: TrainMaterial) -> torch.Tensor:
 def first_weights(
     config: HeadConfig, choices: BlockHeadChoices, target: TrainTarget, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return a head's initial weights: random, or copied from the target."""
+    """Return a head's initial weights."""
     random = torch.Generator().manual_seed(seed)
     weights: dict[str, torch.Tensor] = {}
     for name, shape in head_shapes(config).items():
         weights[name] = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * DEVIATION
     weights.pop("head", None)  # the recipe has the target's rows instead; a whole vocabulary has no `head`
-    for number, theirs in enumerate(choices.copied):
-        for name in layer_shapes(target.config, theirs):
-            ours = f"layers.{number}.{name}"
-            if ours in weights:
-                weights[ours] = torch.tensor(target.model.weights[f"layers.{theirs}.{name}"], dtype=torch.float32)
-    if choices.copied and "layers.0.attn_norm" in weights:  # the copied keys and values expect its output
-        weights["hidden_norm"] = weights["layers.0.attn_norm"].clone()
     width = target.config.hidden_size
     weights["fc"] *= FIRST_FUSION / DEVIATION
     weights["fc"][:, -width:] += torch.eye(width)

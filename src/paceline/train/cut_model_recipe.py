@@ -23,7 +23,7 @@ from paceline.train.train_options import add_training, gather, open_target, trai
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy import int64
@@ -73,7 +73,6 @@ class CutModelRecipe:
         self._vocabulary = vocabulary
         self.inherited: set[str] = set()
         device = target.embed.device
-        self._rotation = rotation_of(target.config.rope, target.config.head_dim, device)
         self._head = target.head[torch.from_numpy(vocabulary).to(device)]
         self.weights = {"norm": target.final_norm.clone()}
         for number, theirs in enumerate(layers):
@@ -88,17 +87,8 @@ class CutModelRecipe:
     def predict(self, batch: TrainBatch, depths: Sequence[DraftDepth]) -> list[torch.Tensor]:
         """Return the last hidden states, computed once for all depths, see `Recipe`."""
         config = self._target.config
-        positions = torch.cat([torch.arange(b.end - b.start) for b in batch.bounds]).to(self._head.device)
-        rotations = cos_sin(positions, self._rotation, self._head.dtype)
-        hidden = self._target.embed[batch.token_ids]
-        for number in range(len(self._layers)):
-            prefix = f"layers.{number}."
-            layer = {n.removeprefix(prefix): w for n, w in self.weights.items() if n.startswith(prefix)}
-            normed = rms_norm(hidden, layer["attn_norm"], config.norm_eps)
-            hidden = hidden + linear(layer, "attn_o", self._attend(layer, normed, rotations, batch.bounds))
-            normed = rms_norm(hidden, layer["mlp_norm"], config.norm_eps)
-            gate = ACTIVATIONS[config.facts.activation](linear(layer, "mlp_gate", normed))
-            hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        embedded = self._target.embed[batch.token_ids]
+        *_, hidden = residual_streams(config, self.weights, len(self._layers), embedded, batch.bounds)
         normed = rms_norm(hidden, self.weights["norm"], config.norm_eps)
         return [normed[depth.anchors + number] for number, depth in enumerate(depths)]
 
@@ -134,27 +124,55 @@ class CutModelRecipe:
         tensors = {f"model.{file_name(n)}": w for n, w in self.weights.items()}
         return values, tensors | vocabulary_tensors(self._vocabulary, c.vocab_size)
 
-    def _attend(
-        self,
-        layer: Layer,
-        normed: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
-        bounds: Sequence[TextBounds],
-    ) -> torch.Tensor:
-        config = self._target.config
-        heads = (len(normed), -1, config.head_dim)
-        query, key, value = (linear(layer, f"attn_{name}", normed).view(heads) for name in "qkv")
-        if config.facts.qk_norm:
-            query = rms_norm(query, layer["attn_q_norm"], config.norm_eps)
-            key = rms_norm(key, layer["attn_k_norm"], config.norm_eps)
-        sizes = [b.end - b.start for b in bounds]
-        rotated = (rotate(query, *rotations), rotate(key, *rotations), value)
-        queries, keys, values = (x.transpose(0, 1) for x in rotated)  # [heads, n, dim]
-        mixed = [
-            functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-            for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (queries, keys, values)), strict=True)
-        ]
-        return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
+
+def residual_streams(
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    num_layers: int,
+    embedded: torch.Tensor,
+    bounds: Sequence[TextBounds],
+) -> Iterator[torch.Tensor]:
+    """Yield the residual stream [n, width] before each layer and after the last.
+
+    embedded: [n, width] embeddings of packed texts. weights: by canonical name, as of a model of these layers.
+    """
+    positions = torch.cat([torch.arange(b.end - b.start) for b in bounds]).to(embedded.device)
+    rotation = rotation_of(config.rope, config.head_dim, embedded.device)
+    rotations = cos_sin(positions, rotation, embedded.dtype)
+    hidden = embedded
+    yield hidden
+    for number in range(num_layers):
+        prefix = f"layers.{number}."
+        layer = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        normed = rms_norm(hidden, layer["attn_norm"], config.norm_eps)
+        hidden = hidden + linear(layer, "attn_o", _attend(config, layer, normed, rotations, bounds))
+        normed = rms_norm(hidden, layer["mlp_norm"], config.norm_eps)
+        gate = ACTIVATIONS[config.facts.activation](linear(layer, "mlp_gate", normed))
+        hidden = hidden + linear(layer, "mlp_down", gate * linear(layer, "mlp_up", normed))
+        yield hidden
+
+
+def _attend(
+    config: ModelConfig,
+    layer: Layer,
+    normed: torch.Tensor,
+    rotations: tuple[torch.Tensor, torch.Tensor],
+    bounds: Sequence[TextBounds],
+) -> torch.Tensor:
+    """Return what the heads of a layer mix [n, heads * dim], each text for itself."""
+    heads = (len(normed), -1, config.head_dim)
+    query, key, value = (linear(layer, f"attn_{name}", normed).view(heads) for name in "qkv")
+    if config.facts.qk_norm:
+        query = rms_norm(query, layer["attn_q_norm"], config.norm_eps)
+        key = rms_norm(key, layer["attn_k_norm"], config.norm_eps)
+    sizes = [b.end - b.start for b in bounds]
+    rotated = (rotate(query, *rotations), rotate(key, *rotations), value)
+    queries, keys, values = (x.transpose(0, 1) for x in rotated)  # [heads, n, dim]
+    mixed = [
+        functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        for q, k, v in zip(*(torch.split(x, sizes, 1) for x in (queries, keys, values)), strict=True)
+    ]
+    return torch.cat(mixed, 1).transpose(0, 1).flatten(1)
 
 
 def can_be_cut(config: ModelConfig) -> bool:

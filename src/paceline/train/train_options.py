@@ -12,7 +12,8 @@ import torch
 from paceline.core.errors import ConfigError, DrafterMismatch
 from paceline.core.flags import add_flags, listed, of_flags
 from paceline.model.heads.checkpoint import head_config
-from paceline.model.heads.config import EAGLE3
+from paceline.model.heads.config import BLOCK_HEAD, EAGLE3
+from paceline.model.heads.cut_model import shares_tables
 from paceline.model.heads.values import MAX_TAPS
 from paceline.train.compute import AUTO, COMPUTES, choose_compute
 from paceline.train.corpus import choose_vocabulary, packs, rarest_token, read_corpus, split, vocabulary_of
@@ -74,7 +75,8 @@ def add_training(parser: ArgumentParser) -> None:
         "--start-from",
         type=Path,
         metavar="FOLDER",
-        help="a trained drafter for this target: EAGLE-3 and P-EAGLE from either, others from their own kind",
+        help="a trained drafter for this target: EAGLE-3 and P-EAGLE from either, a block head from a block head "
+        "or a draft model of as many layers, a draft model from a draft model",
     )
     parser.add_argument("--epochs", type=float, default=3.0, metavar="E", help="passes over the data")
     parser.add_argument("--steps", type=int, metavar="N", help="steps, in place of --epochs")
@@ -170,7 +172,7 @@ def chosen_taps(args: Namespace, target: TrainTarget) -> tuple[int, ...]:
 
 def check_start(args: Namespace, target: TrainTarget, *kinds: Algorithm) -> None:
     """Raise `DrafterMismatch` if weights of `--start-from` mean something else in the head to train."""
-    if args.start_from is None:
+    if args.start_from is None or (BLOCK_HEAD in kinds and shares_tables(args.start_from)):
         return
     head, rope = head_config(args.start_from, target.config), target.config.rope.of_head()
     same_norms = head.block is not None or (head.fc_norm and head.norm_output and head.norm_before_residual)
@@ -204,7 +206,8 @@ def gather(args: Namespace, target: TrainTarget, taps: tuple[int, ...]) -> Train
 def mask_token(args: Namespace, material: TrainMaterial) -> int:
     """Return the mask token: that of `--start-from`, or else the rarest of the data."""
     config = material.target.config
-    known = None if args.start_from is None else head_config(args.start_from, config).mask_token_id
+    start = args.start_from
+    known = None if start is None or shares_tables(start) else head_config(start, config).mask_token_id
     return rarest_token(material.corpus.texts, config.vocab_size) if known is None else known
 
 
