@@ -145,6 +145,28 @@ def test_a_block_head_may_write_every_token(toy: Path) -> None:
     assert {name: tuple(w.shape) for name, w in weights.items()} == head_shapes(config)
 
 
+def test_a_corrector_learns_at_the_whole_rate(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.train.trainer import Trainer
+
+    shares: dict[str, float] = {}
+    begin = Trainer.__init__
+
+    def look(self: Trainer, *args: Any) -> None:
+        begin(self, *args)
+        names = {id(w): name for name, w in self.recipe.weights.items()}
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        shares.update({names[id(w)]: group["share"] for group in groups for w in group["params"]})
+
+    once = ["--steps", "1", "--eval-every", "1", "--eval-tokens", "99"]
+    assert main(command("block", toy, tmp_path / "first", *SMALL, *once)) == 0
+    monkeypatch.setattr(Trainer, "__init__", look)
+    again = ["--start-from", str(tmp_path / "first"), "--start-lr", "0.5"]
+    assert main(command("block", toy, tmp_path / "second", *SMALL, *once, *again)) == 0
+    whole = {name for name, share in shares.items() if share == 1.0}
+    assert whole == {f"corrector.{name}" for name in ("before", "out", "joint", "joint_bias")}
+    assert set(shares.values()) == {0.5, 1.0}
+
+
 def test_weights_of_other_taps_are_left_out(toy: Path, tmp_path: Path) -> None:
     """What reads taps begins anew, all else goes on."""
     once = ["--steps", "1", "--eval-every", "1", "--eval-tokens", "99", "--lr", "1e-6"]

@@ -62,7 +62,8 @@ export PYTHONPATH="$here/site:$here" PYTHONUNBUFFERED=1
 exec python3 -P -m tools.gpu.training --pieces "$here/.." --answers "$here/training" "$@"
 """
 SETTINGS = (
-    *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 4, "--k", 7, "--rank", 64, "--lr", 1e-3),
+    *("--max-len", MAX_LEN, "--taps", TAPS, "--layers", 4, "--k", 7, "--rank", 64),
+    *("--lr", 5e-3, "--start-lr", 0.2),
     *("--anchors", 0.25, "--vocab", 8192, "--held-out", 0.02, "--batch-tokens", 4096),
     *("--eval-tokens", 16384, "--type", "int8", "--share-head"),
 )

@@ -31,6 +31,7 @@ LAST_LR = 0.05  # learning rate at the end of the cosine, as a share of its peak
 _MOMENTS = (("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",))  # of AdamW and of Muon
 # Matrices with a row for each token. Muon leaves them out, as only a few of their rows have a gradient in a step.
 TOKEN_ROWS = ("head", "corrector.before", "corrector.out")
+CORRECTOR = "corrector."  # a block head's corrector, whose tables learn slowly: `start_lr` is not for its weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class TrainConfig:
 
     steps: int
     lr: float = 1e-3
-    start_lr: float = 1.0  # learning rate of weights from another drafter, as a share of `lr`
+    start_lr: float = 1.0  # learning rate of weights from another drafter but its corrector, as a share of `lr`
     keep_start: float = 0.0  # share of their initial values in the weights written at the end
     warmup: float = 0.04  # share of the steps with a rising learning rate
     weight_decay: float = 0.01  # for matrices only
@@ -109,7 +110,8 @@ class Trainer:
         groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
         for name in names:
             weight = self.recipe.weights[name]
-            groups.setdefault((weight.ndim > 1, name in self.recipe.inherited), []).append(weight)
+            inherited = name in self.recipe.inherited and not name.startswith(CORRECTOR)
+            groups.setdefault((weight.ndim > 1, inherited), []).append(weight)
         return [
             {
                 "params": weights,
