@@ -198,14 +198,6 @@ def test_heads_that_compute_something_else_are_not_started_from(
         assert "of another kind" in capsys.readouterr().err
 
 
-def test_weights_may_follow_the_acceptance(toy: Path, tmp_path: Path) -> None:
-    options = [*SMALL, "--steps", "40", "--eval-every", "40", "--compute", "float32", "--d-pace", "0.5"]
-    assert main(command("block", toy, tmp_path, *options)) == 0
-    rows = read_metrics(tmp_path)
-    assert rows[-1]["accepted"][2] > 0.1
-    assert json.loads((tmp_path / "provenance.json").read_text())["settings"]["d_pace"] == 0.5
-
-
 def test_a_dflash_head_learns(toy: Path, tmp_path: Path) -> None:
     options = [*SMALL, "--dflash", "--steps", "40", "--eval-every", "40", "--compute", "float32"]
     assert main(command("block", toy, tmp_path, *options)) == 0
@@ -230,7 +222,6 @@ def test_correctors_are_written_as_they_are_read(toy: Path, tmp_path: Path) -> N
         (["--rank", "0"], "--rank must be between 1"),
         (["--rank", "33"], "at most 32, the target's width"),
         (["--taps", ",".join("1" * 17)], "17 layers; a head reads at most 16"),
-        (["--d-pace", "1.5"], "--d-pace must be above 0"),
         (["--anchors", "0"], "--anchors must be above 0"),
     ],
 )

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.train import loss
-from paceline.train.drafts import TextBounds, plan_drafts
-from paceline.train.loss import TargetProbs, acceptance_weights, divergence, evaluate_drafts, likelihoods
+from paceline.train.loss import TargetProbs, divergence, evaluate_drafts
 
 WIDTH, VOCAB, NUM = 8, 30, 11
 
@@ -116,38 +115,3 @@ def test_frozen_columns_have_no_gradient_and_change_nothing_else() -> None:
     assert torch.equal(whole[1], part[1])
     assert part[2][:, :5].abs().max() == 0
     torch.testing.assert_close(part[2][:, 5:], whole[2][:, 5:])
-
-
-@pytest.mark.parametrize("keep", [1.0, 0.6])
-def test_weights_are_slopes_of_the_expected_acceptance(keep: float) -> None:
-    """A slope is the derivative of the expected acceptance by the logarithm of a draft's probability."""
-    bounds = [TextBounds(0, 2, 9), TextBounds(9, 12, 14), TextBounds(14, 15, 25)]
-    depths = plan_drafts(bounds, 4, keep, 0, torch.device("cpu"), 0.7)
-    random = torch.Generator().manual_seed(1)
-    logs = [
-        torch.rand(len(d.anchors), generator=random, dtype=torch.float64).log().requires_grad_() for d in depths
-    ]
-    expected = torch.zeros((), dtype=torch.float64)
-    for number, depth in enumerate(depths):
-        for draft in range(len(depth.anchors)):
-            at, product = draft, torch.ones((), dtype=torch.float64)
-            for upper in range(number, -1, -1):
-                product = product * logs[upper][at].exp()
-                at = int(depths[upper].kept[at])
-            expected = expected + product
-    slopes = torch.autograd.grad(expected, logs)
-    weights = acceptance_weights([d.kept for d in depths], [log.detach().exp() for log in logs])
-    for ours, slope in zip(weights, slopes, strict=True):
-        torch.testing.assert_close(ours, slope)
-
-
-def test_likelihoods_are_those_of_the_targets_best(monkeypatch) -> None:
-    monkeypatch.setattr(loss, "ROWS", 4)
-    torch.manual_seed(0)
-    guesses, head = torch.randn(NUM, WIDTH), torch.randn(VOCAB, WIDTH)
-    expected = target_probs_of(torch.randn(NUM, VOCAB + 30).softmax(-1), 5)
-    assert (expected.best < 0).any()
-    found = likelihoods(guesses, head, expected, torch.arange(NUM))
-    probs = (guesses @ head.T).softmax(-1)
-    for row, best in enumerate(expected.best.tolist()):
-        assert float(found[row]) == pytest.approx(0.0 if best < 0 else float(probs[row, best]))

@@ -133,7 +133,7 @@ def pack_training(folder: Path, mib: float) -> None:
 
 
 def start_folder(pieces: Path | None) -> Path:
-    """Return the folder of the drafter that the head begins with, in a pack or in this checkout."""
+    """Return the folder of the drafter that the head begins with."""
     if pieces is not None:
         return pieces / START
     return next((ROOT / "src" / "paceline" / "drafters").glob(f"*/{START}"))

@@ -2,7 +2,7 @@
 
 The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147). An anchor is a
 token of an answer; a block of mask tokens follows it. In the loss each draft of a block weighs less than the one
-before. With `--d-pace` the weights follow the head's progress instead (D-PACE, arXiv 2605.18810).
+before.
 """
 
 from __future__ import annotations
@@ -52,13 +52,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--decay", type=float, default=0.8, metavar="X", help="weight of a draft against the one before"
-    )
-    parser.add_argument(
-        "--d-pace",
-        type=float,
-        metavar="X",
-        help="weigh drafts by what they add to the expected acceptance length, in place of --decay (D-PACE); "
-        "probabilities are smoothed towards 1 by X, 0.5 in the paper",
     )
     parser.add_argument(
         "--corrector", default="rnn", choices=CORRECTORS, help="how a draft is told of those before it"

@@ -88,9 +88,10 @@ class BlockHeadRecipe:
         return draft_blocks(self._config, self.weights, self._target.embed, scaled, depths)
 
     def start_from(self, folder: Path) -> str:
-        """Copy a trained head's weights of equal name and shape, or take a draft model's, see `Recipe`.
+        """Take the weights of a trained head or a draft model, see `Recipe`.
 
-        `fc` is copied only from a head with the same taps, as its columns belong to taps.
+        Of a head, those of equal name and shape are copied. `fc` is copied only from a head with the same taps,
+        as its columns belong to taps.
         """
         if shares_tables(folder):
             made = weights_from_draft_model(folder, self._config.layers.num_layers, self._material, self._scales)

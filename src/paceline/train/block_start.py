@@ -37,7 +37,7 @@ _READ = ("attn_q", "attn_k", "attn_v")  # matrices that read a layer's normed in
 def weights_from_draft_model(
     folder: Path, num_layers: int, material: TrainMaterial, scales: torch.Tensor
 ) -> Weights:
-    """Return weights of a block head that guesses its first draft much as a draft model does.
+    """Return a block head's weights that guess its first draft as a draft model does.
 
     scales: [tapped_size] sizes of the taps; the returned `fc` reads taps divided by them. Raises `ModelError`.
     """
@@ -61,7 +61,7 @@ def weights_from_draft_model(
 
 
 def _folded(theirs: Weights, number: int) -> Weights:
-    """Return a layer's weights with the factors of its first norm in the matrices behind it.
+    """Return a layer's weights with its first norm's factors in the matrices behind it.
 
     The factors of the layers differ, and one feature serves all layers.
     """

@@ -159,7 +159,7 @@ def _attend(
     rotations: tuple[torch.Tensor, torch.Tensor],
     bounds: Sequence[TextBounds],
 ) -> torch.Tensor:
-    """Return what the heads of a layer mix [n, heads * dim], each text for itself."""
+    """Return what a layer's heads mix in each text, [n, heads * dim]."""
     heads = (len(normed), -1, config.head_dim)
     query, key, value = (linear(layer, f"attn_{name}", normed).view(heads) for name in "qkv")
     if config.facts.qk_norm:

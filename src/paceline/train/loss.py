@@ -10,8 +10,6 @@ import torch
 from paceline.train.compute import padded, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.autograd.function import FunctionCtx
 
 ROWS = 256  # drafts of a chunk: logits stay in cache, and laying out the output matrix for a product pays
@@ -72,35 +70,6 @@ def evaluate_drafts(
         picked = logits.log_softmax(-1).gather(1, expected.ids[rows[chunk]])
         total -= torch.linalg.vecdot(expected.probs[rows[chunk]], picked).sum()
     return total, best
-
-
-@torch.no_grad()
-def likelihoods(
-    hidden: torch.Tensor, output_rows: torch.Tensor, expected: TargetProbs, rows: torch.Tensor
-) -> torch.Tensor:
-    """Return the drafts' probabilities [m] of the target's likeliest token, 0 outside the vocabulary."""
-    found, best = hidden.new_empty(len(hidden)), expected.best[rows]
-    for first in range(0, len(hidden), ROWS):
-        chunk = slice(first, first + ROWS)
-        logs = (hidden[chunk] @ output_rows.T).log_softmax(-1)
-        found[chunk] = logs.gather(1, best[chunk, None].clamp(min=0))[:, 0].exp()
-    return found * (best >= 0)
-
-
-def acceptance_weights(kept: Sequence[torch.Tensor], likely: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return by depth what each draft adds to the expected number of accepted drafts.
-
-    A draft is accepted only with all drafts before it, so this number is the sum over depths of the product of
-    `likely` up to the depth. A draft's weight is its derivative by the logarithm of the draft's own probability
-    (D-PACE, arXiv 2605.18810). Weights are [m] each. kept: as in `DraftDepth`. likely: [m] by depth, above 0.
-    """
-    alive = [likely[0]]
-    for indices, probs in zip(kept[1:], likely[1:], strict=True):
-        alive.append(alive[-1][indices] * probs)
-    weights = alive[-1:]
-    for indices, probs in zip(reversed(kept[1:]), reversed(alive[:-1]), strict=True):
-        weights.insert(0, probs.index_add(0, indices, weights[0]))
-    return weights
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -262,7 +262,7 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--keep-start {keep_start} must be between 0 and 1, and goes with --start-from")
     if getattr(args, "own_tokens", 0) < 0:
         raise ConfigError(f"--own-tokens must be at least 0, not {args.own_tokens}")
-    shares = dict.fromkeys(("lr", "start_lr", "keep", "anchors", "decay", "d_pace"), 1.0)
+    shares = dict.fromkeys(("lr", "start_lr", "keep", "anchors", "decay"), 1.0)
     for flag, high in ({"epochs": 1_000_000, "held_out": 0.9} | shares).items():
         value = getattr(args, flag, None)
         if value is not None and not 0.0 < value <= high:

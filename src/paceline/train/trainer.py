@@ -16,14 +16,12 @@ from paceline.core.errors import PacelineError
 from paceline.train.compute import COMPUTES, product_precision
 from paceline.train.corpus import packs, shuffled
 from paceline.train.drafts import plan_drafts
-from paceline.train.loss import acceptance_weights, divergence, evaluate_drafts, likelihoods
+from paceline.train.loss import divergence, evaluate_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from paceline.train.batch import Batcher, TrainBatch
-    from paceline.train.drafts import DraftDepth
-    from paceline.train.loss import TargetProbs
     from paceline.train.recipe import Recipe
 
 BETAS = (0.9, 0.95)
@@ -47,7 +45,6 @@ class TrainConfig:
     clip: float = 1.0  # largest norm of the gradient
     batch_tokens: int = 2048
     decay: float = 0.8  # weight of a depth relative to the depth before it
-    d_pace: float | None = None  # smoothing of D-PACE's weights, which take the place of `decay`; None: no D-PACE
     keep: float = 0.8  # share of the drafts that go on to the next depth
     anchors: float = 1.0  # share of the answers' tokens at which a draft begins
     own_tokens: int = 0  # request tokens that a batch adds to the vocabulary
@@ -170,13 +167,12 @@ class Trainer:
         with product_precision(config.compute):
             hidden = recipe.predict(batch, depths)
         rows = torch.cat([batch.rows[depth.anchors + number] for number, depth in enumerate(depths)])
-        output_rows = recipe.output_rows(batch.own_ids)
         loss = divergence(
             torch.cat(hidden),
-            output_rows,
+            recipe.output_rows(batch.own_ids),
             batch.expected,
             rows,
-            self._shares(depths, hidden, output_rows, rows, batch.expected),
+            self._shares(hidden),
             COMPUTES[config.compute],
             recipe.num_frozen,
         )
@@ -195,27 +191,14 @@ class Trainer:
         self.step += 1
         return float(loss.detach())
 
-    def _shares(
-        self,
-        depths: Sequence[DraftDepth],
-        hidden: Sequence[torch.Tensor],
-        output_rows: torch.Tensor,
-        rows: torch.Tensor,
-        expected: TargetProbs,
-    ) -> torch.Tensor:
-        """Return the weight of each draft; all weights sum to 1.
+    def _shares(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the weights of all drafts, whose sum is 1.
 
-        Without D-PACE a depth weighs `decay` times the one before.
+        A depth weighs `decay` times the one before.
         """
-        smoothing, sizes = self.config.d_pace, [len(h) for h in hidden]
-        if smoothing is None:
-            weights = [self.config.decay**number for number in range(len(hidden))]
-            parts = (h.new_full((n,), w / max(1, n)) for h, n, w in zip(hidden, sizes, weights, strict=True))
-            return torch.cat(list(parts)) / sum(weights)
-        likely = likelihoods(torch.cat(list(hidden)), output_rows, expected, rows)
-        by_depth = torch.split(smoothing + (1 - smoothing) * likely, sizes)
-        shares = torch.cat(acceptance_weights([depth.kept for depth in depths], by_depth))
-        return shares / shares.sum()
+        weights = [self.config.decay**number for number in range(len(hidden))]
+        parts = [h.new_full((len(h),), w / max(1, len(h))) for h, w in zip(hidden, weights, strict=True)]
+        return torch.cat(parts) / sum(weights)
 
 
 @torch.inference_mode()
