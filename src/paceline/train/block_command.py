@@ -1,8 +1,7 @@
 """`paceline train block`: train a block head, which drafts a whole block in one pass.
 
 The recipe is that of DFlash (arXiv 2602.06036) with the corrector of DSpark (arXiv 2607.05147). An anchor is a
-token of an answer; a block of mask tokens follows it. In the loss each draft of a block weighs less than the one
-before.
+token of an answer; a block of mask tokens follows it. In the loss each draft weighs less than the one before.
 """
 
 from __future__ import annotations

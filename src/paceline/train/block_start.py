@@ -17,6 +17,7 @@ from paceline.model.heads.cut_model import load_cut_model
 from paceline.train.batch import Batcher
 from paceline.train.corpus import packs, shuffled
 from paceline.train.cut_model_recipe import residual_streams
+from paceline.train.progress import progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,19 +89,23 @@ def _measure(cut: CutModel, theirs: Weights, material: TrainMaterial, scales: to
     taps = scales.new_zeros(tapped, tapped)
     crossed, inputs = ([scales.new_zeros(rows, width) for _ in layers] for rows in (tapped, width))
     seen = 0
-    for numbers in packs(shuffled(material.training, 0, 0), batcher.lengths(), PASS_TOKENS):
-        batch = batcher.make(numbers)
-        kept = torch.cat([torch.arange(b.start + SKIPPED, b.end) for b in batch.bounds]).to(scales.device)
-        read = batch.tapped[kept] / scales
-        taps.addmm_(read.T, read)
-        streams = residual_streams(config, theirs, config.num_layers, target.embed[batch.token_ids], batch.bounds)
-        for number, stream in zip(layers, streams, strict=False):  # the last one is the output
-            normed = torch.nn.functional.rms_norm(stream[kept], (width,), eps=config.norm_eps)
-            crossed[number].addmm_(read.T, normed)
-            inputs[number].addmm_(normed.T, normed)
-        seen += len(kept)
-        if seen >= FIT_TOKENS:
-            break
+    with progress("fitting to the draft model, tokens") as update:
+        for numbers in packs(shuffled(material.training, 0, 0), batcher.lengths(), PASS_TOKENS):
+            batch = batcher.make(numbers)
+            kept = torch.cat([torch.arange(b.start + SKIPPED, b.end) for b in batch.bounds]).to(scales.device)
+            read = batch.tapped[kept] / scales
+            taps.addmm_(read.T, read)
+            streams = residual_streams(
+                config, theirs, config.num_layers, target.embed[batch.token_ids], batch.bounds
+            )
+            for number, stream in zip(layers, streams, strict=False):  # the last one is the output
+                normed = torch.nn.functional.rms_norm(stream[kept], (width,), eps=config.norm_eps)
+                crossed[number].addmm_(read.T, normed)
+                inputs[number].addmm_(normed.T, normed)
+            seen += len(kept)
+            update(min(seen, FIT_TOKENS), FIT_TOKENS, "")
+            if seen >= FIT_TOKENS:
+                break
     return _Moments(taps / seen, [c / seen for c in crossed], [i / seen for i in inputs])
 
 
